@@ -1,0 +1,77 @@
+"""torch's CUDA allocations of a thread, sent to an arena through a ``MemPool`` whose segments the shim serves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from memsaver.allocator import shim
+
+_open = threading.local()  # .stack: the pools this thread is in, outermost first
+
+
+@cache
+def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
+    """The symbol pair of a slot; kept for life, because torch frees segments through it whenever it likes."""
+    names = f"ms_cuda_alloc_{slot:02x}", f"ms_cuda_free_{slot:02x}"
+    return torch.cuda.memory.CUDAPluggableAllocator(shim.path(), *names)
+
+
+def new_pool(slot: int) -> torch.cuda.MemPool:
+    """A pool whose segments come from ``slot``. Freed blocks go back to the arena when the pool is dropped."""
+    return torch.cuda.MemPool(_allocator(slot).allocator())
+
+
+@contextlib.contextmanager
+def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
+    """This thread's torch CUDA allocations go to ``slot`` through a pool of their own.
+
+    torch serves nested pools outermost first, so the outer one is left while an inner one is open.
+    """
+    stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
+    with contextlib.ExitStack() as undo:
+        if stack:
+            _leave(stack[-1], device)
+            undo.callback(_enter, stack[-1], device)
+        stack.append(_new_open_pool(slot))
+        undo.callback(_retire)
+        undo.callback(stack.pop)
+        _enter(stack[-1], device)
+        undo.callback(_leave, stack[-1], device)
+        yield
+
+
+# torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended regions wait here until
+# no region of the process is open; nothing else (a traceback's frames, say) may hold the last reference.
+_lock = threading.Lock()
+_pools: list[torch.cuda.MemPool] = []
+_open_regions = 0
+
+
+def _new_open_pool(slot: int) -> torch.cuda.MemPool:
+    global _open_regions
+    with _lock:
+        _open_regions += 1
+        _pools.append(new_pool(slot))
+        return _pools[-1]
+
+
+def _retire() -> None:
+    global _open_regions
+    with _lock:
+        _open_regions -= 1
+        if not _open_regions:
+            _pools.clear()
+
+
+def _enter(pool: torch.cuda.MemPool, device: torch.device) -> None:
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool.id)
+
+
+def _leave(pool: torch.cuda.MemPool, device: torch.device) -> None:
+    torch._C._cuda_endAllocateToPool(device.index, pool.id)
+    torch._C._cuda_releasePool(device.index, pool.id)

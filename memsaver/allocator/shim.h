@@ -1,0 +1,89 @@
+/* The one table of physical memory: limits, extents and blocks of every arena.
+ *
+ * Plain C, so that torch's allocators may call it under their own locks without Python. Python creates the objects and
+ * drives pause and resume; torch's callbacks only allocate (and grow) and free. Lock order: arena, then phys.
+ */
+#ifndef MEMSAVER_SHIM_H
+#define MEMSAVER_SHIM_H
+#include <stddef.h>
+#include <stdint.h>
+
+#define MS_SLOTS 256
+
+enum { MS_HOST = 0, MS_CUDA = 1 };
+enum { MS_ACTIVE = 0, MS_PAUSED = 1 };
+enum {
+    MS_OK = 0,
+    MS_E_LIMIT = 1,       /* limit_bytes would be passed */
+    MS_E_DRIVER = 2,      /* the driver or the kernel refused: see ms_cause.driver */
+    MS_E_RESERVATION = 3, /* the tag has outgrown its address range */
+    MS_E_PAUSED = 4,      /* allocation on a paused tag */
+    MS_E_TABLE = 5,       /* no host memory for the tables, or no free slot */
+    MS_E_FORKED = 6       /* called in a forked child */
+};
+
+typedef struct {
+    int code;
+    int driver;       /* errno or CUresult */
+    size_t requested; /* bytes the failed call asked for */
+    size_t missing;   /* bytes short of the limit or of the reservation, 0 when unknown */
+} ms_cause;
+
+typedef struct {
+    uint64_t handle; /* memfd or CUmemGenericAllocationHandle */
+    size_t offset;   /* in the arena */
+    size_t nbytes;
+} ms_extent;
+
+typedef struct {
+    size_t offset;
+    size_t nbytes;    /* rounded to the arena's unit */
+    size_t requested; /* 0: free */
+} ms_block;
+
+typedef struct {
+    size_t base, reserved, committed, top, live;
+    size_t extents, blocks;
+    int state;
+} ms_stats;
+
+typedef struct { /* CUDA driver entry points and arguments, handed in from Python */
+    int (*create)(uint64_t *handle, size_t nbytes, const void *prop, unsigned long long flags);
+    int (*release)(uint64_t handle);
+    int (*map)(uint64_t address, size_t nbytes, size_t offset, uint64_t handle, unsigned long long flags);
+    int (*unmap)(uint64_t address, size_t nbytes);
+    int (*set_access)(uint64_t address, size_t nbytes, const void *desc, size_t count);
+    const void *prop;
+    const void *access;
+} ms_driver;
+
+typedef struct ms_phys ms_phys;
+
+ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver *driver);
+void ms_phys_free(ms_phys *phys);
+size_t ms_phys_committed(ms_phys *phys);
+size_t ms_phys_limit(ms_phys *phys);
+void ms_phys_set_limit(ms_phys *phys, size_t limit);
+
+/* Extents and mappings. nbytes of ms_release is what ms_create counted (0 for an imported handle). */
+int ms_create(ms_phys *phys, size_t nbytes, uint64_t *handle, ms_cause *cause);
+int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes);
+int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable);
+int ms_set_access(ms_phys *phys, size_t address, size_t nbytes);
+int ms_unmap(ms_phys *phys, size_t address, size_t nbytes);
+
+/* Arenas: a slot is the index behind the ms_cuda_alloc_XX / ms_cuda_free_XX symbols. */
+int ms_arena_new(ms_phys *phys, size_t base, size_t reserved, size_t unit);
+int ms_arena_free(int slot); /* MS_E_PAUSED if blocks are alive: the slot then stays taken */
+void *ms_alloc(int slot, size_t nbytes);
+int ms_free(int slot, void *address);
+int ms_free_any(void *address); /* 1 if some arena owned it */
+int ms_find(const void *address); /* slot or -1 */
+void ms_get_stats(int slot, ms_stats *out);
+void ms_get_cause(int slot, ms_cause *out, int clear);
+size_t ms_get_extents(int slot, ms_extent *out, size_t capacity);
+size_t ms_get_blocks(int slot, ms_block *out, size_t capacity); /* live blocks only */
+int ms_set_extents(int slot, const ms_extent *extents, size_t count);
+void ms_set_state(int slot, int state);
+size_t ms_trim(int slot); /* gives back the unused tail; returns bytes */
+#endif

@@ -1,0 +1,152 @@
+"""ctypes view of ``shim.c``: the one table of physical memory, extents and blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from memsaver.allocator import build
+
+HOST, CUDA = 0, 1
+ACTIVE, PAUSED = 0, 1
+E_LIMIT, E_DRIVER, E_RESERVATION, E_PAUSED, E_TABLE, E_FORKED = range(1, 7)
+NO_LIMIT = 2**63
+
+_size = ctypes.c_size_t
+
+
+class Cause(ctypes.Structure):
+    """Why a call failed: code (E_*), the driver's own number, bytes asked for and bytes missing."""
+
+    _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int), ("requested", _size), ("missing", _size)]
+    code: int
+    driver: int
+    requested: int
+    missing: int
+
+
+class _Extent(ctypes.Structure):
+    _fields_ = [("handle", ctypes.c_uint64), ("offset", _size), ("nbytes", _size)]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [("offset", _size), ("nbytes", _size), ("requested", _size)]
+
+
+class Stats(ctypes.Structure):
+    """An arena at one moment; sizes in bytes."""
+
+    _fields_ = [(name, _size) for name in ("base", "reserved", "committed", "top", "live", "extents", "blocks")]
+    _fields_ += [("state", ctypes.c_int)]
+    base: int
+    reserved: int
+    committed: int
+    top: int
+    live: int
+    extents: int
+    blocks: int
+    state: int
+
+
+class Driver(ctypes.Structure):
+    """Entry points of the CUDA driver for calls made under torch's allocator lock."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
+    _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of physical memory: handle (memfd or CUDA handle), offset in the arena and size in bytes."""
+
+    handle: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A live allocation: offset in the arena and bytes asked for."""
+
+    offset: int
+    nbytes: int
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ms_phys_new": (ctypes.c_void_p, [ctypes.c_int, _size, _size, ctypes.POINTER(Driver)]),
+    "ms_phys_free": (None, [ctypes.c_void_p]),
+    "ms_phys_committed": (_size, [ctypes.c_void_p]),
+    "ms_phys_limit": (_size, [ctypes.c_void_p]),
+    "ms_phys_set_limit": (None, [ctypes.c_void_p, _size]),
+    "ms_create": (
+        ctypes.c_int,
+        [ctypes.c_void_p, _size, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Cause)],
+    ),
+    "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
+    "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
+    "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
+    "ms_arena_free": (ctypes.c_int, [ctypes.c_int]),
+    "ms_alloc": (ctypes.c_void_p, [ctypes.c_int, _size]),
+    "ms_free": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p]),
+    "ms_find": (ctypes.c_int, [ctypes.c_void_p]),
+    "ms_get_stats": (None, [ctypes.c_int, ctypes.POINTER(Stats)]),
+    "ms_get_cause": (None, [ctypes.c_int, ctypes.POINTER(Cause), ctypes.c_int]),
+    "ms_get_extents": (_size, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+    "ms_get_blocks": (_size, [ctypes.c_int, ctypes.POINTER(_Block), _size]),
+    "ms_set_extents": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+    "ms_set_state": (None, [ctypes.c_int, ctypes.c_int]),
+    "ms_trim": (_size, [ctypes.c_int]),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded shim, one per process."""
+    lib = ctypes.CDLL(str(build.shim_library()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def path() -> str:
+    """File of the loaded shim, for ``CUDAPluggableAllocator``."""
+    return library()._name
+
+
+def stats(slot: int) -> Stats:
+    out = Stats()
+    library().ms_get_stats(slot, ctypes.byref(out))
+    return out
+
+
+def cause(slot: int, clear: bool = False) -> Cause:
+    """The last failure of an allocation in this slot (code 0: none)."""
+    out = Cause()
+    library().ms_get_cause(slot, ctypes.byref(out), int(clear))
+    return out
+
+
+def extents(slot: int) -> list[Extent]:
+    count = library().ms_get_extents(slot, None, 0)
+    array = (_Extent * count)()
+    count = min(count, library().ms_get_extents(slot, array, count))
+    return [Extent(item.handle, item.offset, item.nbytes) for item in array[:count]]
+
+
+def set_extents(slot: int, items: Sequence[Extent]) -> None:
+    array = (_Extent * len(items))(*[_Extent(item.handle, item.offset, item.nbytes) for item in items])
+    if library().ms_set_extents(slot, array, len(items)):
+        raise MemoryError("no host memory for the table of extents")
+
+
+def blocks(slot: int) -> list[Block]:
+    """Live blocks in order of offset."""
+    count = library().ms_get_blocks(slot, None, 0)
+    array = (_Block * count)()
+    count = min(count, library().ms_get_blocks(slot, array, count))
+    return [Block(item.offset, item.requested) for item in array[:count]]

@@ -1,0 +1,193 @@
+"""One tag's memory on one device: an address range for life, and the extents behind it while the tag is active."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from memsaver.allocator import shim
+from memsaver.backends.base import Backend
+
+CONTENTS = ("discard", "host")
+
+
+class Reservation:
+    """An address range without memory; ``close`` is its exact undo."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self._backend = backend
+        self.nbytes = nbytes
+        self.address = backend.reserve(nbytes)
+
+    def close(self) -> None:
+        self._backend.unreserve(self.address, self.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backup:
+    """Saved content: ``ranges`` (offset, nbytes) of the arena, one after the other in ``buffer`` (uint8, host)."""
+
+    ranges: tuple[tuple[int, int], ...]
+    buffer: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+
+class Arena:
+    """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
+
+    The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's allocator callbacks use
+    it too. Methods change one thing each; the saver composes them into all-or-nothing operations.
+    """
+
+    def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
+        self.tag = tag
+        self.content = content
+        self.backend = backend
+        self.reservation = Reservation(backend, reserve_bytes)
+        base = self.reservation.address
+        self.slot: int = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+        if self.slot < 0:
+            self.reservation.close()
+            raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
+        self.paused = False
+        self.committed_when_paused = 0
+        self.backup: Backup | None = None
+        self.open_regions = 0
+        self.last_pause_seconds = 0.0
+        self.last_resume_seconds = 0.0
+        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot)
+        self._finalizer.atexit = False
+
+    @property
+    def stats(self) -> shim.Stats:
+        return shim.stats(self.slot)
+
+    @property
+    def address(self) -> int:
+        return self.reservation.address
+
+    def empty(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
+        address = shim.library().ms_alloc(self.slot, nbytes)
+        if not address:
+            return None
+        tensor, owner = self.backend.view(address, nbytes)
+        weakref.finalize(owner, self._free, address).atexit = False  # so the tensor keeps the arena alive, too
+        return tensor
+
+    def _free(self, address: int) -> None:
+        shim.library().ms_free(self.slot, address)
+
+    def cause(self) -> shim.Cause:
+        """Why the last allocation failed (code 0: none did); clears it."""
+        return shim.cause(self.slot, clear=True)
+
+    def trim(self) -> int:
+        """Give back the extents behind the unused tail; bytes given back."""
+        stats = self.stats
+        if self.paused or stats.committed - stats.top < self.backend.granularity:
+            return 0
+        self.backend.synchronize()
+        trimmed: int = shim.library().ms_trim(self.slot)
+        return trimmed
+
+    def freeze(self) -> None:
+        """From here allocations fail and extents do not change; frees still work."""
+        shim.library().ms_set_state(self.slot, shim.PAUSED)
+
+    def thaw(self) -> None:
+        shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def live_ranges(self) -> tuple[tuple[int, int], ...]:
+        """(offset, nbytes) of what is in use. Under torch's caching allocator: the live blocks inside its segments."""
+        blocks = [(block.offset, block.nbytes) for block in shim.blocks(self.slot)]
+        if self.backend.device.type != "cuda":
+            return tuple(blocks)
+        inside: dict[int, list[tuple[int, int]]] = {}
+        for segment in torch.cuda.memory_snapshot():
+            offset = segment["address"] - self.address
+            if 0 <= offset < self.reservation.nbytes:
+                inside[offset] = _live_blocks(segment, self.address)
+        return tuple(item for block in blocks for item in inside.get(block[0], [block]))
+
+    def save(self) -> Backup:
+        """Copy the live content to host memory."""
+        ranges = self.live_ranges()
+        buffer = self.backend.host_buffer(sum(nbytes for _, nbytes in ranges))
+        self._copy(ranges, buffer, restore=False)
+        return Backup(ranges=ranges, buffer=buffer)
+
+    def restore(self, backup: Backup) -> None:
+        """Copy saved content back to where it was."""
+        self._copy(backup.ranges, backup.buffer, restore=True)
+
+    def _copy(self, ranges: tuple[tuple[int, int], ...], buffer: torch.Tensor, restore: bool) -> None:
+        done = 0
+        for offset, nbytes in ranges:
+            device_side, _ = self.backend.view(self.address + offset, nbytes)
+            host_side = buffer[done : done + nbytes]
+            target, source = (device_side, host_side) if restore else (host_side, device_side)
+            target.copy_(source, non_blocking=True)
+            done += nbytes
+        self.backend.synchronize()
+
+    def decommit(self) -> None:
+        """Unmap everything in one call and release the extents."""
+        self.committed_when_paused = self.stats.committed
+        _decommit(self.backend, self.address, self.slot)
+
+    def commit(self, undo: contextlib.ExitStack) -> None:
+        """Put one new extent behind the prefix that was committed at the pause.
+
+        Raises ``ShortOfMemory`` or ``BackendError``; each step's undo goes on ``undo`` after the step succeeded.
+        """
+        nbytes = self.committed_when_paused
+        if not nbytes:
+            return
+        handle = self.backend.create(nbytes)
+        undo.callback(self.backend.release, handle, nbytes)
+        self.backend.map(self.address, nbytes, handle)
+        undo.callback(self.backend.unmap, self.address, nbytes)
+        self.backend.set_access(self.address, nbytes)
+        shim.set_extents(self.slot, [shim.Extent(handle, 0, nbytes)])
+        undo.callback(shim.set_extents, self.slot, [])
+
+    def close(self) -> None:
+        """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
+        self.freeze()
+        _decommit(self.backend, self.address, self.slot)
+        self._finalizer()
+
+
+def _decommit(backend: Backend, address: int, slot: int) -> None:
+    committed = shim.stats(slot).committed
+    if committed:
+        backend.unmap(address, committed)
+    extents = shim.extents(slot)
+    shim.set_extents(slot, [])
+    for extent in extents:
+        backend.release(extent.handle, extent.nbytes)
+
+
+def _give_back(backend: Backend, reservation: Reservation, slot: int) -> None:
+    """Undo of an arena that nobody refers to; where a region's tensors outlive it, their memory stays."""
+    if shim.stats(slot).blocks:
+        return
+    _decommit(backend, reservation.address, slot)
+    if shim.library().ms_arena_free(slot) == 0:
+        reservation.close()
+
+
+def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
+    live, address = [], segment["address"]
+    for block in segment["blocks"]:
+        if block["state"].startswith("active"):
+            live.append((address - base, block["requested_size"]))
+        address += block["size"]
+    return live

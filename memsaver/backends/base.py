@@ -1,0 +1,118 @@
+"""What a backend must offer, and the part that both share: extents and mappings through the shim."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Protocol
+
+from memsaver.allocator import shim
+from memsaver.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ShortOfMemory(Exception):
+    """An extent could not be made; the saver turns this into an attributed ``OutOfMemory``."""
+
+    def __init__(self, cause: shim.Cause) -> None:
+        super().__init__(f"code {cause.code}, driver {cause.driver}")
+        self.cause = cause
+
+
+class Backend(Protocol):
+    """Physical memory and addresses of one device. Sizes are bytes and multiples of ``granularity`` where mapped."""
+
+    device: torch.device
+    device_key: str
+    granularity: int
+    unit: int
+    total_bytes: int
+    phys: int
+
+    @property
+    def limit_bytes(self) -> int | None: ...
+    @property
+    def committed_bytes(self) -> int: ...
+    def reserve(self, nbytes: int) -> int: ...
+    def unreserve(self, address: int, nbytes: int) -> None: ...
+    def create(self, nbytes: int) -> int: ...
+    def release(self, handle: int, nbytes: int) -> None: ...
+    def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None: ...
+    def set_access(self, address: int, nbytes: int) -> None: ...
+    def unmap(self, address: int, nbytes: int) -> None: ...
+    def export_fd(self, handle: int) -> int: ...
+    def import_fd(self, fd: int) -> int: ...
+    def bind_thread(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
+    def host_buffer(self, nbytes: int) -> torch.Tensor: ...
+    def reclaim(self) -> None: ...
+    def other_holders(self) -> dict[str, int]: ...
+    def error_name(self, code: int) -> str: ...
+
+
+class ShimBackend:
+    """Extents and mappings, and the byte limit, through the shim: the only way to physical memory."""
+
+    device: torch.device
+
+    def __init__(self, kind: int, granularity: int, limit_bytes: int | None, driver: shim.Driver | None = None) -> None:
+        self.granularity = granularity
+        self._driver = driver  # keeps the argument structures alive
+        limit = shim.NO_LIMIT if limit_bytes is None else limit_bytes
+        phys = shim.library().ms_phys_new(kind, granularity, limit, ctypes.byref(driver) if driver else None)
+        if not phys:
+            raise MemoryError("no host memory for the saver's tables")
+        self.phys: int = phys
+
+    @property
+    def limit_bytes(self) -> int | None:
+        limit: int = shim.library().ms_phys_limit(self.phys)
+        return None if limit >= shim.NO_LIMIT else limit
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of all extents this backend made and has not released."""
+        committed: int = shim.library().ms_phys_committed(self.phys)
+        return committed
+
+    def create(self, nbytes: int) -> int:
+        """A new extent; raises ``ShortOfMemory``."""
+        handle, cause = ctypes.c_uint64(), shim.Cause()
+        if shim.library().ms_create(self.phys, nbytes, ctypes.byref(handle), ctypes.byref(cause)):
+            raise ShortOfMemory(cause)
+        return handle.value
+
+    def release(self, handle: int, nbytes: int) -> None:
+        """Give an extent back; ``nbytes`` is 0 for an imported one."""
+        self._check("release", shim.library().ms_release(self.phys, handle, nbytes))
+
+    def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None:
+        self._check("map", shim.library().ms_map(self.phys, address, nbytes, handle, 0, int(writable)))
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        self._check("set access", shim.library().ms_set_access(self.phys, address, nbytes))
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
+
+    def error_name(self, code: int) -> str:
+        raise NotImplementedError
+
+    def _check(self, what: str, code: int) -> None:
+        if code:
+            raise BackendError(f"{what} on {self.device} failed: {self.error_name(code)}")
+
+
+def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
+    """The backend of a device; raises ``ValueError`` for a device type that has none."""
+    if device.type == "cpu":
+        from memsaver.backends.host import HostBackend
+
+        return HostBackend(limit_bytes)
+    if device.type == "cuda":
+        from memsaver.backends.cuda import CudaBackend
+
+        return CudaBackend(device, limit_bytes)
+    raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")

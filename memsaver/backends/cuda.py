@@ -1,0 +1,132 @@
+"""GPU memory through CUDA's virtual memory management."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from memsaver.allocator import shim
+from memsaver.backends.base import ShimBackend
+from memsaver.errors import BackendError
+
+_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _call(what: str, result: tuple[Any, ...]) -> Any:
+    code = result[0]
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"{what} failed: {_error_text(int(code))}")
+    return result[1] if len(result) > 1 else None
+
+
+def _error_text(code: int) -> str:
+    name = driver.cuGetErrorName(driver.CUresult(code))[1]
+    text = driver.cuGetErrorString(driver.CUresult(code))[1]
+    return f"{(name or b'?').decode()} ({(text or b'?').decode()})"
+
+
+def _allocation_prop(index: int) -> Any:
+    prop = driver.CUmemAllocationProp()
+    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = index
+    prop.requestedHandleTypes = _FD
+    return prop
+
+
+def _access_desc(index: int) -> Any:
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = index
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+class _Span:
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaBackend(ShimBackend):
+    """One GPU, known by its UUID."""
+
+    unit = 512  # the block size of torch's caching allocator
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._prop, self._access = _allocation_prop(index), _access_desc(index)
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()  # makes the primary context
+        granularity = _call("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
+        super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
+        properties = torch.cuda.get_device_properties(self.device)
+        self.device_key = f"GPU-{properties.uuid}"
+        self.total_bytes = properties.total_memory // granularity * granularity
+
+    def _entry_points(self) -> shim.Driver:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess")
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
+
+    def reserve(self, nbytes: int) -> int:
+        return int(_call("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        _call("giving addresses back", driver.cuMemAddressFree(address, nbytes))
+
+    def export_fd(self, handle: int) -> int:
+        generic = driver.CUmemGenericAllocationHandle(handle)
+        return int(_call("export", driver.cuMemExportToShareableHandle(generic, _FD, 0)))
+
+    def import_fd(self, fd: int) -> int:
+        try:
+            return int(_call("import", driver.cuMemImportFromShareableHandle(fd, _FD)))
+        finally:
+            os.close(fd)
+
+    def bind_thread(self) -> None:
+        """Make the device's primary context current in a thread of our own."""
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        owner = _Span(address, nbytes)
+        return torch.as_tensor(owner, device=self.device), owner
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Pinned uint8 tensor ``[nbytes]``."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def reclaim(self) -> None:
+        """Give torch's cached blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def other_holders(self) -> dict[str, int]:
+        """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch accounts for."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        cache = torch.cuda.memory_reserved(self.device) - allocated
+        unknown = max(0, total - free - self.committed_bytes - allocated - cache)
+        return {"torch's cache": cache, "torch's tensors": allocated, "contexts and other processes": unknown}
+
+    def error_name(self, code: int) -> str:
+        return _error_text(code)

@@ -1,0 +1,86 @@
+"""Host memory: memfd extents mapped into a PROT_NONE reservation."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from functools import cache
+
+import numpy
+import torch
+
+from memsaver.allocator import shim
+from memsaver.backends.base import ShimBackend
+from memsaver.errors import BackendError
+
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+class HostBackend(ShimBackend):
+    """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
+
+    unit = 64  # c10's alignment of CPU tensors
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__(shim.HOST, mmap.PAGESIZE, limit_bytes)
+        self.device = torch.device("cpu")
+        self.device_key = "cpu"
+        self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+    def reserve(self, nbytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        address = _libc().mmap(None, nbytes, 0, flags, -1, 0)
+        if address == _MAP_FAILED:
+            raise BackendError(f"reserving {nbytes} bytes of addresses failed: {self.error_name(ctypes.get_errno())}")
+        return int(address)
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        if _libc().munmap(address, nbytes):
+            raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
+
+    def export_fd(self, handle: int) -> int:
+        return os.dup(handle)
+
+    def import_fd(self, fd: int) -> int:
+        return fd
+
+    def bind_thread(self) -> None:
+        """Nothing to bind: host calls need no context."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: CPU operations have ended when they return."""
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        owner = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(owner, dtype=torch.uint8), owner
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` in anonymous memory, never in a region."""
+        return torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+
+    def reclaim(self) -> None:
+        """Nothing cached outside the tags."""
+
+    def other_holders(self) -> dict[str, int]:
+        return {}
+
+    def error_name(self, code: int) -> str:
+        hint = ""
+        if code == errno.EMFILE:
+            hint = "; raise the limit of open files (ulimit -n)"
+        elif code == errno.ENOMEM:
+            hint = "; the machine or vm.max_map_count is exhausted"
+        return f"{errno.errorcode.get(code, code)} ({os.strerror(code)}){hint}"

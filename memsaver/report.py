@@ -1,0 +1,51 @@
+"""What a saver tells about itself: plain data, picklable, in bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagReport:
+    """One tag on one device."""
+
+    state: str
+    """``"active"`` or ``"paused"``."""
+    content: str
+    """``"discard"`` or ``"host"``: what a pause does with the content."""
+    reserved_bytes: int
+    """Addresses, for life."""
+    committed_bytes: int
+    """Physical memory behind the tag now, page-rounded."""
+    live_bytes: int
+    """Allocations in use, as asked for."""
+    backup_bytes: int
+    """Host memory that holds the content while it is paused."""
+    extents: int
+    leases: int
+    last_pause_seconds: float
+    last_resume_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One saver: its tags, its limit, and who else holds memory of its device (GPU only)."""
+
+    device: str
+    limit_bytes: int | None
+    committed_bytes: int
+    backup_bytes: int
+    tags: dict[str, TagReport]
+    others: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An operation on a tag: when it ended (``time.time()``), how long it took, and the tag's bytes after it."""
+
+    time: float
+    seconds: float
+    op: str
+    tag: str
+    committed_bytes: int
+    backup_bytes: int

@@ -1,0 +1,350 @@
+"""``MemorySaver``: tags of memory that can be given back and put back behind the same addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from memsaver.allocator import shim
+from memsaver.arena import CONTENTS, Arena, Backup
+from memsaver.backends.base import ShortOfMemory, make_backend
+from memsaver.errors import OutOfMemory, StateError, TagError
+from memsaver.report import Event, Report, TagReport
+from memsaver.shortage import explain
+
+if TYPE_CHECKING:
+    from memsaver.share import LeaseServer, Ticket
+
+_LEASE_GRACE_SECONDS = 1.0
+_EVENTS_KEPT = 100_000
+
+
+class MemorySaver:
+    """Tagged memory of one device. Several savers may live in one process.
+
+    Args:
+        device: ``"cpu"`` (memfd and mmap) or ``"cuda:N"`` (CUDA virtual memory).
+        limit_bytes: the most physical memory that all tags together may hold; ``None``: what the device has.
+        reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
+
+    Every operation raises with cause and next step, and leaves the state it found when it fails.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        limit_bytes: int | None = None,
+        reserve_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive, or None")
+        self._backend = make_backend(torch.device(device), limit_bytes)
+        granularity = self._backend.granularity
+        reserve = reserve_bytes or self._backend.total_bytes
+        self._reserve_bytes = -(-reserve // granularity) * granularity
+        self._arenas: dict[str, Arena] = {}
+        self._lock = threading.RLock()
+        self._server: LeaseServer | None = None
+        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self._closed = False
+
+    @property
+    def device(self) -> torch.device:
+        return self._backend.device
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return self._backend.limit_bytes
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags in the order of their first use."""
+        return list(self._arenas)
+
+    def is_paused(self, tag: str) -> bool:
+        return self._arena(tag).paused
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Byte offset of a tensor's first element in its tag's arena."""
+        for arena in self._arenas.values():
+            offset = tensor.data_ptr() - arena.address
+            if 0 <= offset < arena.reservation.nbytes:
+                return offset
+        raise TagError("the tensor is not in any tag of this saver; make it in a region, or with empty()")
+
+    # ---------------------------------------------------------------- placing
+
+    @contextlib.contextmanager
+    def region(self, tag: str = "default", content: str | None = None) -> Iterator[None]:
+        """Place this thread's torch allocations on ``tag``; the innermost region wins.
+
+        ``content``: what a pause does with the content, ``"discard"`` (default for a new tag) or ``"host"``.
+        Allocations of other threads (autograd's, loaders') are not caught. Raises ``StateError`` on a paused tag,
+        ``OutOfMemory`` where torch's own error would say less, ``CompilerError`` on the CPU without a C++ compiler.
+        """
+        arena = self._open_for_use(tag, content)
+        arena.cause()
+        arena.open_regions += 1
+        before = arena.stats.committed
+        try:
+            with self._hook(arena):
+                yield
+        except RuntimeError as error:
+            cause = arena.cause()
+            if cause.code and not isinstance(error, OutOfMemory):
+                raise self._shortage(f"region {tag!r}", [arena], cause) from error
+            raise
+        finally:
+            arena.open_regions -= 1
+            self._settle(arena, before)
+
+    def empty(
+        self,
+        shape: tuple[int, ...] | list[int] | int,
+        dtype: torch.dtype = torch.float32,
+        tag: str = "default",
+        content: str | None = None,
+    ) -> torch.Tensor:
+        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs no compiler."""
+        size = torch.Size((shape,) if isinstance(shape, int) else shape)
+        arena = self._open_for_use(tag, content)
+        nbytes = size.numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(size, dtype=dtype, device=self.device)
+        before = arena.stats.committed
+        tensor = arena.empty(nbytes)
+        if tensor is None:
+            raise self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
+        self._settle(arena, before, trim=False)
+        return tensor.view(dtype).view(size)
+
+    def mem_pool(self, tag: str, content: str | None = None) -> torch.cuda.MemPool:
+        """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is on ``tag``."""
+        if self.device.type != "cuda":
+            raise ValueError("mem_pool needs a CUDA device; on the CPU use region() or empty()")
+        from memsaver.allocator import cuda_hook
+
+        return cuda_hook.new_pool(self._open_for_use(tag, content).slot)
+
+    def _hook(self, arena: Arena) -> contextlib.AbstractContextManager[None]:
+        if self.device.type == "cuda":
+            from memsaver.allocator import cuda_hook
+
+            return cuda_hook.allocate_from(arena.slot, self.device)
+        from memsaver.allocator import cpu_hook
+
+        return cpu_hook.allocate_from(arena.slot)
+
+    def _open_for_use(self, tag: str, content: str | None) -> Arena:
+        if content is not None and content not in CONTENTS:
+            raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
+        with self._lock:
+            self._require_open()
+            arena = self._arenas.get(tag)
+            if arena is None:
+                arena = Arena(tag, content or "discard", self._backend, self._reserve_bytes)
+                self._arenas[tag] = arena
+        if content is not None and content != arena.content:
+            raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
+        if arena.paused:
+            raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
+        return arena
+
+    def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
+        """After allocating: give back the unused tail (never under a lease), and tell the timeline."""
+        with self._lock:
+            if trim and not arena.open_regions and not self._leases(arena.tag):
+                arena.trim()
+            if arena.stats.committed != before:
+                self._record("grow" if arena.stats.committed > before else "trim", arena, 0.0)
+
+    # ---------------------------------------------------------------- pause and resume
+
+    def pause(self, *tags: str, content: str | None = None) -> None:
+        """Give the memory of the tags back (no tag: all). Paused tags are skipped; all or nothing.
+
+        ``content`` overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
+        next resume restores them; after ``"discard"`` they are undefined. Raises ``TagError`` (unknown tag),
+        ``StateError`` (a region is open), ``LeaseError`` (another process maps the tag).
+        """
+        if content is not None and content not in CONTENTS:
+            raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
+        with self._lock:
+            arenas = [arena for arena in self._select(tags) if not arena.paused]
+            if inside := [arena.tag for arena in arenas if arena.open_regions]:
+                raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
+            if self._server is not None:
+                self._server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
+            with contextlib.ExitStack() as undo:
+                started = time.perf_counter()
+                for arena in arenas:
+                    arena.freeze()
+                    undo.callback(arena.thaw)
+                self._backend.synchronize()  # no unmapping while work is in flight
+                backups = {arena.tag: arena.save() for arena in arenas if (content or arena.content) == "host"}
+                undo.pop_all()
+            saved = (time.perf_counter() - started) / max(1, len(arenas))
+            for arena in arenas:
+                self._pause_one(arena, backups.get(arena.tag), saved)
+
+    def _pause_one(self, arena: Arena, backup: Backup | None, seconds_before: float) -> None:
+        started = time.perf_counter()
+        arena.decommit()
+        arena.paused = True
+        arena.backup = backup
+        arena.last_pause_seconds = seconds_before + time.perf_counter() - started
+        self._record("pause", arena, arena.last_pause_seconds)
+
+    def resume(self, *tags: str) -> None:
+        """Put memory behind the tags again (no tag: all), at the same addresses. Active tags are skipped.
+
+        All or nothing: when memory is short, nothing changes and ``OutOfMemory`` says how much was missing and who
+        holds the rest. Content saved by the pause is restored bit for bit, other content is undefined.
+        """
+        with self._lock:
+            arenas = [arena for arena in self._select(tags) if arena.paused]
+            started = time.perf_counter()
+            try:
+                self._resume_all(arenas)
+            except ShortOfMemory:
+                self._backend.reclaim()
+                try:
+                    self._resume_all(arenas)
+                except ShortOfMemory as short:
+                    names = ", ".join(repr(arena.tag) for arena in arenas)
+                    raise self._shortage(f"resume({names})", arenas, short.cause) from None
+            seconds = (time.perf_counter() - started) / max(1, len(arenas))
+            for arena in arenas:
+                arena.last_resume_seconds = seconds
+                self._record("resume", arena, seconds)
+
+    def _resume_all(self, arenas: list[Arena]) -> None:
+        with contextlib.ExitStack() as undo:
+            for arena in arenas:
+                arena.commit(undo)
+            for arena in arenas:
+                if arena.backup is not None:
+                    arena.restore(arena.backup)
+            undo.pop_all()
+        for arena in arenas:
+            arena.backup = None
+            arena.paused = False
+            arena.thaw()
+
+    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
+        needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
+        holders = {arena.tag: arena.stats.committed for arena in self._arenas.values()}
+        return explain(what, cause, needed or cause.requested, self._reserve_bytes, holders, self._backend)
+
+    # ---------------------------------------------------------------- sharing and reporting
+
+    def share(self, tag: str, writable: bool = False) -> Ticket:
+        """A ticket with which another process of this user maps the tag (``memsaver.attach``)."""
+        with self._lock:
+            arena = self._arena(tag)
+            if self._server is None:
+                from memsaver.share import LeaseServer
+
+                self._server = LeaseServer(self._lock, self._arena)
+            return self._server.ticket(arena, writable)
+
+    def report(self) -> Report:
+        """What every tag holds now."""
+        with self._lock:
+            tags = {tag: self._tag_report(arena) for tag, arena in self._arenas.items()}
+            return Report(
+                device=str(self.device),
+                limit_bytes=self.limit_bytes,
+                committed_bytes=self._backend.committed_bytes,
+                backup_bytes=sum(tag.backup_bytes for tag in tags.values()),
+                tags=tags,
+                others=self._backend.other_holders(),
+            )
+
+    def _tag_report(self, arena: Arena) -> TagReport:
+        stats = arena.stats
+        return TagReport(
+            state="paused" if arena.paused else "active",
+            content=arena.content,
+            reserved_bytes=stats.reserved,
+            committed_bytes=stats.committed,
+            live_bytes=sum(nbytes for _, nbytes in arena.live_ranges()),
+            backup_bytes=arena.backup.nbytes if arena.backup else 0,
+            extents=stats.extents,
+            leases=len(self._leases(arena.tag)),
+            last_pause_seconds=arena.last_pause_seconds,
+            last_resume_seconds=arena.last_resume_seconds,
+        )
+
+    def drain_events(self) -> list[Event]:
+        """The operations since the last call, oldest first."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def _record(self, op: str, arena: Arena, seconds: float) -> None:
+        backup = arena.backup.nbytes if arena.backup else 0
+        event = Event(
+            time=time.time(),
+            seconds=seconds,
+            op=op,
+            tag=arena.tag,
+            committed_bytes=arena.stats.committed,
+            backup_bytes=backup,
+        )
+        self._events.append(event)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` where the tables contradict each other; callable at any time."""
+        with self._lock:
+            total = 0
+            for arena in self._arenas.values():
+                stats, end = arena.stats, 0
+                for extent in shim.extents(arena.slot):
+                    assert extent.offset == end, f"{arena.tag}: extents have a hole at {end}"
+                    end += extent.nbytes
+                assert end == stats.committed, f"{arena.tag}: {end} bytes of extents, {stats.committed} committed"
+                assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
+                assert arena.paused or stats.top <= stats.committed, f"{arena.tag}: blocks beyond the committed end"
+                total += end
+            assert total <= self._backend.committed_bytes, "more bytes mapped than were made"
+
+    def close(self) -> None:
+        """Give everything back. Tensors still alive must not be touched: their addresses stay without memory."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._server is not None:
+                self._server.wait_free(list(self._arenas), _LEASE_GRACE_SECONDS)
+                self._server.close()
+            self._backend.synchronize()
+            for arena in self._arenas.values():
+                arena.close()
+            self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StateError("this MemorySaver is closed; make a new one")
+
+    def _arena(self, tag: str) -> Arena:
+        self._require_open()
+        if tag not in self._arenas:
+            known = ", ".join(map(repr, self._arenas)) or "none yet"
+            raise TagError(f"unknown tag {tag!r}; known tags: {known}")
+        return self._arenas[tag]
+
+    def _select(self, tags: tuple[str, ...]) -> list[Arena]:
+        self._require_open()
+        return [self._arena(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
+
+    def _leases(self, tag: str) -> list[int]:
+        return [] if self._server is None else self._server.holders(tag)

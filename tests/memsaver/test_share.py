@@ -1,0 +1,125 @@
+"""Leases: another process maps a tag's pages."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+import memsaver
+from tests.helpers.memory import memory_maps, open_fds, process_bytes
+
+spawn = multiprocessing.get_context("spawn")
+
+
+def _peer(ticket: memsaver.Ticket, pipe: Connection) -> None:
+    with memsaver.attach(ticket) as lease:
+        pipe.send(lease.tensor((8,), torch.int64, byte_offset=4096).tolist())
+        lease.tensor((8,), torch.int64, byte_offset=4096).fill_(9)
+        pipe.send("written")
+        pipe.recv()
+    pipe.send("closed")
+
+
+def _shared(device: str) -> tuple[memsaver.MemorySaver, torch.Tensor]:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(1 << 20, torch.int64, tag="weights")
+    tensor.copy_(torch.arange(1 << 20))
+    return saver, tensor
+
+
+def test_a_peer_reads_and_writes_the_same_pages(device: str) -> None:
+    saver, tensor = _shared(device)
+    ours, theirs = spawn.Pipe()
+    peer = spawn.Process(target=_peer, args=(saver.share("weights", writable=True), theirs))
+    peer.start()
+    assert ours.recv() == list(range(512, 520))
+    assert ours.recv() == "written"
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert tensor[512:520].tolist() == [9] * 8
+    assert tensor[520] == 520
+    with pytest.raises(memsaver.LeaseError, match=f"'weights' by process {peer.pid}"):
+        saver.pause("weights")
+    assert not saver.is_paused("weights")
+    assert saver.report().tags["weights"].leases == 1
+    ours.send("go on")
+    assert ours.recv() == "closed"
+    saver.pause("weights")
+    peer.join(10)
+    assert peer.exitcode == 0
+
+
+def test_a_dead_peer_ends_its_lease(device: str) -> None:
+    saver, _ = _shared(device)
+    ours, theirs = spawn.Pipe()
+    peer = spawn.Process(target=_peer, args=(saver.share("weights", writable=True), theirs))
+    peer.start()
+    ours.recv(), ours.recv()
+    os.kill(peer.pid, signal.SIGKILL)
+    peer.join(10)
+    deadline = time.monotonic() + 5
+    while saver.report().tags["weights"].leases and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before, committed = process_bytes(device), saver.report().committed_bytes
+    saver.pause("weights")
+    assert before - process_bytes(device) == committed
+
+
+def test_attach_in_the_same_process_and_leave_nothing(device: str) -> None:
+    saver, tensor = _shared(device)
+    ticket = saver.share("weights", writable=True)
+
+    def sync(value: int) -> None:
+        with memsaver.attach(ticket) as lease:
+            assert lease.nbytes == saver.report().tags["weights"].committed_bytes
+            lease.tensor((4,), torch.int64).fill_(value)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        assert tensor[:4].tolist() == [value] * 4
+
+    sync(-1)
+    before = process_bytes(device), open_fds(), memory_maps()
+    for value in range(20):
+        sync(value)
+        saver.pause("weights", content="host")
+        saver.resume("weights")
+    tensor.sum()
+    assert (process_bytes(device), open_fds()) == before[:2]
+    assert memory_maps() <= before[2] + 8
+
+
+def test_a_tag_of_many_extents_arrives_whole(device: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    pieces = [saver.empty(3 << 20, torch.uint8, tag="t").fill_(value) for value in range(8)]
+    with memsaver.attach(saver.share("t")) as lease:
+        for value, piece in enumerate(pieces):
+            seen = lease.tensor((3 << 20,), torch.uint8, saver.offset_of(piece))
+            assert torch.equal(seen, piece) and int(seen[0]) == value
+
+
+def test_refusals_name_the_reason(device: str) -> None:
+    saver, _ = _shared(device)
+    ticket = saver.share("weights")
+    with memsaver.attach(ticket) as lease:
+        with pytest.raises(ValueError, match="outside"):
+            lease.tensor((1 << 30,), torch.int64)
+    with pytest.raises(memsaver.LeaseError, match="closed"):
+        lease.tensor((1,), torch.int64)
+    saver.pause("weights")
+    with pytest.raises(memsaver.LeaseError, match="'weights' is paused"):
+        memsaver.attach(ticket)
+    saver.resume("weights")
+    forged = memsaver.Ticket(**{**vars(ticket), "token": "0" * 32})
+    with pytest.raises(memsaver.LeaseError, match="unknown ticket"):
+        memsaver.attach(forged)
+    saver.close()
+    with pytest.raises(memsaver.LeaseError, match="does not answer"):
+        memsaver.attach(ticket)
+    with pytest.raises(memsaver.TagError):
+        memsaver.MemorySaver(device).share("nothing")
