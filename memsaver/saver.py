@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -55,6 +56,7 @@ class MemorySaver:
         self._server: LeaseServer | None = None
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def device(self) -> torch.device:
@@ -334,6 +336,8 @@ class MemorySaver:
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("this MemorySaver is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise StateError("this is a forked child, where the saver is inert; make a MemorySaver of its own")
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()

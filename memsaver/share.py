@@ -107,20 +107,16 @@ class LeaseServer:
             threading.Thread(target=self._serve, args=(connection,), name="memsaver-lease", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
+        with connection:  # closed last: the peer takes that for the end of its lease
+            try:
                 if self._grant(connection):
                     connection.recv(16)  # until the peer says goodbye, or dies
-                self._end(connection)
-                with contextlib.suppress(OSError):
-                    connection.send(b"bye")
-        except OSError:
-            self._end(connection)
-
-    def _end(self, connection: socket.socket) -> None:
-        with self._changed:
-            self._holders.pop(connection, None)
-            self._changed.notify_all()
+            except OSError:
+                pass  # a peer that died in the middle
+            finally:
+                with self._changed:
+                    self._holders.pop(connection, None)
+                    self._changed.notify_all()
 
     def _grant(self, connection: socket.socket) -> bool:
         size = struct.calcsize("3i")
@@ -247,7 +243,7 @@ def _say_goodbye(connection: socket.socket) -> None:
     """End the lease at the owner before going on; an owner that is gone needs no telling."""
     with contextlib.suppress(OSError):
         connection.send(b"bye")
-        connection.recv(16)
+        connection.recv(16)  # returns when the owner has closed its end
 
 
 @cache

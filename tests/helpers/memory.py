@@ -38,8 +38,38 @@ def memory_maps() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
+class Scribbler:
+    """A second process that, when told, takes memory, fills it with 0xFF and gives it back."""
+
+    _CODE = """
+import sys, torch
+for line in sys.stdin:
+    x = torch.full((int(line),), 255, dtype=torch.uint8, device=sys.argv[1])
+    if x.is_cuda:
+        torch.cuda.synchronize()
+        del x
+        torch.cuda.empty_cache()
+    print("done", flush=True)
+"""
+
+    def __init__(self, device: str) -> None:
+        command = [sys.executable, "-c", self._CODE, device]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def fill(self, nbytes: int) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{nbytes}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
 def scribble(nbytes: int, device: str) -> None:
-    """Another process takes ``nbytes``, fills them with 0xFF and ends: freed pages cannot keep their old content."""
-    code = f"import torch; x = torch.full(({nbytes},), 255, dtype=torch.uint8, device={device!r}); print(int(x[-1]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "255"
+    """One fill by another process: freed pages cannot keep their old content."""
+    scribbler = Scribbler(device)
+    scribbler.fill(nbytes)
+    scribbler.close()

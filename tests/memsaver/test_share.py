@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -84,6 +85,7 @@ def test_attach_in_the_same_process_and_leave_nothing(device: str) -> None:
         assert tensor[:4].tolist() == [value] * 4
 
     sync(-1)
+    gc.collect()
     before = process_bytes(device), open_fds(), memory_maps()
     for value in range(20):
         sync(value)

@@ -1,0 +1,211 @@
+"""Block tables with sharing: sequences as lists of pages, forks, copy on write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.allocators.paged import Extension, Int64Array, PagedTokenToKVPoolAllocator, as_int64, to_device
+from kvcache.pools.base import KVPool
+from kvcache.requests import ReqHandle, ReqToTokenPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Growth:
+    """A batch that is to grow. `start` is where its fresh token ids begin: the old length, or the beginning of the
+    last page where that page is shared and gets copied, so that the copy counts as a new page like any other."""
+
+    rows: Int64Array
+    old: Int64Array
+    new: Int64Array
+    start: Int64Array
+
+
+class BlockManager:
+    """Sequences over one pool. All decisions are made on the CPU; the device sees one table write and, when a shared
+    page is written to, one page copy an `extend`.
+
+    A page may belong to several sequences (`fork`). Writing into a page with more than one owner copies exactly that
+    page first; the last owner writes in place. Only the last, partial page of a sequence can ever be written to.
+    The manager assumes that nobody else allocates from `allocator` or `req_to_token`.
+    """
+
+    def __init__(self, req_to_token: ReqToTokenPool, allocator: PagedTokenToKVPoolAllocator, pool: KVPool) -> None:
+        if req_to_token.device != allocator.device:
+            raise ValueError(
+                f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; use one device"
+            )
+        self.req_to_token = req_to_token
+        self.allocator = allocator
+        self.pool = pool
+        self.page_size = allocator.page_size
+        max_pages = -(-req_to_token.max_context_len // self.page_size)
+        self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
+        self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
+
+    @property
+    def total_pages(self) -> int:
+        return self.allocator.total_pages
+
+    @property
+    def available_pages(self) -> int:
+        return self.allocator.available_pages
+
+    def seq_len(self, handle: ReqHandle) -> int:
+        return int(self._lens[self.req_to_token.row(handle)])
+
+    def admit(self) -> ReqHandle | None:
+        """A new, empty sequence; None when all rows of the request table are taken."""
+        handles = self.req_to_token.alloc([None])
+        return None if handles is None else handles[0]
+
+    def fork(self, handle: ReqHandle) -> ReqHandle | None:
+        """A sequence with the same tokens that shares every page, a partial last one included; None without a row."""
+        parent = self.req_to_token.row(handle)
+        child = self.admit()
+        if child is None:
+            return None
+        length = int(self._lens[parent])
+        pages = self._row_pages(parent)
+        self.allocator.share(pages)
+        self._pages[child.row, : len(pages)] = pages
+        self._lens[child.row] = length
+        table = self.req_to_token
+        table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
+        return child
+
+    def release(self, handle: ReqHandle) -> None:
+        """Ends a sequence: drops its share of each page and makes the handle stale."""
+        row = self.req_to_token.row(handle)
+        self.allocator.free_pages(self._row_pages(row))
+        self._lens[row] = 0
+        self.req_to_token.free(handle)
+
+    def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
+        """Pages that `extend` with the same arguments would take, copies of shared pages included."""
+        growth = self._plan(handles, new_lens)
+        return int(self.allocator.pages_between(growth.start, growth.new).sum())
+
+    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> torch.Tensor | None:
+        """Grows sequences (prefill chunks and decode steps alike) to `new_lens` tokens, the lengths afterwards.
+
+        Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the order of `handles`,
+        and has written them to `req_to_token`; a shared partial last page was copied before. None when pages are
+        short: nothing changed. ValueError for a stale or repeated handle, a shrinking length or one past
+        `max_context_len`.
+        """
+        growth = self._plan(handles, new_lens)
+        last_loc = self._loc_before(growth.rows, growth.start)
+        total = int((growth.new - growth.start).sum())
+        got = self.allocator.alloc_extend_pages(growth.start, growth.new, last_loc, total)
+        if got is None:
+            return None
+        try:
+            loc = self._fill_device(growth, got.loc)
+        except BaseException:  # such as the device being out of memory: the sequences stay as they were
+            self.allocator.free_pages(got.pages)
+            raise
+        self._commit(growth, got)
+        return loc
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the page tables, the reference counts and `req_to_token` tell one story.
+
+        Reads `req_to_token` back, so it synchronises. May be called between any two operations.
+        """
+        self.allocator.check_integrity()
+        self.req_to_token.check_integrity()
+        owners = np.zeros(self.total_pages + 1, dtype=np.int64)
+        table = self.req_to_token.req_to_token.cpu().numpy()
+        for row in np.flatnonzero(self._lens):
+            pages = self._row_pages(int(row))
+            assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
+            owners[pages] += 1
+            at = np.arange(self._lens[row])
+            slots = pages[at // self.page_size] * self.page_size + at % self.page_size
+            assert (table[row, : len(at)] == slots).all(), f"req_to_token row {row} differs from its page table"
+        counts = self.allocator.ref_counts(np.arange(1, self.total_pages + 1))
+        assert (owners[1:] == counts).all(), "reference counts differ from the sequences that hold the pages"
+
+    def _row_pages(self, row: int) -> Int64Array:
+        return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]
+
+    def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
+        rows = self.req_to_token.rows(handles)
+        new = as_int64(new_lens, "new_lens")
+        if len(rows) != len(new):
+            raise ValueError(f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle")
+        if len(np.unique(rows)) != len(rows):
+            raise ValueError("a handle is twice in one batch; name each sequence once")
+        old = self._lens[rows]
+        if (new < old).any():
+            i = int((new < old).argmax())
+            raise ValueError(f"{handles[i]} can't shrink from {old[i]} to {new[i]} tokens; release it instead")
+        longest = self.req_to_token.max_context_len
+        if (new > longest).any():
+            i = int((new > longest).argmax())
+            raise ValueError(f"{handles[i]} would hold {new[i]} tokens; max_context_len is {longest}, end it before")
+        return _Growth(rows=rows, old=old, new=new, start=self._fresh_start(rows, old, new))
+
+    def _fresh_start(self, rows: Int64Array, old: Int64Array, new: Int64Array) -> Int64Array:
+        """The old length, or the start of the last page for each request that has to copy it."""
+        offset = old % self.page_size
+        start = old.copy()
+        writers = np.flatnonzero((new > old) & (offset > 0))
+        pages = self._pages[rows[writers], old[writers] // self.page_size]
+        owners = self.allocator.ref_counts(pages)
+        left: dict[int, int] = {}
+        for i, page, count in zip(*(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True):
+            remaining = left.get(page, count)
+            if remaining > 1:  # several writers of one page in this batch: the last of its owners keeps it
+                start[i] -= offset[i]
+                left[page] = remaining - 1
+        return start
+
+    def _loc_before(self, rows: Int64Array, start: Int64Array) -> Int64Array:
+        at = np.maximum(start - 1, 0)
+        loc = self._pages[rows, at // self.page_size] * self.page_size + at % self.page_size
+        return np.where(start > 0, loc, -1)
+
+    def _left_pages(self, growth: _Growth) -> Int64Array:
+        """The shared page that each copying request leaves, in request order."""
+        copying = growth.start < growth.old
+        return self._pages[growth.rows[copying], growth.start[copying] // self.page_size]
+
+    def _fill_device(self, growth: _Growth, loc: torch.Tensor) -> torch.Tensor:
+        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the new tokens.
+
+        The table write comes last: whatever fails before it leaves every sequence readable.
+        """
+        rows, positions, moved = _token_index(growth)
+        device = loc.device
+        new_loc = loc
+        if moved.any():
+            # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
+            offset = positions[moved] % self.page_size
+            source = self._left_pages(growth)[np.cumsum(offset == 0) - 1] * self.page_size + offset
+            self.pool.move_kv_cache(loc[to_device(np.flatnonzero(moved), device)], to_device(source, device))
+            new_loc = loc[to_device(np.flatnonzero(~moved), device)]
+        flat = rows * self.req_to_token.max_context_len + positions
+        self.req_to_token.write_flat(to_device(flat, device), loc)
+        return new_loc
+
+    def _commit(self, growth: _Growth, got: Extension) -> None:
+        left = self._left_pages(growth)
+        first = -(-growth.start // self.page_size)
+        counts = got.page_counts
+        nth = np.arange(len(got.pages)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._pages[np.repeat(growth.rows, counts), np.repeat(first, counts) + nth] = got.pages
+        self._lens[growth.rows] = growth.new
+        self.allocator.free_pages(left)
+
+
+def _token_index(growth: _Growth) -> tuple[Int64Array, Int64Array, npt.NDArray[np.bool_]]:
+    """For every fresh token id of the batch: its row, its position, and whether it is a copy of an old token."""
+    gains = growth.new - growth.start
+    rows = np.repeat(growth.rows, gains)
+    begin = np.cumsum(gains) - gains
+    positions = np.arange(len(rows)) - np.repeat(begin - growth.start, gains)
+    return rows, positions, positions < np.repeat(growth.old, gains)

@@ -1,0 +1,106 @@
+"""The table request -> token ids, and the handles that name its rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ReqHandle:
+    """Names one row of a `ReqToTokenPool` until that row is freed; after that every use of it raises ValueError."""
+
+    row: int
+    generation: int
+
+
+class ReqToTokenPool:
+    """`req_to_token[row, position]` is the pool slot of a request's token at `position`.
+
+    The table (int32 `[size + 1, max_context_len]`) is on the device, who owns which row is decided on the CPU. Row 0 is
+    the padding row: never issued, always zero, so padded batch entries read the padding page. Positions past a
+    request's length hold leftovers of earlier owners.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+        if size < 1 or max_context_len < 1:
+            raise ValueError(
+                f"ReqToTokenPool needs at least one row and one position, got size={size}, "
+                f"max_context_len={max_context_len}"
+            )
+        self.size = size
+        self.max_context_len = max_context_len
+        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
+        self.device = self.req_to_token.device
+        self._free_rows = list(range(size, 0, -1))
+        self._generation = np.zeros(size + 1, dtype=np.int64)
+        self._live = np.zeros(size + 1, dtype=np.bool_)
+
+    def available_size(self) -> int:
+        """Rows that can still be handed out."""
+        return len(self._free_rows)
+
+    def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
+        """One handle a request: None asks for a new row, a handle keeps the row it holds (chunked prefill).
+
+        All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle raises ValueError.
+        """
+        self.rows([r for r in reqs if r is not None])
+        if sum(r is None for r in reqs) > len(self._free_rows):
+            return None
+        return [self._take() if r is None else r for r in reqs]
+
+    def _take(self) -> ReqHandle:
+        row = self._free_rows.pop()
+        self._live[row] = True
+        return ReqHandle(row, int(self._generation[row]))
+
+    def free(self, handle: ReqHandle) -> None:
+        """Gives the row back and makes `handle` stale. Freeing it again raises ValueError."""
+        row = self.row(handle)
+        self._live[row] = False
+        self._generation[row] += 1
+        self._free_rows.append(row)
+
+    def row(self, handle: ReqHandle) -> int:
+        """The row of a live handle; ValueError for a stale one."""
+        if not (
+            0 < handle.row <= self.size and self._live[handle.row] and self._generation[handle.row] == handle.generation
+        ):
+            raise ValueError(
+                f"stale {handle}: its row was released or never issued; take a new one from admit(), fork() or alloc()"
+            )
+        return handle.row
+
+    def rows(self, handles: Sequence[ReqHandle]) -> npt.NDArray[np.int64]:
+        """Rows of live handles as int64 `[n]`; ValueError names the first stale one."""
+        rows = np.array([h.row for h in handles], dtype=np.int64)
+        generations = np.array([h.generation for h in handles], dtype=np.int64)
+        inside = (rows > 0) & (rows <= self.size)
+        safe = np.where(inside, rows, 0)
+        if not (inside & self._live[safe] & (self._generation[safe] == generations)).all():
+            for handle in handles:
+                self.row(handle)
+        return rows
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        """`req_to_token[indices] = values`: one indexed write of token ids, given as any index torch accepts."""
+        self.req_to_token[indices] = values.to(torch.int32)
+
+    def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """One write of `values` at `row * max_context_len + position`, int64 `[n]` on the device, without repeats."""
+        self.req_to_token.view(-1).index_copy_(0, positions, values.to(torch.int32))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched (synchronises)."""
+        free = self._free_rows
+        assert len(set(free)) == len(free), f"a row is twice in the free list: {sorted(free)}"
+        assert all(0 < row <= self.size for row in free), (
+            f"free list names a row outside 1..{self.size}: {sorted(free)}"
+        )
+        assert not self._live[0] and not self._live[free].any(), "a free row is marked live"
+        assert int(self._live.sum()) + len(free) == self.size, "rows were lost"
+        assert not bool(self.req_to_token[0].any()), "the padding row was written"

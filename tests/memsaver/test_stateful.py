@@ -1,0 +1,126 @@
+"""Any order of operations: content, addresses, bytes and states agree with a plain model after every step."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+import memsaver
+from tests.helpers.memory import process_bytes
+
+LIMIT = 1 << 20
+TAGS = {"weights": "host", "kv_cache": "discard", "optim": "host"}
+tags = st.sampled_from(sorted(TAGS))
+sizes = st.integers(1, 90_000)
+
+
+class SaverMachine(RuleBasedStateMachine):
+    """The model: per tag whether it is paused, and per tensor its value (None: undefined)."""
+
+    tensors = Bundle("tensors")
+
+    @initialize()
+    def start(self) -> None:
+        gc.collect()
+        self.floor = process_bytes("cpu")
+        self.saver = memsaver.MemorySaver("cpu", limit_bytes=LIMIT)
+        self.paused: dict[str, bool] = {}
+        self.alive: dict[int, dict] = {}
+        self.counter = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "saver"):
+            self.alive.clear()
+            self.saver.close()
+            gc.collect()
+            assert process_bytes("cpu") == self.floor
+
+    def _held(self, tag: str) -> int:
+        return sum(item["tensor"].nbytes for item in self.alive.values() if item["tag"] == tag)
+
+    @rule(target=tensors, tag=tags, nbytes=sizes, region=st.booleans())
+    def allocate(self, tag: str, nbytes: int, region: bool) -> int:
+        self.counter += 1
+        committed = self.saver.report().committed_bytes
+        try:
+            if region:
+                with self.saver.region(tag, content=TAGS[tag]):
+                    tensor = torch.empty(nbytes, dtype=torch.uint8)
+            else:
+                tensor = self.saver.empty(nbytes, torch.uint8, tag=tag, content=TAGS[tag])
+        except memsaver.StateError:
+            assert self.paused[tag]
+            return -1
+        except memsaver.OutOfMemory as error:
+            assert committed + nbytes + 4096 > LIMIT
+            assert error.missing_bytes > 0 and self.saver.report().committed_bytes <= committed
+            self.paused.setdefault(tag, False)
+            return -1
+        assert not self.paused.setdefault(tag, False)
+        value = self.counter % 251
+        tensor.fill_(value)
+        self.alive[self.counter] = {"tag": tag, "tensor": tensor, "address": tensor.data_ptr(), "value": value}
+        return self.counter
+
+    @rule(key=consumes(tensors))
+    def free(self, key: int) -> None:
+        self.alive.pop(key, None)
+
+    @rule(tag=tags, content=st.sampled_from([None, "host", "discard"]))
+    def pause(self, tag: str, content: str | None) -> None:
+        if tag not in self.paused:
+            return
+        if not self.paused[tag] and (content or TAGS[tag]) == "discard":
+            for item in self.alive.values():
+                if item["tag"] == tag:
+                    item["value"] = None
+        self.saver.pause(tag, content=content)
+        self.paused[tag] = True
+
+    @rule()
+    def resume_all(self) -> None:
+        try:
+            self.saver.resume()
+            self.paused = dict.fromkeys(self.paused, False)
+        except memsaver.OutOfMemory as error:
+            assert error.requested_bytes + self.saver.report().committed_bytes - LIMIT == error.missing_bytes > 0
+
+    @rule(tag=tags)
+    def resume(self, tag: str) -> None:
+        if tag not in self.paused:
+            return
+        try:
+            self.saver.resume(tag)
+            self.paused[tag] = False
+        except memsaver.OutOfMemory:
+            assert self.paused[tag]
+
+    @rule(key=tensors)
+    def rewrite(self, key: int) -> None:
+        item = self.alive.get(key)
+        if item and not self.paused[item["tag"]]:
+            item["value"] = (item["value"] or 0) * 7 % 251
+            item["tensor"].fill_(item["value"])
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "saver"):
+            return
+        self.saver.check_integrity()
+        report = self.saver.report()
+        assert report.committed_bytes == sum(tag.committed_bytes for tag in report.tags.values()) <= LIMIT
+        for tag, paused in self.paused.items():
+            assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
+            assert report.tags[tag].live_bytes == self._held(tag)
+        for item in self.alive.values():
+            assert item["tensor"].data_ptr() == item["address"]
+            if not self.paused[item["tag"]] and item["value"] is not None:
+                assert bool((item["tensor"] == item["value"]).all())
+
+
+TestSaver = SaverMachine.TestCase
+TestSaver.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
