@@ -108,6 +108,7 @@ def test_a_tag_of_many_extents_arrives_whole(device: str) -> None:
 def test_refusals_name_the_reason(device: str) -> None:
     saver, _ = _shared(device)
     ticket = saver.share("weights")
+    assert saver.share("weights") is ticket is not saver.share("weights", writable=True)
     with memsaver.attach(ticket) as lease:
         with pytest.raises(ValueError, match="outside"):
             lease.tensor((1 << 30,), torch.int64)
