@@ -1,0 +1,32 @@
+"""A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights replaced in place."""
+
+from rollout.config import EngineConfig
+from rollout.engine import Engine
+from rollout.errors import WeightUpdateError
+from rollout.protocols import Progress, Rollout
+from rollout.types import (
+    CommitReceipt,
+    Completion,
+    Manifest,
+    ModuleTensor,
+    ParamSlice,
+    SamplingParams,
+    WeightOffer,
+    WriteReceipt,
+)
+
+__all__ = [
+    "CommitReceipt",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "Manifest",
+    "ModuleTensor",
+    "ParamSlice",
+    "Progress",
+    "Rollout",
+    "SamplingParams",
+    "WeightOffer",
+    "WeightUpdateError",
+    "WriteReceipt",
+]

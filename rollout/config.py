@@ -1,0 +1,42 @@
+"""Configuration of an engine, validated where it is made."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from kvcache.ops.dispatch import Impl
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and policy of one engine.
+
+    kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at the same time.
+    max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
+    max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
+    attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
+    seed: of the requests that bring none.
+    """
+
+    kv_tokens: int = 4096
+    page_size: int = 16
+    max_running: int = 64
+    max_prefill_tokens: int = 512
+    max_context_len: int | None = None
+    attention: Impl = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        if self.kv_tokens % self.page_size:
+            rounded = -(-self.kv_tokens // self.page_size) * self.page_size
+            raise ValueError(
+                f"kv_tokens={self.kv_tokens} is not a multiple of page_size={self.page_size}; use kv_tokens={rounded}"
+            )
+        if self.max_context_len is not None and self.max_context_len < 2:
+            raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
+        if self.attention not in get_args(Impl):
+            raise ValueError(f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**63)")

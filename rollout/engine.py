@@ -1,0 +1,300 @@
+"""The generating engine: requests in, completions out; memory that sleeps; weights that are replaced in place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from memsaver import Event, MemorySaver, Report, StateError
+from rollout.config import EngineConfig
+from rollout.model.config import ModelConfig
+from rollout.model.layout import aliases, parameter_groups
+from rollout.model.loading import iter_checkpoint, load_model_config
+from rollout.ops.hash import splitmix64_int
+from rollout.protocols import Progress
+from rollout.runner import ModelRunner
+from rollout.scheduler import Sample, Scheduler, Step
+from rollout.types import CommitReceipt, Completion, Manifest, SamplingParams, WeightOffer, WriteReceipt
+from rollout.update import WeightUpdate
+from rollout.weights import TAG as WEIGHTS
+from rollout.weights import WeightStore
+
+KV_CACHE = "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+UNFINISHED = ("raise", "preempt", "abort")
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one call at a time (callbacks of `generate` may call back in).
+
+    Weights are under tag `weights`, keys and values under tag `kv_cache`, all bookkeeping outside both. The engine
+    generates only while both tags are active and the weights are some version; otherwise it says why not.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, saver: MemorySaver) -> None:
+        """Takes the memory; the weights are undefined until `load` or a weight update."""
+        self.model = model
+        self.config = config
+        self.saver = saver
+        self.max_context_len = _context_len(model, config)
+        device = saver.device
+        self._store = WeightStore(parameter_groups(model), aliases(model), dtype, saver)
+        self._pool = MHATokenToKVPool(
+            KVCacheConfig(
+                num_layers=model.num_layers,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                size=config.kv_tokens,
+                page_size=config.page_size,
+                dtype=dtype,
+                device=device,
+            ),
+            saver,
+            KV_CACHE,
+        )
+        table = ReqToTokenPool(config.max_running, self.max_context_len, device)
+        allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, device)
+        self._blocks = BlockManager(table, allocator, self._pool)
+        self._scheduler = Scheduler(
+            self._blocks,
+            page_size=config.page_size,
+            max_running=config.max_running,
+            max_prefill_tokens=config.max_prefill_tokens,
+        )
+        self._runner = ModelRunner(model, self._store, self._pool, table, attention=config.attention)
+        self._requests = 0
+        self._update = WeightUpdate(self._store, self.saver)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kv_tokens: int = 4096,
+        saver: MemorySaver | None = None,
+        **engine_config: Any,
+    ) -> "Engine":
+        """An engine for a Hugging Face model directory, weights loaded as version 0.
+
+        engine_config: fields of EngineConfig. ValueError names what the directory or the configuration gets wrong.
+        """
+        config = EngineConfig(kv_tokens=kv_tokens, **engine_config)
+        model = load_model_config(path)
+        if saver is None:
+            saver = MemorySaver(device=device)
+        elif saver.device.type != torch.device(device).type:
+            raise ValueError(f"device={device} but the saver is on {saver.device}; use one device for both")
+        engine = cls(model, config, dtype=dtype, saver=saver)
+        engine.load(path)
+        return engine
+
+    def load(self, path: str | Path) -> None:
+        """Load a checkpoint of the same model as version 0."""
+        self._require_active(WEIGHTS, "load weights")
+        self._store.load(iter_checkpoint(path), str(path))
+
+    # ---------------------------------------------------------------- generate
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Continue every prompt params.n times; result [prompt][sample]. params: one for all, or one a prompt.
+
+        Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while the engine is
+        unavailable, ValueError naming a prompt that could never fit. Whatever raises, no request of this call is left.
+        """
+        self._require_available()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt")
+        for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+            self._check_request(f"prompt {i}", prompt, param)
+        requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
+        samples = [sample for request in requests for sample in request]
+        try:
+            while any(sample.finish_reason is None for sample in samples):
+                self._step()
+                if on_progress is not None:
+                    done = sum(sample.finish_reason is not None for sample in samples)
+                    on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
+        except BaseException:
+            self._scheduler.abort(samples)
+            raise
+        return [[sample.completion() for sample in request] for request in requests]
+
+    def _check_request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not len(prompt):
+            raise ValueError(f"{name} is empty; it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
+            raise ValueError(f"{name} has token ids outside [0, {self.model.vocab_size}); check the tokenizer")
+        self._scheduler.check_fits(name, len(prompt), params)
+        if len(prompt) + params.max_tokens > self.max_context_len:
+            raise ValueError(
+                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + max_tokens "
+                f"{params.max_tokens}), max_context_len is {self.max_context_len}; lower max_tokens or "
+                f"raise max_context_len"
+            )
+
+    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        seed = params.seed
+        if seed is None:
+            seed = splitmix64_int(splitmix64_int(self.config.seed) + self._requests) >> 1
+        stop_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= self.model.stop_token_ids
+        ids = list(prompt)
+        samples = [
+            Sample(request=self._requests, index=i, prompt=ids, params=params, seed=seed, stop_ids=stop_ids)
+            for i in range(params.n)
+        ]
+        self._requests += 1
+        self._scheduler.add(samples)
+        return samples
+
+    def _step(self) -> None:
+        """One forward for whatever the scheduler chose, and a token for every sample that is due one."""
+        self._require_available()
+        try:
+            self._run(self._scheduler.schedule())
+        except BaseException:
+            self._scheduler.preempt_all()  # pages were taken for tokens that were not computed: start those over
+            raise
+
+    def _run(self, step: Step) -> None:
+        logits = self._runner.forward(step)
+        self._scheduler.computed(step)
+        samples = list(step.decode)
+        rows = list(range(len(samples)))
+        for row, chunk in enumerate((chunk for chunk in step.chunks if chunk.last), start=len(samples)):
+            family = [chunk.sample, *self._scheduler.fork_siblings(chunk.sample)]
+            samples += family
+            rows += [row] * len(family)
+        if samples:
+            tokens, logprobs = self._runner.sample(logits, rows, samples)
+            for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
+                self._scheduler.append(sample, token, logprob, self._store.last_version)
+
+    # ---------------------------------------------------------------- sleep and wake up
+
+    def sleep(self, level: int = 1, unfinished: str = "raise") -> None:
+        """Give the memory of both tags back. Keys and values are gone; tags that already sleep are skipped.
+
+        level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update commits.
+        unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
+        wake-up under the version then loaded; "abort" ends them with what they have.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)")
+        if unfinished not in UNFINISHED:
+            raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
+        left = self._scheduler.unfinished
+        if left and unfinished == "raise":
+            raise StateError(
+                f"cannot sleep with unfinished requests: {_names(left)}; let them finish, or sleep with "
+                f'unfinished="preempt" or "abort"'
+            )
+        keep = level == 1 and self._store.version is not None
+        self.saver.pause(WEIGHTS, content="host" if keep else "discard")
+        if level == 2:
+            self._update.abort("the weights were discarded by sleep(level=2); commit a weight update")
+        if unfinished == "abort":
+            self._scheduler.abort(left)
+        self._scheduler.preempt_all()
+        self.saver.pause(KV_CACHE, content="discard")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Put memory back at the same addresses: "weights", "kv_cache", or both (None). Active tags are skipped."""
+        wanted = TAGS if tags is None else tags
+        if unknown := [tag for tag in wanted if tag not in TAGS]:
+            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
+        if paused := [tag for tag in wanted if self.saver.is_paused(tag)]:
+            self.saver.resume(*paused)  # all of them or none
+            if KV_CACHE in paused:
+                self._pool.on_resume()
+
+    def unavailable_reason(self) -> str | None:
+        """Why `generate` would refuse now; None when it would not."""
+        reasons = []
+        if paused := [tag for tag in TAGS if self.saver.is_paused(tag)]:
+            reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
+        if self._store.version is None:
+            reasons.append(f"weights undefined: {self._store.undefined_reason}")
+        return "; ".join(reasons) or None
+
+    # ---------------------------------------------------------------- weight update
+
+    @property
+    def weights_version(self) -> int:
+        """The version last defined; 0 after loading."""
+        return self._store.last_version
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._store.manifest
+
+    def begin_update(self, version: int) -> WeightOffer:
+        """Offer the pages of `weights` for version `version` to be written into. From here the weights are undefined.
+
+        Needs the tag active, no unfinished request that holds keys of the old version, and a version not lower than
+        the present one; otherwise nothing changes.
+        """
+        self._require_active(WEIGHTS, "begin a weight update")
+        if self._scheduler.running:
+            raise StateError(f"cannot begin a weight update while requests run: {_names(self._scheduler.running)}")
+        return self._update.begin(version)
+
+    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
+        """Read the written pages back and serve them, if they are what the writer says it wrote.
+
+        Otherwise the engine stays poisoned and WeightUpdateError says what differs.
+        """
+        self._require_active(WEIGHTS, "commit a weight update")
+        return self._update.commit(receipt)
+
+    def abort_update(self, reason: str) -> None:
+        """Poison the engine: it refuses to generate, giving `reason`, until an update commits."""
+        self._update.abort(reason)
+
+    # ---------------------------------------------------------------- memory
+
+    def report(self) -> Report:
+        return self.saver.report()
+
+    def drain_events(self) -> list[Event]:
+        return self.saver.drain_events()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless the page ledger, the request table and the scheduler agree. Any time between calls."""
+        self._blocks.check_integrity()
+        if not self._scheduler.running:
+            assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+
+    def _require_active(self, tag: str, action: str) -> None:
+        if self.saver.is_paused(tag):
+            raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")
+
+    def _require_available(self) -> None:
+        if reason := self.unavailable_reason():
+            raise StateError(f"cannot generate: {reason}")
+
+
+def _context_len(model: ModelConfig, config: EngineConfig) -> int:
+    if config.max_context_len is None:
+        return min(model.max_position_embeddings, config.kv_tokens)
+    if config.max_context_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_context_len={config.max_context_len} exceeds the model's max_position_embeddings="
+            f"{model.max_position_embeddings}; lower it"
+        )
+    return config.max_context_len
+
+
+def _names(samples: Sequence[Sample], limit: int = 8) -> str:
+    names = [sample.name for sample in samples]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

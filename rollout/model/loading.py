@@ -1,0 +1,114 @@
+"""Read a Hugging Face model directory. The only file of the package that imports transformers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout.model.config import ModelConfig, RopeConfig
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """The decoder's configuration from config.json (and the stop tokens from generation_config.json).
+
+    Raises ValueError naming the key for everything this engine does not compute.
+    """
+    directory = Path(path)
+    raw = _read_json(directory / "config.json")
+    architectures = raw.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in architectures):
+        raise ValueError(
+            f"{directory}: architectures={architectures} not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    from transformers import AutoConfig  # slow to import, and only needed here
+
+    config = AutoConfig.from_pretrained(str(directory))
+    _refuse_unsupported(config, str(directory))
+    kind = config.model_type
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return ModelConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        rope=_rope(config.rope_parameters, config.max_position_embeddings),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=kind == "qwen2" or attention_bias,
+        o_bias=kind != "qwen2" and attention_bias,
+        qk_norm=kind == "qwen3",
+        stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
+    )
+
+
+def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a time."""
+    from safetensors import safe_open
+
+    directory = Path(path)
+    if (directory / _INDEX).is_file():
+        files = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
+    elif (directory / _SINGLE).is_file():
+        files = [_SINGLE]
+    else:
+        raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}; save the model with save_pretrained()")
+    for name in files:
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is listed in {_INDEX} but missing; download the model again")
+        with safe_open(str(directory / name), framework="pt", device="cpu") as file:
+            for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                yield key, file.get_tensor(key)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} not found; the model path must be a Hugging Face model directory")
+    return json.loads(path.read_text())
+
+
+def _refuse_unsupported(config: Any, where: str) -> None:
+    def refuse(key: str, value: object, supported: str) -> None:
+        raise ValueError(f"{where}: config key {key}={value!r} is not supported; supported: {supported}")
+
+    if config.hidden_act != "silu":
+        refuse("hidden_act", config.hidden_act, "silu")
+    if getattr(config, "mlp_bias", False):
+        refuse("mlp_bias", True, "False")
+    if getattr(config, "use_sliding_window", False):
+        refuse("use_sliding_window", True, "False")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        refuse("layer_types", sorted(layer_types), "full_attention")
+    if getattr(config, "quantization_config", None) is not None:
+        refuse("quantization_config", config.quantization_config, "unquantised weights; dequantise and save them")
+
+
+def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1.0"
+        )
+    known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
+    options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
+    return RopeConfig(theta=parameters["rope_theta"], rope_type=parameters.get("rope_type", "default"), **options)
+
+
+def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:
+    generation = directory / "generation_config.json"
+    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = from_config
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

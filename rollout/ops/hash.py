@@ -1,0 +1,48 @@
+"""splitmix64 on int64 tensors (two's complement stands for uint64) and Python integers. Same bits on every device."""
+
+from torch import Tensor
+
+MASK64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+_MUL1 = 0xBF58476D1CE4E5B9
+_MUL2 = 0x94D049BB133111EB
+
+
+def signed(value: int) -> int:
+    """The int64 with the same 64 bits as `value` mod 2**64."""
+    value &= MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _xor_shift_(x: Tensor, bits: int, scratch: Tensor) -> None:
+    """x ^= x >>> bits. torch shifts int64 arithmetically, so the copied sign bits are masked off."""
+    scratch = scratch.copy_(x).bitwise_right_shift_(bits).bitwise_and_((1 << (64 - bits)) - 1)
+    x.bitwise_xor_(scratch)
+
+
+def finalize_(x: Tensor, scratch: Tensor) -> Tensor:
+    """splitmix64's bijective finalizer in place. x, scratch: int64 of one shape, not overlapping."""
+    _xor_shift_(x, 30, scratch)
+    x.mul_(signed(_MUL1))
+    _xor_shift_(x, 27, scratch)
+    x.mul_(signed(_MUL2))
+    _xor_shift_(x, 31, scratch)
+    return x
+
+
+def finalize_int(x: int) -> int:
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * _MUL1) & MASK64
+    x = ((x ^ (x >> 27)) * _MUL2) & MASK64
+    return x ^ (x >> 31)
+
+
+def splitmix64_int(i: int) -> int:
+    """The i-th output of the splitmix64 stream from 0."""
+    return finalize_int((i + 1) * GOLDEN)
+
+
+def splitmix64(i: Tensor) -> Tensor:
+    """splitmix64_int of every element of int64 `i`."""
+    x = i.add(1).mul_(signed(GOLDEN))
+    return finalize_(x, x.clone())

@@ -1,0 +1,42 @@
+"""What the wake-up cycle drives. An `Engine` fulfils it, and so does a handle on a `RolloutActor`."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rollout.types import CommitReceipt, Completion, SamplingParams, WeightOffer, WriteReceipt
+
+if TYPE_CHECKING:
+    from memsaver import Event, Report
+
+Progress = Callable[[int, int, int], None]
+"""Called after every step with (finished samples, total samples, tokens generated so far)."""
+
+
+class Rollout(Protocol):
+    """A generating engine whose memory can be put to sleep and whose weights can be replaced in place."""
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def unavailable_reason(self) -> str | None: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]: ...
+
+    def sleep(self, level: int = 1, unfinished: str = "raise") -> None: ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+
+    def begin_update(self, version: int) -> WeightOffer: ...
+
+    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt: ...
+
+    def abort_update(self, reason: str) -> None: ...
+
+    def report(self) -> "Report": ...
+
+    def drain_events(self) -> "list[Event]": ...

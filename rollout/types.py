@@ -1,0 +1,155 @@
+"""Plain data that crosses the engine's boundary: requests, answers, and the weight-update messages."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from memsaver import Ticket
+
+FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. n: samples a prompt.
+    seed: the same (seed, sample index, position) draws the same number in any batch; None takes one from the engine.
+    stop_token_ids: end a sample, besides the model's own end tokens. ignore_eos: only stop_token_ids end it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative (0 is greedy)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must not be negative (0 is off)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1] (1 is off)")
+        if self.n < 1:
+            raise ValueError(f"n={self.n} must be at least 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**63), or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sample. The three lists have one entry a generated token; the end token is included.
+
+    logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature 1 when greedy).
+    weight_versions: the version of the weights that made the token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_versions: list[int]
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"finish_reason={self.finish_reason!r} must be one of {', '.join(FINISH_REASONS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSlice:
+    """One checkpoint parameter (or this rank's part of it) in the store: a contiguous range of bytes.
+
+    offset: bytes from the start of the tag's arena. dtype: like "float32". start: of this part in the whole parameter,
+    one entry a dimension. index_base: number of the parameter's first element in the digest.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    index_base: int
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.global_shape) == len(self.start):
+            raise ValueError(f"{self.name}: shape, global_shape and start must have as many dimensions")
+        for size, whole, first in zip(self.shape, self.global_shape, self.start, strict=True):
+            if first < 0 or first + size > whole:
+                raise ValueError(f"{self.name}: slice {self.shape} at {self.start} is outside {self.global_shape}")
+        if self.offset < 0 or self.index_base < 0:
+            raise ValueError(f"{self.name}: offset and index_base must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleTensor:
+    """A fused tensor that the model multiplies with: adjacent slices seen as one. offset in bytes, as in ParamSlice."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Where every parameter lies under tag `weights`.
+
+    nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored name.
+    modules: fused tensor name -> where. layout_hash: changes with any of it.
+    """
+
+    nbytes: int
+    slices: tuple[ParamSlice, ...]
+    aliases: dict[str, str]
+    modules: dict[str, ModuleTensor]
+    layout_hash: str
+
+    def __post_init__(self) -> None:
+        names = {piece.name for piece in self.slices}
+        if len(names) != len(self.slices):
+            raise ValueError("a parameter appears twice in the manifest")
+        for alias, target in self.aliases.items():
+            if alias in names or target not in names:
+                raise ValueError(f"alias {alias} -> {target} must go from a name that is not stored to one that is")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOffer:
+    """The engine's invitation to write `version` into its pages; from here on its weights are undefined."""
+
+    version: int
+    manifest: Manifest
+    ticket: "Ticket"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteReceipt:
+    """What the writer says it wrote. digest: rollout.ops.digest over every slice. nbytes: parameters, no padding."""
+
+    version: int
+    layout_hash: str
+    digest: int
+    nbytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.digest < 2**64:
+            raise ValueError(f"digest={self.digest} must be in [0, 2**64)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitReceipt:
+    """What the engine read back and now serves."""
+
+    version: int
+    digest: int
+    seconds: float

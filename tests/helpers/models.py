@@ -1,0 +1,72 @@
+"""Tiny random models in Hugging Face layout. Large initial weights, so that greedy choices are never near ties."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 model in eval mode; every parameter random, norms and biases too."""
+    config_class, model_class = KINDS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config_class(**{**SIZES, **overrides})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    return model
+
+
+def save_tiny(path: str | Path, kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """build_tiny, saved to `path`."""
+    model = build_tiny(kind, seed, **overrides)
+    model.save_pretrained(str(path))
+    return model
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """transformers' own greedy answer, its end token included if it gives one."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """fp32 [len(answer)]: log-probabilities of the answer in one full forward, as a trainer computes them."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)

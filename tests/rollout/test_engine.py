@@ -1,0 +1,214 @@
+"""What the engine adds to the model: sampling, forks, queueing, preemption, clean failure."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import MemorySaver
+from rollout import Completion, Engine, SamplingParams
+from tests.helpers.models import greedy, save_tiny
+from tests.rollout.test_greedy import random_prompts
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny(directory, "qwen3", head_dim=16)
+    return directory
+
+
+@pytest.fixture
+def make(path: Path) -> Callable[..., Engine]:
+    return lambda **fields: Engine.from_pretrained(path, **{"kv_tokens": 1024, **fields})
+
+
+def ids(out: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in samples] for samples in out]
+
+
+def test_seeded_answers_do_not_depend_on_the_batch(make: Callable[..., Engine]) -> None:
+    prompts = random_prompts((5, 80, 33, 1))
+    params = [SamplingParams(max_tokens=10, temperature=1.2, seed=seed, n=3) for seed in (1, 2, 3, 4)]
+    together = ids(make().generate(prompts, params))
+    chunked = make(max_prefill_tokens=7, max_running=4)
+    assert ids(chunked.generate(prompts, params)) == together
+    assert ids(chunked.generate(prompts[::-1], params[::-1])) == together[::-1]
+    for prompt, param, samples in zip(prompts, params, together, strict=True):
+        assert ids(chunked.generate([prompt], param)) == [samples]
+        assert len({tuple(sample) for sample in samples}) == 3  # samples of a prompt differ
+
+
+def test_without_a_seed_calls_differ_and_engines_agree(make: Callable[..., Engine]) -> None:
+    prompts = random_prompts((5, 5))
+    params = SamplingParams(max_tokens=12, temperature=2.0)
+    first, second, other = make(), make(), make(seed=1)
+    a, b = ids(first.generate(prompts, params)), ids(first.generate(prompts, params))
+    assert a != b
+    assert [ids(second.generate(prompts, params)), ids(second.generate(prompts, params))] == [a, b]
+    assert ids(other.generate(prompts, params)) != a
+
+
+def test_greedy_samples_of_a_prompt_are_equal_and_share_its_pages(make: Callable[..., Engine]) -> None:
+    engine = make(kv_tokens=256)
+    used = []
+
+    def watch(done: int, total: int, generated: int) -> None:
+        used.append(engine._blocks.total_pages - engine._blocks.available_pages)
+
+    prompt = random_prompts((100,))
+    (samples,) = engine.generate(prompt, SamplingParams(max_tokens=8, temperature=0, n=5), on_progress=watch)
+    assert len({tuple(sample.token_ids) for sample in samples}) == 1
+    assert used[0] == 7  # ceil(100 / 16) pages, for all five
+    assert max(used) == 6 + 5  # each its own copy of the last page
+    assert samples[0].token_ids == make().generate(prompt, SamplingParams(max_tokens=8, temperature=0))[0][0].token_ids
+    engine.check_integrity()
+
+
+def test_a_burst_larger_than_the_pool_is_queued_and_preempted(make: Callable[..., Engine]) -> None:
+    prompts = random_prompts((40, 7, 60, 20, 33, 5, 50, 16))
+    params = SamplingParams(max_tokens=40, temperature=0)
+    engine = make(kv_tokens=112, max_prefill_tokens=24)
+    assert ids(engine.generate(prompts, params)) == ids(make(kv_tokens=2048).generate(prompts, params))
+    assert engine._scheduler.preemptions > 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float, device: str) -> None:
+    """Everything outside the requests' own tokens, page 0 included, is poison, and stays so between steps."""
+    prompts = random_prompts((1, 17, 40))
+    params = SamplingParams(max_tokens=8, temperature=0, n=2)
+    expected = ids(make(device=device).generate(prompts, params))
+    engine = make(device=device, max_prefill_tokens=16)
+    engine._pool._block.fill_(value)
+
+    def poison(done: int, total: int, generated: int) -> None:
+        table = engine._runner._table.req_to_token
+        live = [
+            table[s.handle.row, : s.computed if not s.prefilled else s.length - 1]
+            for s in engine._scheduler.running
+            if s.handle
+        ]
+        keep = torch.zeros(engine._pool._k.shape[1], dtype=torch.bool, device=table.device)
+        if live:
+            keep[torch.cat(live).long()] = True
+        engine._pool._k[:, ~keep] = value
+        engine._pool._v[:, ~keep] = value
+
+    assert ids(engine.generate(prompts, params, on_progress=poison)) == expected
+
+
+def test_stop_token_ids_and_ignore_eos(path: Path, make: Callable[..., Engine]) -> None:
+    engine = make()
+    prompts = random_prompts((9,))
+    (free,) = ids(engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0)))[0]
+    stop = free[5]
+    params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
+    completion = engine.generate(prompts, params)[0][0]
+    assert completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
+    engine.model = type(engine.model)(**{**vars(engine.model), "stop_token_ids": frozenset([free[3]])})
+    first = engine.generate(prompts, params)[0][0]
+    assert first.token_ids == free[: min(free.index(stop), free.index(free[3])) + 1]
+    ignoring = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    assert engine.generate(prompts, ignoring)[0][0].token_ids == free
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "match"),
+    [
+        ([], {}, "prompt 1 is empty"),
+        ([199], {}, r"prompt 1 has token ids outside \[0, 199\)"),
+        ([-1], {}, "prompt 1 has token ids"),
+        ([1] * 50, {"max_tokens": 80}, "prompt 1 needs .* KV tokens .*raise kv_tokens or lower max_tokens"),
+        ([1] * 50, {"max_tokens": 20}, "prompt 1 needs 70 positions .*max_context_len is 64"),
+    ],
+)
+def test_refuses_impossible_requests_and_starts_none(
+    make: Callable[..., Engine], prompt: list[int], params: dict[str, Any], match: str
+) -> None:
+    engine = make(kv_tokens=112, max_context_len=64)
+    with pytest.raises(ValueError, match=match):
+        engine.generate([[1, 2], prompt], [SamplingParams(max_tokens=4), SamplingParams(**params)])
+    assert not engine._scheduler.unfinished
+    with pytest.raises(ValueError, match="1 prompts but 2 SamplingParams"):
+        engine.generate([[1]], [SamplingParams()] * 2)
+    assert engine.generate([], SamplingParams()) == []
+
+
+def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
+    with pytest.raises(ValueError, match="max_context_len=4096 exceeds .*max_position_embeddings=1024"):
+        make(max_context_len=4096)
+    with pytest.raises(ValueError, match="device=cuda:0 but the saver is on cpu"):
+        make(device="cuda:0", saver=MemorySaver(device="cpu"))
+    assert make(kv_tokens=64).max_context_len == 64 and make(kv_tokens=4096).max_context_len == 1024
+
+
+def test_progress_counts_samples_and_tokens(make: Callable[..., Engine]) -> None:
+    seen: list[tuple[int, int, int]] = []
+    make(max_running=2).generate(
+        random_prompts((4, 9, 30)), SamplingParams(max_tokens=5, n=2), on_progress=lambda *now: seen.append(now)
+    )
+    assert seen[-1] == (6, 6, 30) and seen == sorted(seen) and all(total == 6 for _, total, _ in seen)
+
+
+def test_a_failure_leaves_no_request_behind(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(max_prefill_tokens=8)
+    prompts, params = random_prompts((30, 5)), SamplingParams(max_tokens=6, temperature=0)
+    expected = ids(engine.generate(prompts, params))
+
+    def interrupt(done: int, total: int, generated: int) -> None:
+        if generated > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, params, on_progress=interrupt)
+    engine.check_integrity()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "sample", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(prompts, params)
+    engine.check_integrity()
+    assert not engine._scheduler.unfinished
+    assert ids(engine.generate(prompts, params)) == expected
+
+
+def test_a_failed_step_does_not_corrupt_other_requests(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call from a callback fails in the middle of a step that both calls' requests share."""
+    engine = make(max_prefill_tokens=8)
+    prompts, params = random_prompts((30, 5)), SamplingParams(max_tokens=6, temperature=0)
+    expected = ids(engine.generate(prompts, params))
+
+    due = [2, 5]  # once each: the step after a failure starts over and may add no token
+
+    def nested(done: int, total: int, generated: int) -> None:
+        if due and generated >= due[0]:
+            due.pop(0)
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(engine._runner, "forward", lambda *args: 1 / 0)
+                engine.generate(random_prompts((20,)), params)
+            engine.check_integrity()
+
+    assert ids(engine.generate(prompts, params, on_progress=nested)) == expected and not due
+
+
+def test_bf16_generates(path: Path) -> None:
+    """Too coarse for token equality with another order of operations; the answer must still be the model's own."""
+    engine = Engine.from_pretrained(path, dtype=torch.bfloat16, kv_tokens=256)
+    (completion,) = engine.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
+    full = Engine.from_pretrained(path, kv_tokens=256)
+    (exact,) = full.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
+    assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2 and completion.token_ids[0] == exact.token_ids[0]
+
+
+def test_preempted_answers_equal_transformers(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "llama", num_key_value_heads=1)
+    engine = Engine.from_pretrained(tmp_path, kv_tokens=96, page_size=4, max_prefill_tokens=10)
+    prompts = random_prompts((11, 3, 25, 8))
+    out = engine.generate(prompts, SamplingParams(max_tokens=30, temperature=0))
+    assert engine._scheduler.preemptions > 0
+    assert ids(out) == [[greedy(model, prompt, 30)] for prompt in prompts]

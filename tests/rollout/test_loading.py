@@ -1,0 +1,109 @@
+"""Reading config.json: what is understood, what is refused by name, and the rotary frequencies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.model.config import ModelConfig
+from rollout.model.loading import load_model_config
+from rollout.model.rotary import RotaryTables, inverse_frequencies
+from tests.helpers.models import SIZES, build_tiny, save_tiny
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in remove} | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("llama", {"architectures": ["MistralForCausalLM"]}, "architectures=.*Mistral.*LlamaForCausalLM"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='yarn'"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "quantization_config",
+        ),
+    ],
+)
+def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], match: str) -> None:
+    build_tiny(kind).config.save_pretrained(str(tmp_path))
+    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    edit_config(tmp_path, remove=("layer_types",), architectures=[architecture])
+    load_model_config(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=match):
+        load_model_config(tmp_path)
+
+
+def test_names_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.config\.json not found"):
+        load_model_config(tmp_path / "nowhere")
+
+
+def test_old_style_rope_keys(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    edit_config(tmp_path, remove=("rope_parameters",), rope_theta=5000.0, rope_scaling=scaling)
+    rope = load_model_config(tmp_path).rope
+    assert (rope.theta, rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (
+        5000.0,
+        "llama3",
+        8.0,
+        64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation_ids", "expected"),
+    [(None, None, set()), (5, None, {5}), ([5, 6], None, {5, 6}), (5, 7, {7}), (5, [7, 8], {7, 8})],
+)
+def test_stop_tokens(tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]) -> None:
+    save_tiny(tmp_path)
+    edit_config(tmp_path, eos_token_id=config_ids)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_ids}))
+    assert load_model_config(tmp_path).stop_token_ids == expected
+    (tmp_path / "generation_config.json").unlink()
+    if generation_ids is None:
+        assert load_model_config(tmp_path).stop_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}, LLAMA3],
+)
+def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    model = save_tiny(tmp_path, "llama", rope_parameters=rope, head_dim=32)
+    config: ModelConfig = load_model_config(tmp_path)
+    theirs = model.model.rotary_emb
+    assert torch.equal(inverse_frequencies(config.rope, 32), theirs.inv_freq)
+    cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
+    tables = RotaryTables.build(config.rope, 32, 300, torch.device("cpu"))
+    assert torch.equal(tables.cos, cos[0, :, :16]) and torch.equal(tables.sin, sin[0, :, :16])
+
+
+def test_sizes_are_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", head_dim=20)
+    config = load_model_config(tmp_path)
+    assert (config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads) == (48, 20, 4, 2)
+    assert (config.vocab_size, config.num_layers, config.qk_norm) == (SIZES["vocab_size"], 2, True)

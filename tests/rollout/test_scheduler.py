@@ -1,0 +1,181 @@
+"""The scheduling policy over a real block manager, without a model."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from rollout.scheduler import Sample, Scheduler, Step
+from rollout.types import SamplingParams
+
+PAGE = 4
+STOP = 0
+
+
+def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
+    size = pages * PAGE
+    config = KVCacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=2, size=size, page_size=PAGE, dtype=torch.float32, device="cpu"
+    )
+    blocks = BlockManager(
+        ReqToTokenPool(max_running, size, "cpu"),
+        PagedTokenToKVPoolAllocator(size, PAGE, "cpu"),
+        MHATokenToKVPool(config),
+    )
+    return Scheduler(blocks, page_size=PAGE, max_running=max_running, max_prefill_tokens=chunk)
+
+
+def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[Sample]:
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    prompt = list(range(1, prompt_len + 1))
+    return [
+        Sample(request=number, index=i, prompt=prompt, params=params, seed=0, stop_ids=frozenset([STOP]))
+        for i in range(n)
+    ]
+
+
+def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None) -> Step:
+    """What the engine does, minus the model."""
+    step = scheduler.schedule()
+    assert step.decode or step.chunks, "a step without work would loop for ever"
+    slots = [] if not step.decode else [step.decode_slots]
+    assert sum(len(each) for each in slots) == len(step.decode)
+    for chunk in step.chunks:
+        assert chunk.length > 0 and len(chunk.sample.slots) == chunk.sample.prefill_len
+    scheduler.computed(step)
+    due = list(step.decode)
+    for chunk in step.chunks:
+        if chunk.last:
+            due += [chunk.sample, *scheduler.fork_siblings(chunk.sample)]
+    for sample in due:
+        stream = (token_of or {}).get(sample.name, [])
+        at = len(sample.output)
+        scheduler.append(sample, stream[at] if at < len(stream) else 1, -1.0, 0)
+    return step
+
+
+def drain(scheduler: Scheduler) -> list[Step]:
+    steps = []
+    while scheduler.unfinished:
+        steps.append(run_step(scheduler))
+        assert len(steps) < 10_000
+    return steps
+
+
+def test_long_prompts_come_in_chunks_beside_decoding() -> None:
+    scheduler = make(pages=40)
+    short, long = request(0, 3, 20), request(1, 30, 2)
+    scheduler.add(short)
+    scheduler.add(long)
+    steps = drain(scheduler)
+    chunks = [(c.start, c.length) for s in steps for c in s.chunks if c.sample is long[0]]
+    assert chunks == [(0, 5), (5, 8), (13, 8), (21, 8), (29, 1)]  # 3 of the first 8 went to the short prompt
+    assert all(s.decode == short for s in steps[1:5])
+    assert all(sum(c.length for c in s.chunks) <= 8 for s in steps)
+
+
+def test_first_come_first_served_and_a_burst_is_queued() -> None:
+    scheduler = make(pages=8, chunk=64)
+    requests = [request(i, 8, 4)[0] for i in range(12)]
+    for sample in requests:
+        scheduler.add([sample])
+    first = [c.sample for s in drain(scheduler) for c in s.chunks if c.start == 0]
+    assert list(dict.fromkeys(first)) == requests
+    assert all(sample.finish_reason == "length" for sample in requests)
+    assert scheduler.preemptions == 0  # room for the answers was left when prompts were let in
+
+
+def test_preemption_takes_the_youngest_and_recomputes_it() -> None:
+    scheduler = make(pages=8, chunk=64)
+    old, young = request(0, 4, 20)[0], request(1, 4, 20)[0]
+    late = request(2, 12, 2)[0]
+    scheduler.add([old])
+    scheduler.add([young])
+    steps = [run_step(scheduler) for _ in range(10)]
+    scheduler.add([late])
+    chunks = [c for s in steps + drain(scheduler) for c in s.chunks]
+    assert scheduler.preemptions == 1
+    assert [c.sample for c in chunks] == [old, young, young, late]  # back to the front of the queue
+    assert chunks[2].start == 0 and chunks[2].length > 4  # prompt and answer so far
+    assert len(old.output) == len(young.output) == 20
+
+
+def test_samples_of_a_prompt_share_its_pages() -> None:
+    scheduler = make(pages=40, chunk=64)
+    scheduler.add(request(0, 17, 4, n=6))
+    run_step(scheduler)
+    assert len(scheduler.running) == 6
+    assert scheduler.blocks.total_pages - scheduler.blocks.available_pages == 5  # ceil(17 / 4), once
+    run_step(scheduler)
+    assert scheduler.blocks.total_pages - scheduler.blocks.available_pages == 4 + 6  # each its own last page
+    drain(scheduler)
+    assert scheduler.blocks.available_pages == scheduler.blocks.total_pages
+
+
+def test_more_samples_than_rows_or_pages_come_in_groups() -> None:
+    scheduler = make(pages=8, max_running=4, chunk=64)
+    few_rows, few_pages = request(0, 4, 2, n=10), request(1, 20, 9, n=5)
+    scheduler.add(few_rows)
+    scheduler.add(few_pages)
+    steps = drain(scheduler)
+    assert all(s.finish_reason == "length" for s in (*few_rows, *few_pages))
+    assert max(len(s.decode) for s in steps) <= 4
+
+
+def test_what_never_fits_is_refused_by_name() -> None:
+    scheduler = make(pages=4)
+    scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=7))  # the last token's keys are never stored
+    with pytest.raises(ValueError, match="prompt 3 needs 20 KV tokens .*the pool has 16; raise kv_tokens"):
+        scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=8))
+
+
+def test_stop_token_ends_a_sample_and_abort_ends_the_rest() -> None:
+    scheduler = make(pages=40, chunk=64)
+    samples = request(0, 5, 9, n=3)
+    scheduler.add(samples)
+    late = request(1, 5, 9)
+    run_step(scheduler, {"0.1": [STOP]})
+    scheduler.add(late)
+    assert [s.finish_reason for s in samples] == [None, "stop", None]
+    assert samples[1].completion().token_ids == [STOP]
+    scheduler.abort([*samples, *late])
+    assert [s.finish_reason for s in (*samples, *late)] == ["abort", "stop", "abort", "abort"]
+    assert not scheduler.unfinished and scheduler.blocks.available_pages == 40
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    pages=st.integers(6, 20),
+    max_running=st.integers(1, 6),
+    chunk=st.integers(1, 20),
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8
+    ),
+    interrupt=st.integers(0, 40),
+)
+def test_everything_finishes_and_no_page_is_lost(
+    pages: int, max_running: int, chunk: int, arrivals: list[tuple[int, int, int, int]], interrupt: int
+) -> None:
+    """Random requests arriving over time, random stops, and one preemption of everything as `sleep` does it."""
+    scheduler = make(pages, max_running, chunk)
+    pending = [(request(i, p, m, n), stop) for i, (p, m, n, stop) in enumerate(arrivals)]
+    everyone = [sample for samples, _ in pending for sample in samples]
+    stops = {s.name: [1] * (stop + s.index) + [STOP] for samples, stop in pending for s in samples}
+    steps = 0
+    while pending or scheduler.unfinished:
+        if pending:
+            scheduler.add(pending.pop(0)[0])
+        step = run_step(scheduler, stops)
+        assert len(step.decode) <= max_running and sum(c.length for c in step.chunks) <= chunk
+        scheduler.blocks.check_integrity()  # type: ignore[attr-defined]
+        steps += 1
+        if steps == interrupt:
+            scheduler.preempt_all()
+            assert scheduler.blocks.available_pages == pages
+        assert steps < 5000
+    for sample in everyone:
+        expected = stops[sample.name][: sample.params.max_tokens]
+        assert sample.output[:-1] == expected[:-1] and len(sample.output) == len(sample.versions)
+        assert sample.finish_reason == ("stop" if sample.output[-1] == STOP else "length")
+    assert scheduler.blocks.available_pages == pages

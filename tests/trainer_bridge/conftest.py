@@ -1,0 +1,38 @@
+"""Trainers and savers that end with their test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memsaver
+from tests.trainer_bridge.models import config, write_model
+from trainer_bridge import Trainer
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tied Qwen3, 2 layers."""
+    return write_model(Path(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def make_trainer() -> Iterator[Callable[..., Trainer]]:
+    """make(path, saver=True, **config): saver=True makes one. The first trainer made ends the process group, last."""
+    with contextlib.ExitStack() as undo:
+
+        def make(path: str, saver: bool = True, **changes: Any) -> Trainer:
+            settings = config(path, **changes)
+            memory = None
+            if saver:
+                memory = memsaver.MemorySaver(device=settings.device)
+                undo.callback(memory.close)
+            trainer = Trainer(settings, memory)
+            undo.callback(trainer.close)
+            return trainer
+
+        yield make

@@ -1,0 +1,120 @@
+"""Configuration, batches, padding and the loss, without a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_bridge.models import make_batch
+from trainer_bridge import SequenceBatch, TrainerConfig
+from trainer_bridge.batch import deal, pad
+from trainer_bridge.losses import ppo_clip, token_logprobs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_path", ""),
+        ("dtype", "float8"),
+        ("param_dtype", "int8"),
+        ("learning_rate", -1.0),
+        ("learning_rate", math.nan),
+        ("weight_decay", -0.1),
+        ("betas", (0.9, 1.0)),
+        ("adam_eps", 0.0),
+        ("max_grad_norm", 0.0),
+        ("clip_eps_low", 0.0),
+        ("clip_eps_high", math.inf),
+        ("micro_batch_size", 0),
+        ("threads", 0),
+        ("device", "tpu"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"TrainerConfig\.{name}="):
+        TrainerConfig(**{"model_path": "m", name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"response_ids": [[1]]}, "response_ids has 1 entries for 2 prompts"),
+        ({"prompt_ids": [[1], []]}, "prompt 1 is empty"),
+        ({"old_logprobs": [[0.0], []]}, "old_logprobs 1 has 0 numbers for 2 response tokens"),
+        ({"advantages": [1.0]}, "advantages has 1 entries"),
+        ({"temperature": 0.0}, "temperature=0.0 must be positive"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"prompt_ids": [[1], [2, 3]], "response_ids": [[4], [5, 6]]}
+    with pytest.raises(ValueError, match=message):
+        SequenceBatch(**{**fields, **changes})
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
+def test_ranks_share_the_sequences_in_equal_steps(count: int, world: int, size: int) -> None:
+    batch = make_batch(count, seed=count)
+    shares = [deal(batch, rank, world, size) for rank in range(world)]
+    assert len({tuple(map(len, share)) for share in shares}) == 1, "collectives of the ranks would not match"
+    rows = [row for share in shares for chunk in share for row in chunk if row >= 0]
+    assert sorted(rows) == list(range(count))
+    assert all(len(chunk) <= size for share in shares for chunk in share)
+
+
+def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
+    batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
+    micro = pad(batch, [0, 1, 2, -1], CPU)
+    assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
+    assert (micro.first, micro.last) == (0, 2)
+    assert list(zip(micro.row.tolist(), micro.column.tolist(), micro.target.tolist(), strict=True)) == [
+        (0, 2, 7),
+        (1, 0, 8),
+        (1, 1, 9),
+        (1, 2, 10),
+    ]
+    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
+
+
+def test_logits_before_the_first_response_are_not_asked_for() -> None:
+    batch = SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]])
+    micro = pad(batch, [0, 1], CPU)
+    assert (micro.first, micro.last) == (3, 5)
+    assert micro.column.tolist() == [2, 0, 1]
+
+
+def test_log_probabilities_and_entropy() -> None:
+    logits = torch.randn(700, 11, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = torch.arange(700) % 11
+    chosen, entropy = token_logprobs(logits, target, 0.7)
+    distribution = torch.distributions.Categorical(logits=logits.double() / 0.7)
+    torch.testing.assert_close(chosen.double(), distribution.log_prob(target), atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy.double(), distribution.entropy(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, 0.0),
+        (1.5, 1.0, -1.3, 1.0),  # more of a good token: held at 1 + high
+        (0.5, 1.0, -0.5, 0.0),  # less of a good token: free
+        (0.5, -1.0, 0.9, 1.0),  # less of a bad token: held at 1 - low
+        (1.5, -1.0, 1.5, 0.0),  # more of a bad token: free
+    ],
+)
+def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    sums = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3)
+    assert float(sums.loss.detach()) == pytest.approx(loss)
+    assert float(sums.clipped) == clipped
+    assert float(sums.kl) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    assert float(logprobs.grad) == pytest.approx(0.0 if clipped else -ratio * advantage)

@@ -1,0 +1,256 @@
+"""The cycle over two fake sides that refuse whatever a real side would."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from memsaver import StateError
+from rollout.types import CommitReceipt, Manifest, ParamSlice, WeightOffer, WriteReceipt
+from trainer_bridge import ActorDied, Cycle, CycleError
+from trainer_bridge.cycle import POISONING, TRANSITIONS
+
+MANIFEST = Manifest(
+    nbytes=4,
+    slices=(ParamSlice(name="p", offset=0, shape=(1,), dtype="float32", global_shape=(1,), start=(0,), index_base=0),),
+    aliases={},
+    modules={},
+    layout_hash="layout",
+)
+TO_ROLLOUT = [
+    "park_optim",
+    "wake_weights",
+    "begin_update",
+    "sync_weights",
+    "commit_update",
+    "park_params",
+    "wake_kv_cache",
+]
+TO_TRAIN = ["sleep", "restore_params", "restore_optim"]
+
+
+class World:
+    """What both sides hold, and a memory that is too small for all of it at once."""
+
+    def __init__(self) -> None:
+        self.held = {"params", "optim"}
+        self.version: int | None = None
+        self.reason: str | None = "asleep"
+        self.fail_at: str | None = None
+        self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
+
+    def at(self, call: str) -> None:
+        if call == self.fail_at:
+            raise self.error
+
+    def take(self, tag: str) -> None:
+        self.held.add(tag)
+        assert not {"optim", "weights"} <= self.held, "optimizer and rollout weights at once do not fit"
+        assert not {"params", "kv_cache"} <= self.held, "parameters and KV cache at once do not fit"
+
+
+class FakeTrainer:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def park(self, *tags: str) -> None:
+        (tag,) = tags
+        self.world.at(f"park_{tag}")
+        if tag == "params":
+            assert self.world.version is not None, "parameters given up before the rollout confirmed"
+        self.world.held.remove(tag)
+
+    def restore(self, *tags: str) -> None:
+        (tag,) = tags
+        self.world.at(f"restore_{tag}")
+        self.world.take(tag)
+
+    def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
+        assert {"params", "weights"} <= self.world.held
+        self.world.at("sync_weights")
+        return WriteReceipt(version=offer.version, layout_hash="layout", digest=1, nbytes=4, seconds=0.0)
+
+
+class FakeRollout:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def sleep(self, level: int) -> None:
+        self.world.at("sleep")
+        self.world.held -= {"weights", "kv_cache"}
+        self.world.version, self.world.reason = None, f"asleep at level {level}"
+
+    def wake_up(self, tags: Any) -> None:
+        (tag,) = tags
+        self.world.at(f"wake_{tag}")
+        self.world.take(tag)
+
+    def begin_update(self, version: int) -> WeightOffer:
+        assert "weights" in self.world.held
+        self.world.at("begin_update")
+        self.world.version, self.world.reason = None, "update not committed"
+        return WeightOffer(version=version, manifest=MANIFEST, ticket=None)  # type: ignore[arg-type]
+
+    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
+        self.world.at("commit_update")
+        self.world.version, self.world.reason = receipt.version, None
+        return CommitReceipt(version=receipt.version, digest=receipt.digest, seconds=0.0)
+
+    def abort_update(self, reason: str) -> None:
+        self.world.at("abort_update")
+        self.world.version, self.world.reason = None, reason
+
+
+def pair(world: World, **options: Any) -> Cycle:
+    return Cycle(FakeTrainer(world), FakeRollout(world), **options)
+
+
+def test_one_round_in_stages() -> None:
+    world, seen = World(), list[tuple[str, float, float]]()
+    cycle = pair(world, on_stage=lambda *stage: seen.append(stage))
+    receipt = cycle.to_rollout(7)
+    assert (receipt.version, world.version, world.reason) == (7, 7, None)
+    assert world.held == {"weights", "kv_cache"}
+    cycle.to_train()
+    assert world.held == {"params", "optim"}
+    assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
+    times = [time for _, start, end in seen for time in (start, end)]
+    assert times == sorted(times)
+
+
+def test_scoring_needs_no_optimizer() -> None:
+    world = World()
+    cycle = pair(world)
+    cycle.to_rollout(1)
+    cycle.to_score()
+    assert world.held == {"params"}
+    cycle.to_train()
+    assert world.held == {"params", "optim"}
+
+
+def test_the_sleep_level_is_passed_on() -> None:
+    world = World()
+    cycle = pair(world, sleep_level=1)
+    cycle.to_rollout(1)
+    cycle.to_train()
+    assert world.reason == "asleep at level 1"
+
+
+VERBS = ("to_rollout", "to_score", "to_train")
+ILLEGAL = [(state, verb) for state, legal in TRANSITIONS.items() for verb in VERBS if verb not in legal]
+
+
+@pytest.mark.parametrize(("state", "verb"), ILLEGAL)
+def test_illegal_transitions_name_the_state_and_what_is_legal(state: str, verb: str) -> None:
+    cycle = pair(World())
+    cycle.state = state
+    arguments = (1,) if verb == "to_rollout" else ()
+    legal = ", ".join(TRANSITIONS[state]) or "nothing"
+    with pytest.raises(StateError, match=rf"{verb}\(\) in state '{state}': legal now: {legal}"):
+        getattr(cycle, verb)(*arguments)
+    assert cycle.state == state
+
+
+@pytest.mark.parametrize("stage", TO_ROLLOUT + TO_TRAIN)
+def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(stage: str) -> None:
+    world, seen = World(), list[str]()
+    cycle = pair(world, on_stage=lambda name, start, end: seen.append(name))
+    world.fail_at = stage
+    with pytest.raises(CycleError) as caught:
+        cycle.to_rollout(1)
+        cycle.to_train()
+    assert caught.value.stage == stage
+    assert caught.value.cause is world.error
+    assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
+    assert stage not in seen
+    serving = {"weights", "kv_cache"} <= world.held and world.version is not None
+    assert not serving or stage == "sleep", "only a rollout that could not be put to sleep still serves"
+    if stage in POISONING:
+        assert world.reason == str(caught.value)
+    with pytest.raises(StateError, match=rf"legal now: nothing \(stage '{stage}' failed"):
+        cycle.to_rollout(2)
+
+
+def test_a_rollout_that_cannot_be_told_does_not_hide_the_first_failure() -> None:
+    class Deaf(FakeRollout):
+        def abort_update(self, reason: str) -> None:
+            raise ActorDied("rollout", "abort_update", "died")
+
+    world = World()
+    world.fail_at = "commit_update"
+    world.error = ValueError("digests differ")
+    cycle = Cycle(FakeTrainer(world), Deaf(world))
+    with pytest.raises(CycleError, match="commit_update.*digests differ") as caught:
+        cycle.to_rollout(1)
+    assert "the rollout could not be told" in caught.value.__notes__[0]
+
+
+def test_an_interrupt_poisons_and_stays_an_interrupt() -> None:
+    world = World()
+    world.fail_at, world.error = "sync_weights", KeyboardInterrupt()
+    cycle = pair(world)
+    with pytest.raises(KeyboardInterrupt):
+        cycle.to_rollout(1)
+    assert cycle.state == "failed"
+    assert world.reason is not None and "sync_weights" in world.reason
+
+
+def test_errors_survive_pickling() -> None:
+    error = pickle.loads(pickle.dumps(CycleError("sync_weights", ActorDied("trainer", "sync_weights", "died"))))
+    assert str(error) == "stage 'sync_weights' failed: ActorDied: the trainer actor died in sync_weights()"
+    assert error.cause.actor == "trainer"
+
+
+class Walk(RuleBasedStateMachine):
+    """Any order of calls: what is held agrees with the state, and the versions with what was asked."""
+
+    HELD = {  # noqa: RUF012
+        "train": {"params", "optim"},
+        "score": {"params"},
+        "rollout": {"weights", "kv_cache"},
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.cycle = pair(self.world)
+        self.version = 0
+
+    @rule(verb=st.sampled_from(VERBS))
+    def move(self, verb: str) -> None:
+        legal = TRANSITIONS[self.cycle.state]
+        arguments = (self.version + 1,) if verb == "to_rollout" else ()
+        if verb not in legal:
+            with pytest.raises(StateError):
+                getattr(self.cycle, verb)(*arguments)
+            return
+        self.version += len(arguments)
+        getattr(self.cycle, verb)(*arguments)
+        assert self.cycle.state == legal[verb]
+
+    @rule(stage=st.sampled_from(TO_ROLLOUT + TO_TRAIN))
+    def break_next(self, stage: str) -> None:
+        """Arm a failure, go round until it strikes, and start over as a new run would."""
+        self.world.fail_at = stage
+        with pytest.raises(CycleError, match=stage):
+            for _ in range(2):
+                if self.cycle.state == "train":
+                    self.cycle.to_rollout(self.version + 1)
+                self.cycle.to_train()
+        assert self.cycle.state == "failed"
+        self.world = World()
+        self.cycle = pair(self.world)
+
+    @invariant()
+    def holds_what_the_state_says(self) -> None:
+        assert self.world.held == self.HELD[self.cycle.state]
+        assert (self.world.version == self.version) == (self.cycle.state == "rollout")
+
+
+Walk.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=20)
+TestWalk = Walk.TestCase

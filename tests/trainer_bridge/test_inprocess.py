@@ -1,0 +1,163 @@
+"""Real trainer, real engine, real memory, one process: the cycle as a recipe drives it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import StateError
+from rollout import SamplingParams
+from tests.trainer_bridge.models import config, make_batch, reference, write_model
+from trainer_bridge import Cycle, CycleError, SequenceBatch, open_inprocess
+
+ENGINE = {"kv_tokens": 512, "page_size": 16}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, n=2, seed=3, ignore_eos=True)
+
+
+def committed(side: Any) -> dict[str, int]:
+    return {tag: entry.committed_bytes for tag, entry in side.report().tags.items()}
+
+
+def as_batch(outputs: list[list[Any]], temperature: float) -> tuple[SequenceBatch, list[list[float]]]:
+    samples = [(prompt, sample) for prompt, group in zip(PROMPTS, outputs, strict=True) for sample in group]
+    batch = SequenceBatch(
+        prompt_ids=[prompt for prompt, _ in samples],
+        response_ids=[sample.token_ids for _, sample in samples],
+        temperature=temperature,
+    )
+    return batch, [sample.logprobs for _, sample in samples]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rounds_of_generating_and_learning(tied: bool, device: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path, tie_word_embeddings=tied)
+    stages: list[str] = []
+    with open_inprocess(config(path, device=device), ENGINE) as (trainer, engine):
+        assert committed(engine) == {"weights": 0, "kv_cache": 0}
+        full = committed(trainer)
+        cycle = Cycle(trainer, engine, on_stage=lambda name, start, end: stages.append(name))
+        seen: list[list[int]] = []
+        for version in range(1, 4):
+            receipt = cycle.to_rollout(version)
+            assert committed(trainer) == {"params": 0, "optim": 0}
+            assert min(committed(engine).values()) > 0
+            assert receipt.version == engine.weights_version == version
+            outputs = engine.generate(PROMPTS, SAMPLED)
+            assert {v for group in outputs for s in group for v in s.weight_versions} == {version}
+            seen.append([token for group in outputs for s in group for token in s.token_ids])
+            cycle.to_score()
+            assert committed(engine) == {"weights": 0, "kv_cache": 0}
+            batch, theirs = as_batch(outputs, SAMPLED.temperature)
+            ours = trainer.compute_log_prob(batch)
+            gaps = [abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+            assert max(gaps) < 5e-5 and sum(gaps) / len(gaps) < 1e-5
+            with pytest.raises(StateError, match="kv_cache"):
+                engine.generate(PROMPTS, SAMPLED)
+            cycle.to_train()
+            assert committed(trainer) == full
+            advantages = [1.0 if i % 2 else -1.0 for i in range(len(batch))]
+            trainer.update_actor(dataclasses.replace(batch, old_logprobs=ours, advantages=advantages))
+        assert seen[0] != seen[1] != seen[2], "the rollout did not notice the updates"
+        assert len(stages) == 3 * 10
+
+
+def test_greedy_output_is_that_of_the_synced_weights(tmp_path: Path) -> None:
+    served, learned = write_model(tmp_path / "a", seed=0), write_model(tmp_path / "b", seed=1)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with open_inprocess(config(learned), {**ENGINE, "path": served}) as (trainer, engine):
+        Cycle(trainer, engine).to_rollout(1)
+        outputs = engine.generate(PROMPTS, greedy)
+    model = reference(learned)
+    for prompt, (sample,) in zip(PROMPTS, outputs, strict=True):
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(8):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert sample.token_ids == ids[len(prompt) :]
+
+
+def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
+        write = trainer.sync_weights
+
+        def broken(offer: Any) -> Any:
+            def stop(done: int, total: int) -> None:
+                if done == total // 2:
+                    raise RuntimeError("cosmic ray")
+
+            return write(offer, on_copy=stop)
+
+        monkeypatch.setattr(trainer, "sync_weights", broken)
+        with pytest.raises(CycleError, match="stage 'sync_weights' failed: RuntimeError: cosmic ray"):
+            Cycle(trainer, engine).to_rollout(1)
+        engine.wake_up()
+        with pytest.raises(StateError, match="sync_weights.*cosmic ray"):
+            engine.generate(PROMPTS, SAMPLED)
+        monkeypatch.undo()
+        engine.sleep(level=2)
+        trainer.restore()
+        Cycle(trainer, engine).to_rollout(2)
+        assert engine.unavailable_reason() is None, "a sync that commits heals"
+
+
+def test_a_receipt_that_lies_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
+        write = trainer.sync_weights
+        monkeypatch.setattr(trainer, "sync_weights", lambda offer: dataclasses.replace(write(offer), digest=0))
+        with pytest.raises(CycleError, match="stage 'commit_update' failed.*digest"):
+            Cycle(trainer, engine).to_rollout(1)
+        assert "commit_update" in (engine.unavailable_reason() or "")
+        assert min(committed(trainer)["params"], 1) == 1, "the trainer gave its weights up"
+
+
+def test_sleep_level_one_keeps_the_weights(model_path: str) -> None:
+    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
+        cycle = Cycle(trainer, engine, sleep_level=1)
+        cycle.to_rollout(1)
+        before = engine.generate(PROMPTS, SAMPLED)
+        cycle.to_train()
+        assert engine.report().tags["weights"].backup_bytes > 0
+        trainer.park()
+        engine.wake_up()
+        assert engine.generate(PROMPTS, SAMPLED) == before
+
+
+def test_the_engine_may_be_narrower(model_path: str) -> None:
+    with open_inprocess(config(model_path), {**ENGINE, "dtype": "bfloat16"}) as (trainer, engine):
+        receipt = Cycle(trainer, engine).to_rollout(1)
+        assert {piece.dtype for piece in engine.manifest.slices} == {"bfloat16"}
+        assert receipt.digest > 0
+        engine.generate(PROMPTS, SAMPLED)
+
+
+def test_two_devices_are_refused(model_path: str) -> None:
+    with pytest.raises(ValueError, match="engine device cuda:0 and trainer device cpu differ"):
+        with open_inprocess(config(model_path), {**ENGINE, "device": "cuda:0"}):
+            pass
+
+
+def test_importing_the_package_brings_no_ray() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, trainer_bridge, trainer_bridge.coordinator, trainer_bridge.trainer; print('ray' in sys.modules)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "False"
+
+
+def test_scoring_after_the_last_update_uses_the_new_weights(model_path: str) -> None:
+    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
+        before = trainer.compute_log_prob(make_batch(2))
+        trainer.update_actor(make_batch(2))
+        after = trainer.compute_log_prob(make_batch(2))
+        assert before != after
+        cycle = Cycle(trainer, engine)
+        cycle.to_rollout(1)
+        cycle.to_train()
+        assert trainer.compute_log_prob(make_batch(2)) == after

@@ -1,0 +1,311 @@
+"""The trainer against plain transformers and torch.optim, and what parking does to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from memsaver import StateError, TagError
+from tests.helpers.memory import scribble
+from tests.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from trainer_bridge import SequenceBatch, Trainer
+
+Make = Callable[..., Trainer]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": False}),
+    ("qwen2", {"head_dim": 8}),
+    ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
+]
+
+
+def largest_gap(scores: list[list[float]], expected: list[torch.Tensor]) -> float:
+    assert [len(row) for row in scores] == [len(row) for row in expected]
+    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(scores, expected, strict=True) if len(a))
+
+
+def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of all that training changes."""
+    state = {name: shard.clone() for name, shard in trainer.shards().items()}
+    for name, param in trainer.model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
+    return state
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_those_of_transformers(
+    family: str, changes: dict[str, Any], temperature: float, tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, family, **changes)
+    batch = dataclasses.replace(make_batch(7), temperature=temperature)
+    with torch.no_grad():
+        expected = reference_logprobs(reference(path), batch)
+    trainer = make_trainer(path)
+    assert largest_gap(trainer.compute_log_prob(batch), expected) < 1e-5
+    assert largest_gap(trainer.compute_log_prob(batch, 1.7), expected) > 1e-2, "the argument overrides the batch's"
+
+
+def test_log_probabilities_on_every_device(device: str, model_path: str, make_trainer: Make) -> None:
+    batch = make_batch(5)
+    with torch.no_grad():
+        expected = reference_logprobs(reference(model_path), batch)
+    assert largest_gap(make_trainer(model_path, device=device).compute_log_prob(batch), expected) < 5e-5
+
+
+def test_a_score_does_not_depend_on_the_company(model_path: str, make_trainer: Make) -> None:
+    batch = make_batch(6)
+    batch = dataclasses.replace(batch, response_ids=[*batch.response_ids[:5], []], old_logprobs=None)
+    trainer = make_trainer(model_path, micro_batch_size=6)
+    together = trainer.compute_log_prob(batch)
+    assert together[5] == []
+    for i in range(5):
+        alone = SequenceBatch(prompt_ids=[batch.prompt_ids[i]], response_ids=[batch.response_ids[i]])
+        assert trainer.compute_log_prob(alone)[0] == pytest.approx(together[i], abs=2e-6)
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_the_model_is_the_checkpoint(family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make) -> None:
+    path = write_model(tmp_path, family, **changes)
+    trainer, plain = make_trainer(path), reference(path)
+    assert_same_bits(trainer.shards(), {name: param.detach() for name, param in plain.named_parameters()})
+    buffers = dict(trainer.model.named_buffers())
+    assert_same_bits(buffers, dict(plain.named_buffers()))
+    assert buffers
+    model: Any = trainer.model
+    assert all(isinstance(layer, FSDPModule) for layer in [model, *model.model.layers])
+    tied = changes.get("tie_word_embeddings", True)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert trainer.saver is not None
+    for buffer in buffers.values():
+        with pytest.raises(TagError):
+            trainer.saver.offset_of(buffer)
+
+
+@pytest.mark.parametrize("world_of", ["params", "optim"])
+def test_a_tag_commits_what_is_used(device: str, world_of: str, tmp_path: Path, make_trainer: Make) -> None:
+    hidden = 256 if device == "cpu" else 2048  # extents are pages of 4 KiB there, of 2 MiB here
+    path = write_model(tmp_path, hidden_size=hidden, intermediate_size=2 * hidden)
+    trainer = make_trainer(path, device=device)
+    trainer.update_actor(make_batch(4))
+    assert trainer.saver is not None
+    tag = trainer.saver.report().tags[world_of]
+    elements = sum(param.numel() for param in trainer.model.parameters())
+    expected = elements * 4 * (1 if world_of == "params" else 2)
+    assert expected <= tag.live_bytes <= tag.committed_bytes <= tag.live_bytes * 1.02
+    assert tag.live_bytes <= expected * 1.001
+    assert tag.content == "host"
+
+
+def test_shards_and_moments_lie_on_their_tags(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path)
+    trainer.update_actor(make_batch(4))
+    saver = trainer.saver
+    assert saver is not None
+    before = {name: shard.data_ptr() for name, shard in trainer.shards().items()}
+    ends = {tag: saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
+    for name, param in trainer.model.named_parameters():
+        assert saver.offset_of(trainer.shards()[name]) < ends["params"]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert saver.offset_of(trainer.optimizer.state[param][moment].to_local()) < ends["optim"]
+    trainer.update_actor(make_batch(4, seed=1))
+    assert before == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:
+    """What update_actor should do, sequence by sequence."""
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    terms, clipped = [], 0
+    for logp, old, advantage in zip(
+        reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
+    ):
+        ratio = (logp - torch.tensor(old)).exp()
+        free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
+        terms.append(-torch.minimum(free, held))
+        clipped += int((held < free).sum())
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": float(loss.detach()), "grad_norm": float(norm), "clip_fraction": clipped / batch.num_tokens}
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+@pytest.mark.parametrize("tied", [True, False])
+def test_steps_are_those_of_plain_adamw(
+    device: str, max_norm: float, tied: bool, tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, tie_word_embeddings=tied)
+    adam: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    model = reference(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adam)
+    trainer = make_trainer(
+        path,
+        device=device,
+        betas=adam["betas"],
+        adam_eps=adam["eps"],
+        weight_decay=adam["weight_decay"],
+        max_grad_norm=max_norm,
+        clip_eps_high=0.3,
+    )
+    for step in range(3):
+        batch = make_batch(7, seed=step)
+        expected = plain_step(model, optimizer, batch, max_norm)
+        metrics = trainer.update_actor(batch)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+        assert metrics["tokens"] == batch.num_tokens
+        assert 0 < metrics["entropy"] < math.log(96)
+    assert trainer.step == 3
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(trainer.shards()[name].cpu(), param.detach(), atol=2e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"micro_batch_size": 1}, {"micro_batch_size": 64}, {"activation_checkpointing": True}]
+)
+def test_how_a_step_is_cut_up_does_not_change_it(changes: dict[str, Any], model_path: str, make_trainer: Make) -> None:
+    one, other = make_trainer(model_path, adam_eps=1e-4), make_trainer(model_path, adam_eps=1e-4, **changes)
+    batch = make_batch(7)
+    assert one.update_actor(batch) == pytest.approx(other.update_actor(batch), abs=1e-5)
+    for name, shard in one.shards().items():
+        torch.testing.assert_close(shard, other.shards()[name], atol=1e-5, rtol=0, msg=name)
+
+
+def test_an_unchanged_policy_has_ratio_one(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path)
+    batch = make_batch(5)
+    metrics = trainer.update_actor(dataclasses.replace(batch, old_logprobs=trainer.compute_log_prob(batch)))
+    assert metrics["clip_fraction"] == 0
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_mixed_precision_keeps_full_precision_masters(model_path: str, make_trainer: Make) -> None:
+    full, mixed = make_trainer(model_path), make_trainer(model_path, param_dtype="bfloat16")
+    batch = make_batch(5)
+    gap = largest_gap(mixed.compute_log_prob(batch), [torch.tensor(row) for row in full.compute_log_prob(batch)])
+    assert 1e-5 < gap < 0.2
+    mixed.update_actor(batch)
+    assert {shard.dtype for shard in mixed.shards().values()} == {torch.float32}
+    assert any((shard != shard.bfloat16()).any() for shard in mixed.shards().values())
+
+
+def test_parking_keeps_every_bit_and_every_address(device: str, model_path: str, make_trainer: Make) -> None:
+    trainer, twin = make_trainer(model_path, device=device), make_trainer(model_path, saver=False, device=device)
+    batches = [make_batch(5, seed=seed) for seed in range(3)]
+    for side in (trainer, twin):
+        side.update_actor(batches[0])
+        side.compute_log_prob(batches[1])  # leaves the root unsharded, if nobody drops it
+    before, addresses = bits(trainer), {name: shard.data_ptr() for name, shard in trainer.shards().items()}
+    assert trainer.saver is not None
+    live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
+    trainer.park("optim")
+    trainer.park("params")
+    trainer.park()
+    for tag, nbytes in live.items():
+        report = trainer.saver.report().tags[tag]
+        assert (report.state, report.committed_bytes, report.backup_bytes) == ("paused", 0, nbytes)
+    scribble(16 << 20, device)
+    trainer.restore("params")
+    trainer.restore()
+    assert_same_bits(bits(trainer), before)
+    assert addresses == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
+    for batch in batches[1:]:
+        assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
+        assert trainer.update_actor(batch) == twin.update_actor(batch)
+    assert_same_bits(bits(trainer), bits(twin))
+
+
+@pytest.mark.parametrize("saver", [True, False])
+def test_what_needs_a_parked_tag_says_so(saver: bool, model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    trainer, batch = make_trainer(model_path, saver=saver), make_batch(2)
+    trainer.park("optim")
+    with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'optim', which is parked"):
+        trainer.update_actor(batch)
+    with pytest.raises(StateError, match="save_checkpoint.*'optim'"):
+        trainer.save_checkpoint(str(tmp_path / "c"))
+    scores = trainer.compute_log_prob(batch)
+    trainer.park("params")
+    with pytest.raises(StateError, match=r"compute_log_prob\(\) needs tag 'params'"):
+        trainer.compute_log_prob(batch)
+    trainer.restore()
+    assert trainer.compute_log_prob(batch) == scores
+    trainer.update_actor(batch)
+    with pytest.raises(ValueError, match="unknown tag 'weights'"):
+        trainer.park("weights")
+
+
+def test_without_a_saver_there_is_nothing_to_report(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path, saver=False)
+    trainer.park()
+    assert (trainer.report(), trainer.drain_events()) == (None, [])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path)
+    trainer.update_actor(make_batch(3))
+    before = bits(trainer)
+    poisoned = dataclasses.replace(make_batch(3), advantages=[1.0, math.nan, 1.0])
+    with pytest.raises(FloatingPointError, match="norm is nan in step 2, parameters are unchanged"):
+        trainer.update_actor(poisoned)
+    assert_same_bits(bits(trainer), before)
+    assert trainer.step == 1
+    trainer.update_actor(make_batch(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": [[1], [96]]}, r"sequence 1 has token ids outside 0\.\.95"),
+        ({"response_ids": [[-1], [1]]}, "sequence 0 has token ids"),
+        ({"prompt_ids": [[1] * 128, [1]]}, "129 tokens exceeds the model's 128 positions"),
+        ({"old_logprobs": None}, "old_logprobs and advantages"),
+        ({"response_ids": [[], []], "old_logprobs": [[], []]}, "no response tokens"),
+    ],
+)
+def test_a_batch_the_model_cannot_take_is_refused(
+    changes: dict[str, Any], message: str, model_path: str, make_trainer: Make
+) -> None:
+    fields: dict[str, Any] = {
+        "prompt_ids": [[1], [2]],
+        "response_ids": [[3], [4]],
+        "old_logprobs": [[0.0], [0.0]],
+        "advantages": [1.0, 1.0],
+    }
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model_path).update_actor(SequenceBatch(**{**fields, **changes}))
+
+
+def test_a_directory_without_a_fitting_model_is_refused(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no config.json"):
+        make_trainer(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text((Path(model_path) / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
+        make_trainer(str(tmp_path))
+    other = Path(write_model(tmp_path / "other", "qwen2", num_hidden_layers=1, head_dim=8))
+    (tmp_path / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.self_attn\.k_norm\.weight") as caught:
+        make_trainer(str(tmp_path))
+    assert "unknown model.layers.0.self_attn.q_proj.bias" in str(caught.value)

@@ -1,0 +1,168 @@
+"""Two processes on gloo do what one does: scores, steps, parking, checkpoints, and a sync that both write.
+
+Sizes that two does not divide, so that the second rank's shards are shorter and padded by FSDP.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import memsaver
+from rollout import Engine
+from tests.helpers.memory import scribble
+from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.trainer_bridge.test_trainer import assert_same_bits, bits
+from trainer_bridge import Trainer
+
+UNEVEN = {
+    "vocab_size": 97,
+    "intermediate_size": 45,
+    "hidden_size": 33,
+    "head_dim": 10,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+CHANGES: dict[str, Any] = {"adam_eps": 1e-4, "micro_batch_size": 2}
+STEPS = 2
+COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
+
+
+def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
+    named: Any = trainer.model.named_parameters()
+    return {name: param.detach().full_tensor().clone() for name, param in named}
+
+
+def learn(trainer: Trainer) -> list[dict[str, float]]:
+    return [trainer.update_actor(make_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
+
+
+def sync(trainer: Trainer, path: str) -> dict[str, Any]:
+    """Rank 0's process holds the engine; both ranks write, the engine verifies. Returns its weights by name."""
+    offers: list[Any] = [None]
+    if trainer.rank == 0:
+        engine = Engine.from_pretrained(path, kv_tokens=64)
+        offers = [engine.begin_update(1)]
+    dist.broadcast_object_list(offers)
+    receipt = trainer.sync_weights(offers[0])
+    if trainer.rank != 0:
+        return {"receipt": receipt}
+    engine.commit_update(receipt)
+    out: dict[str, Any] = {"receipt": receipt}
+    with memsaver.attach(engine.saver.share("weights")) as lease:
+        for p in engine.manifest.slices:
+            out[p.name] = lease.tensor(p.shape, torch.float32, p.offset).clone()
+    return out
+
+
+def failing_sync(trainer: Trainer, path: str) -> str:
+    """Rank 1 fails half way: rank 0 must hear of it instead of waiting."""
+    offers: list[Any] = [None]
+    if trainer.rank == 0:
+        engine = Engine.from_pretrained(path, kv_tokens=64)
+        offers = [engine.begin_update(2)]
+    dist.broadcast_object_list(offers)
+
+    def on_copy(done: int, total: int) -> None:
+        if trainer.rank == 1 and done == total // 2:
+            raise OSError("cosmic ray")
+
+    try:
+        trainer.sync_weights(offers[0], on_copy=on_copy)
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return "no error"
+
+
+def worker(rank: int, port: int, path: str, out: str) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    saver = memsaver.MemorySaver()
+    trainer = Trainer(config(path, **CHANGES), saver)
+    result: dict[str, Any] = {
+        "tags": saver.report().tags,
+        "offsets": {name: saver.offset_of(shard) for name, shard in trainer.shards().items() if shard.numel()},
+        "scores": trainer.compute_log_prob(make_batch(COUNTS[0])),
+        "metrics": learn(trainer),
+        "weights": whole(trainer),
+    }
+    before = bits(trainer)
+    trainer.park()
+    scribble(1 << 20, "cpu")
+    trainer.restore()
+    assert_same_bits(bits(trainer), before)
+    trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
+    result["synced"] = sync(trainer, path)
+    result["failed"] = failing_sync(trainer, path)
+    result["next"] = trainer.update_actor(make_batch(3, seed=9))
+    torch.save(result, f"{out}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("two")
+    path = write_model(out / "model", **UNEVEN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, (port, path, str(out)), nprocs=2, join=True)
+    return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+Ranks = tuple[str, Path, list[dict[str, Any]]]
+
+
+def test_two_ranks_compute_what_one_does(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+    path, _, results = two_ranks
+    alone = make_trainer(path, **CHANGES)
+    scores = alone.compute_log_prob(make_batch(COUNTS[0]))
+    metrics = learn(alone)
+    for result in results:
+        for row, expected in zip(result["scores"], scores, strict=True):
+            assert row == pytest.approx(expected, abs=2e-6)
+        for got, wanted in zip(result["metrics"], metrics, strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        for name, value in whole(alone).items():
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:
+    for result in two_ranks[2]:
+        assert result["offsets"], "no shard of this rank has rows"
+        assert max(result["offsets"].values()) < result["tags"]["params"].committed_bytes
+        for tag in ("params", "optim"):
+            report = result["tags"][tag]
+            assert report.committed_bytes <= report.live_bytes * 1.02 + 4096
+
+
+def test_one_rank_goes_on_from_a_checkpoint_of_two(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+    path, out, results = two_ranks
+    alone = make_trainer(path, **CHANGES)
+    assert alone.load_checkpoint(str(out / "checkpoint")) == {"ranks": 2}
+    assert alone.step == STEPS
+    assert_same_bits(whole(alone), results[0]["weights"])
+    assert alone.update_actor(make_batch(3, seed=9)) == pytest.approx(results[0]["next"], abs=1e-5)
+
+
+def test_both_ranks_write_one_version(two_ranks: Ranks) -> None:
+    _, _, (first, second) = two_ranks
+    assert first["synced"]["receipt"].digest == second["synced"]["receipt"].digest
+    assert first["synced"]["receipt"].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
+    for name, value in first["weights"].items():
+        assert torch.equal(first["synced"][name], value), name
+
+
+def test_a_rank_that_fails_to_write_is_heard_of_by_all(two_ranks: Ranks) -> None:
+    first, second = two_ranks[2]
+    assert first["failed"] == "writing version 2 failed on 1 other rank(s); see their errors"
+    assert second["failed"] == "cosmic ray"

@@ -1,0 +1,43 @@
+"""The trainer, and the bridge to a rollout on the same device: weight sync and the wake-up cycle.
+
+`Trainer`, `open_inprocess` and `open_ray` are loaded when first used: they bring torch's FSDP, the last one also ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from trainer_bridge.batch import SequenceBatch
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.cycle import Cycle
+from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError
+
+if TYPE_CHECKING:
+    from trainer_bridge.coordinator import open_inprocess, open_ray
+    from trainer_bridge.trainer import Trainer
+
+_LATER = {
+    "Trainer": "trainer_bridge.trainer",
+    "open_inprocess": "trainer_bridge.coordinator",
+    "open_ray": "trainer_bridge.coordinator",
+}
+
+__all__ = [
+    "ActorDied",
+    "ActorError",
+    "ActorTimeout",
+    "Cycle",
+    "CycleError",
+    "SequenceBatch",
+    "Trainer",
+    "TrainerConfig",
+    "open_inprocess",
+    "open_ray",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -1,0 +1,125 @@
+"""Sequences to score or to learn from, and how they become right-padded micro batches. No model in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatch:
+    """Prompts with their responses, one entry a sequence; the exact token ids that were generated, EOS included.
+
+    old_logprobs: one number a response token, of the policy that generated it. advantages: one number a sequence, given
+    to each of its tokens. Only `update_actor` needs these two. temperature: of the sampling; it divides the logits.
+    """
+
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    old_logprobs: list[list[float]] | None = None
+    advantages: list[float] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        count = len(self.prompt_ids)
+        for name in ("response_ids", "old_logprobs", "advantages"):
+            value = getattr(self, name)
+            if value is not None and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one a sequence")
+        for i, prompt in enumerate(self.prompt_ids):
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty; give it at least a beginning-of-sequence token")
+        for i, logprobs in enumerate(self.old_logprobs or ()):
+            if len(logprobs) != len(self.response_ids[i]):
+                got, want = len(logprobs), len(self.response_ids[i])
+                raise ValueError(f"old_logprobs {i} has {got} numbers for {want} response tokens; give one a token")
+        check_temperature(self.temperature)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all sequences."""
+        return sum(map(len, self.response_ids))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, prompt included."""
+        return max((len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)), default=0)
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be positive and finite (score greedy samples with 1.0)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Some sequences of a batch, padded on the right to one length L. B sequences, N response tokens in all.
+
+    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first, last: the positions
+    whose logits are needed. row, column, target: int64 [N], the token targets[n] is predicted by the logits at
+    (row[n], first + column[n]), sequence by sequence.
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    input_ids: Tensor
+    first: int
+    last: int
+    row: Tensor
+    column: Tensor
+    target: Tensor
+
+    def split(self, values: Sequence[float]) -> dict[int, list[float]]:
+        """N numbers, as one list a sequence: {number of the sequence in the batch: its tokens' numbers}."""
+        out, start = {}, 0
+        for row, count in zip(self.rows, self.counts, strict=True):
+            if row >= 0:
+                out[row] = list(values[start : start + count])
+            start += count
+        return out
+
+
+def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
+    """The sequences of this rank in chunks of at most `size`, like lengths together, longest first.
+
+    Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives must match.
+    """
+    lengths = [len(p) + len(r) for p, r in zip(batch.prompt_ids, batch.response_ids, strict=True)]
+    order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
+    order += [-1] * (-len(order) % world)
+    mine = order[rank::world]
+    return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+
+def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
+    """The micro batch of `rows`. The causal mask hides what lies to the right, so padding needs no mask of its own."""
+    prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
+    responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids[i, : lengths[i]] = torch.tensor(prompt + response)
+    scored = [i for i, response in enumerate(responses) if response]
+    first = min((len(prompts[i]) - 1 for i in scored), default=0)
+    last = max((lengths[i] - 2 for i in scored), default=0)
+    counts = [len(response) for response in responses]
+    row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
+    starts = [len(prompts[i]) - 1 - first for i in scored]
+    column = [start + j for start, i in zip(starts, scored, strict=True) for j in range(counts[i])]
+    target = [token for response in responses for token in response]
+    return MicroBatch(
+        rows=tuple(rows),
+        counts=tuple(counts),
+        input_ids=ids.to(device),
+        first=first,
+        last=last,
+        row=row.to(device),
+        column=torch.tensor(column, dtype=torch.int64, device=device),
+        target=torch.tensor(target, dtype=torch.int64, device=device),
+    )

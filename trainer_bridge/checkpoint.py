@@ -1,0 +1,88 @@
+"""Training checkpoints: parameters, optimizer moments and a few plain values, through torch.distributed.checkpoint.
+
+A directory appears whole or not at all. Loading writes into the tensors that are there: addresses stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+_VALUES = "values.json"
+
+
+def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Every rank calls it. `directory` must be on storage that all ranks see; what was there is replaced.
+
+    values: anything JSON can hold.
+    """
+    directory = os.path.abspath(directory)
+    partial = f"{directory}.partial"
+    text = json.dumps(values)  # refuses before anything is written
+    if _is_first():
+        _remove(partial)
+        os.makedirs(partial)
+    dist.barrier()
+    writer = dcp.FileSystemWriter(partial, sync_files=True)
+    dcp.save(dict(tensors), storage_writer=writer)
+    if _is_first():
+        with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        _replace(directory, partial)
+    dist.barrier()
+
+
+def load(directory: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fill `tensors` in place, also when saved by another number of ranks. Returns the values."""
+    path = os.path.join(directory, _VALUES)
+    if not os.path.isfile(path):
+        raise ValueError(f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory")
+    _check_fit(directory, tensors)
+    with torch.no_grad():
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory))
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file)
+    assert isinstance(values, dict)
+    return values
+
+
+def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+    problems = [f"missing {name}" for name in tensors if name not in shapes]
+    problems += [f"unknown {name}" for name in shapes if name not in tensors]
+    for name in tensors.keys() & shapes.keys():
+        if shapes[name] != tuple(tensors[name].shape):
+            problems.append(f"{name} has shape {shapes[name]}, the model {tuple(tensors[name].shape)}")
+    if problems:
+        listed = "; ".join(sorted(problems)[:20])
+        raise ValueError(f"checkpoint {directory!r} is of another model, nothing was loaded: {listed}")
+
+
+def _replace(directory: str, partial: str) -> None:
+    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the new one."""
+    before = f"{directory}.before"
+    _remove(before)
+    if os.path.isdir(directory):
+        os.rename(directory, before)
+    os.rename(partial, directory)
+    _remove(before)
+
+
+def _remove(directory: str) -> None:
+    if os.path.isdir(directory):
+        shutil.rmtree(directory)
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0

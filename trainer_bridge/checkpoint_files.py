@@ -1,0 +1,53 @@
+"""The safetensors files of a Hugging Face directory, read by rows of named tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
+
+
+class CheckpointFiles:
+    """Names, shapes and rows of the tensors in `path`. Files are mapped, not read, until rows are asked for."""
+
+    def __init__(self, path: str) -> None:
+        from safetensors import safe_open
+
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path")
+        index = os.path.join(path, _INDEX)
+        if os.path.isfile(index):
+            with open(index, encoding="utf-8") as stream:
+                names = sorted(set(json.load(stream)["weight_map"].values()))
+        else:
+            names = [_SINGLE]
+        missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
+        if missing:
+            raise ValueError(f"model_path={path!r} lacks {', '.join(missing)}; save the model as safetensors")
+        self.path = path
+        self._files: dict[str, Any] = {}
+        for name in names:
+            file: Any = safe_open(os.path.join(path, name), framework="pt", device="cpu")
+            self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()) -> None:
+        """Raise a ValueError that lists every name that is missing, unknown, or of another shape."""
+        problems = [f"missing {name}" for name in shapes if name not in self._files]
+        problems += [f"unknown {name}" for name in self._files if name not in shapes and name not in ignore]
+        for name in shapes.keys() & self._files.keys():
+            found = tuple(self._files[name].get_slice(name).get_shape())
+            if found != shapes[name]:
+                problems.append(f"{name} has shape {found}, the model {shapes[name]}")
+        if problems:
+            raise ValueError(f"weights in {self.path!r} do not fit its config.json: {'; '.join(sorted(problems)[:20])}")
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
+        return self._files[name].get_slice(name)[start:stop]

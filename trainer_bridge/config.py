@@ -1,0 +1,78 @@
+"""What a trainer is told: plain, frozen, checked when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """One FSDP2 trainer.
+
+    model_path: a Hugging Face directory (config.json and safetensors). dtype: of the parameter shards, their gradients
+    and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed precision); None is
+    `dtype`. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high]. max_grad_norm: None: no clipping.
+    micro_batch_size: sequences a rank holds in one forward and backward. threads: of torch on the CPU; None leaves
+    torch's own choice. seed: of torch's generator, set once when the trainer is built.
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    param_dtype: str | None = None
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.2
+    micro_batch_size: int = 8
+    activation_checkpointing: bool = False
+    threads: int | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _check("model_path", self.model_path, bool(self.model_path), "name a Hugging Face model directory")
+        _check("dtype", self.dtype, self.dtype in _DTYPES, f"use one of {', '.join(_DTYPES)}")
+        ok = self.param_dtype is None or self.param_dtype in _DTYPES
+        _check("param_dtype", self.param_dtype, ok, f"use one of {', '.join(_DTYPES)}, or None for dtype")
+        _check("learning_rate", self.learning_rate, 0 <= self.learning_rate < math.inf, "must be finite, not negative")
+        _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "must be finite, not negative")
+        ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _check("betas", self.betas, ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
+        _check("adam_eps", self.adam_eps, 0 < self.adam_eps < math.inf, "must be positive and finite")
+        ok = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
+        _check("max_grad_norm", self.max_grad_norm, ok, "must be positive and finite; None does not clip")
+        _check("clip_eps_low", self.clip_eps_low, 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
+        _check("clip_eps_high", self.clip_eps_high, 0 < self.clip_eps_high < math.inf, "must be positive and finite")
+        _check("micro_batch_size", self.micro_batch_size, self.micro_batch_size >= 1, "must be at least 1")
+        _check("threads", self.threads, self.threads is None or self.threads >= 1, "must be at least 1, or None")
+        ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
+        _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _torch_dtype(self.dtype)
+
+    @property
+    def torch_param_dtype(self) -> torch.dtype:
+        """Of forward and backward."""
+        return _torch_dtype(self.param_dtype or self.dtype)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"TrainerConfig.{name}={value!r}: {rule}")

@@ -1,0 +1,145 @@
+"""The wake-up cycle: trainer and rollout hand the memory of one device back and forth, stage by stage.
+
+    train  --to_rollout(version)-->  rollout  --to_score()-->  score  --to_train()-->  train
+                                        '------------- to_train() ------------------^
+
+    state    the trainer holds     the rollout holds       who may work
+    train    params, optim         nothing                 update_actor, compute_log_prob, checkpoints
+    rollout  nothing               weights, kv_cache       generate
+    score    params                nothing                 compute_log_prob
+
+Both sides are protocols: the same code drives objects of this process and handles on Ray actors. A stage that fails
+ends the cycle; where weights were being replaced, the rollout is poisoned with the reason and serves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from memsaver.errors import StateError
+from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
+from trainer_bridge.errors import CycleError
+
+
+class TrainerSide(Protocol):
+    """What the cycle asks of a trainer; see `Trainer`."""
+
+    def park(self, *tags: str) -> None: ...
+
+    def restore(self, *tags: str) -> None: ...
+
+    def sync_weights(self, offer: WeightOffer) -> WriteReceipt: ...
+
+
+class RolloutSide(Protocol):
+    """What the cycle asks of a rollout; see `rollout.Engine`."""
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self, tags: Sequence[str]) -> None: ...
+
+    def begin_update(self, version: int) -> WeightOffer: ...
+
+    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt: ...
+
+    def abort_update(self, reason: str) -> None: ...
+
+
+OnStage = Callable[[str, float, float], None]
+"""Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""
+
+TRANSITIONS = {
+    "train": {"to_rollout": "rollout"},
+    "rollout": {"to_score": "score", "to_train": "train"},
+    "score": {"to_train": "train"},
+    "failed": {},
+}
+POISONING = ("begin_update", "sync_weights", "commit_update")  # from the first to the last the weights are undefined
+
+
+class Cycle:
+    """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the table above."""
+
+    def __init__(
+        self, trainer: TrainerSide, rollout: RolloutSide, *, on_stage: OnStage | None = None, sleep_level: int = 2
+    ) -> None:
+        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host."""
+        self.state = "train"
+        self._trainer = trainer
+        self._rollout = rollout
+        self._on_stage = on_stage
+        self._sleep_level = sleep_level
+        self._failure: CycleError | None = None
+
+    def to_rollout(self, version: int) -> CommitReceipt:
+        """Hand the memory to the rollout, which then serves the trainer's weights as `version`."""
+        after = self._enter("to_rollout")
+        with self._stage("park_optim"):
+            self._trainer.park("optim")
+        with self._stage("wake_weights"):
+            self._rollout.wake_up(["weights"])
+        with self._stage("begin_update"):
+            offer = self._rollout.begin_update(version)
+        with self._stage("sync_weights"):
+            written = self._trainer.sync_weights(offer)
+        with self._stage("commit_update"):
+            committed = self._rollout.commit_update(written)
+        with self._stage("park_params"):  # not before the rollout has confirmed what it holds
+            self._trainer.park("params")
+        with self._stage("wake_kv_cache"):
+            self._rollout.wake_up(["kv_cache"])
+        self.state = after
+        return committed
+
+    def to_score(self) -> None:
+        """Take the memory back, as far as scoring needs it."""
+        after = self._enter("to_score")
+        self._take_params()
+        self.state = after
+
+    def to_train(self) -> None:
+        """Take all the memory back."""
+        before, after = self.state, self._enter("to_train")
+        if before == "rollout":
+            self._take_params()
+        with self._stage("restore_optim"):
+            self._trainer.restore("optim")
+        self.state = after
+
+    def _take_params(self) -> None:
+        with self._stage("sleep"):
+            self._rollout.sleep(self._sleep_level)
+        with self._stage("restore_params"):
+            self._trainer.restore("params")
+
+    def _enter(self, verb: str) -> str:
+        """The state after `verb`; StateError if it is not legal now."""
+        legal = TRANSITIONS[self.state]
+        if verb not in legal:
+            why = f" ({self._failure}); start a new run from the last checkpoint" if self._failure else ""
+            raise StateError(f"{verb}() in state {self.state!r}: legal now: {', '.join(legal) or 'nothing'}{why}")
+        return legal[verb]
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        start = time.time()
+        try:
+            yield
+        except BaseException as cause:
+            self.state, self._failure = "failed", CycleError(name, cause)
+            if name in POISONING:
+                self._poison(self._failure)
+            if not isinstance(cause, Exception):
+                raise  # an interrupt stays what it is
+            raise self._failure from cause
+        if self._on_stage is not None:
+            self._on_stage(name, start, time.time())
+
+    def _poison(self, failure: CycleError) -> None:
+        try:
+            self._rollout.abort_update(str(failure))
+        except Exception as error:  # the rollout may be what died; the first failure is the one to report
+            failure.add_note(f"the rollout could not be told: {type(error).__name__}: {error}")

@@ -1,0 +1,44 @@
+"""Errors of the wake-up cycle and of the actors it drives; users' mistakes are ValueError."""
+
+from __future__ import annotations
+
+
+class CycleError(RuntimeError):
+    """A stage of the cycle failed; the cycle cannot go on and the engine serves no undefined weights.
+
+    Attributes:
+        stage: name of the stage, as given to `on_stage`.
+        cause: what the stage raised.
+    """
+
+    def __init__(self, stage: str, cause: BaseException) -> None:
+        text = " ".join(str(cause).split())
+        super().__init__(
+            f"stage {stage!r} failed: {type(cause).__name__}: {text}" if text else f"stage {stage!r} failed: {cause!r}"
+        )
+        self.stage = stage
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.stage, self.cause)
+
+
+class ActorError(RuntimeError):
+    """A Ray actor did not answer; `actor` and `method` say which and what it was asked."""
+
+    def __init__(self, actor: str, method: str, reason: str) -> None:
+        super().__init__(f"the {actor} actor {reason} in {method}()")
+        self.actor = actor
+        self.method = method
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.actor, self.method, self.reason)
+
+
+class ActorDied(ActorError):
+    """The actor's process is gone (killed, out of memory, crashed)."""
+
+
+class ActorTimeout(ActorError):
+    """The actor's process may be alive, but gave no answer in time."""

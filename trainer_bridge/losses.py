@@ -1,0 +1,47 @@
+"""Log-probabilities of given tokens, and the clipped policy-gradient loss. fp32, whatever the logits are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
+
+
+def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature)[target] and the entropy of that distribution (without gradient).
+
+    logits: [N, V], any float dtype. target: int64 [N]. Returns two fp32 [N].
+    """
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    chosen = logp.gather(-1, target[:, None]).squeeze(-1)
+    with torch.no_grad():
+        chunks = logp.detach().split(_ENTROPY_CHUNK)
+        entropy = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
+    return chosen, entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """Sums over the tokens given; the caller divides by the number of tokens of the whole batch. Scalars, fp32."""
+
+    loss: Tensor
+    clipped: Tensor
+    kl: Tensor
+
+
+def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> PolicyLoss:
+    """-sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio = exp(logprobs - old). All fp32 [N].
+
+    clipped: number of tokens where the clip was the smaller. kl: sum of ratio - 1 - log(ratio), never negative.
+    """
+    log_ratio = logprobs - old
+    ratio = log_ratio.exp()
+    free = ratio * advantages
+    held = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    with torch.no_grad():
+        clipped = (held < free).sum().float()
+        kl = (ratio - 1 - log_ratio).sum()
+    return PolicyLoss(loss=-torch.minimum(free, held).sum(), clipped=clipped, kl=kl)

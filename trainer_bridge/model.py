@@ -1,0 +1,158 @@
+"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, weights from safetensors.
+
+Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer_bridge.checkpoint_files import CheckpointFiles
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.memory import side_by_side
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver
+
+PARAMS = "params"
+
+
+def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None) -> nn.Module:
+    """The sharded model with the weights of `config.model_path`; addresses of the shards are final on return.
+
+    A ValueError names a missing file, and parameters that are missing, unknown or of another shape.
+    """
+    files = CheckpointFiles(config.model_path)
+    model = _meta_model(config)
+    _shard(model, config, mesh)
+    _allocate_shards(model, device, saver)
+    _finish_fsdp(model, saver)
+    _rebuild_buffers(model, device)
+    _load_weights(model, files)
+    return model
+
+
+def local_shard(param: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes the shard."""
+    assert isinstance(param, DTensor)
+    local = param.detach()
+    assert isinstance(local, DTensor)
+    return local.to_local()
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop every unsharded parameter; the root module keeps its own after a forward without backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _meta_model(config: TrainerConfig) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+    if getattr(hf_config, "attention_dropout", 0.0):
+        hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_dtype)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy()
+    if config.param_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32)
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _allocate_shards(model: nn.Module, device: torch.device, saver: MemorySaver | None) -> None:
+    """Give every meta shard memory: in one block, except where FSDP pads.
+
+    FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
+    copy is made inside the region, and its source is plain memory.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append((module, name))  # a tied parameter has several
+    padded = [param for param in owners if _is_padded(param)]
+    whole = [param for param in owners if not _is_padded(param)]
+    specs = [(tuple(_local(param).shape), param.dtype) for param in whole]
+    memory = dict(zip(whole, side_by_side(specs, device, saver, PARAMS), strict=True))
+    memory |= {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    for param, places in owners.items():
+        shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
+        for module, name in places:
+            setattr(module, name, shard)
+
+
+def like_shard(local: Tensor, param: Tensor) -> DTensor:
+    """`local` as this rank's shard of a tensor sharded like `param`."""
+    assert isinstance(param, DTensor)
+    mesh, places = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _local(param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()
+
+
+def _is_padded(param: Tensor) -> bool:
+    assert isinstance(param, DTensor)
+    return _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
+
+
+def _finish_fsdp(model: nn.Module, saver: MemorySaver | None) -> None:
+    """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
+    region = contextlib.nullcontext() if saver is None else saver.region(PARAMS, content="host")
+    assert isinstance(model, FSDPModule)
+    with region:
+        model._get_fsdp_state()._lazy_init()
+
+
+def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by modules made again."""
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not names:
+            continue
+        if not hasattr(module, "config") or any(True for _ in module.parameters()):
+            raise ValueError(f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew")
+        fresh = dict(type(module)(module.config).named_buffers())
+        for name in names:
+            setattr(module, name, fresh[name].to(device))
+
+
+def _load_weights(model: nn.Module, files: CheckpointFiles) -> None:
+    """Copy each rank's rows from the files into its shards, cast to the shards' dtype."""
+    params = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - params.keys()
+    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=tied)
+    for name, param in params.items():
+        assert isinstance(param, DTensor)
+        shard = local_shard(param)
+        first = first_row(param)
+        if shard.numel():
+            shard.copy_(files.rows(name, first, first + shard.shape[0]))
+
+
+def first_row(param: Tensor) -> int:
+    """Number of the first row of this rank's shard in the whole parameter (dim 0 is split as by `torch.chunk`)."""
+    assert isinstance(param, DTensor)
+    rows, world = param.shape[0], param.device_mesh.size()
+    return min(rows, param.device_mesh.get_local_rank() * math.ceil(rows / world))

@@ -1,0 +1,36 @@
+"""The process group that FSDP needs, also for one process alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def ensure_process_group(device: torch.device) -> bool:
+    """Join the default group, or make one of this process only. True if it was made here and is the caller's to end.
+
+    A group that is there must suit the device: gloo for the CPU, NCCL for CUDA.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        return True
+    if backend not in str(dist.get_backend_config()):
+        raise ValueError(f"device {device} needs a process group with {backend}, this process has {dist.get_backend()}")
+    return False
+
+
+def sum_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Element by element over the ranks, in fp64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def sum_ranks_mod64(values: list[int], device: torch.device) -> list[int]:
+    """Element by element over the ranks, modulo 2**64."""
+    signed = [value - (1 << 64) if value >> 63 else value for value in values]
+    total = torch.tensor(signed, dtype=torch.int64, device=device)  # int64 wraps: the same bits as uint64
+    dist.all_reduce(total)
+    return [value % (1 << 64) for value in total.tolist()]

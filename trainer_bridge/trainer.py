@@ -1,0 +1,267 @@
+"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked between its uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from memsaver.errors import StateError
+from rollout.types import WeightOffer, WriteReceipt
+from trainer_bridge import checkpoint
+from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, deal, pad
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.losses import ppo_clip, token_logprobs
+from trainer_bridge.model import PARAMS, build_model, local_shard, reshard
+from trainer_bridge.optimizer import OPTIM, build_optimizer
+from trainer_bridge.plan import Planner, dim0_shards
+from trainer_bridge.processes import ensure_process_group, sum_ranks, sum_ranks_mod64
+from trainer_bridge.session import OnCopy, WriteSession
+
+if TYPE_CHECKING:
+    from memsaver import Event, MemorySaver, Report
+
+
+class Trainer:
+    """Scores sequences, learns from them, and writes its weights into a rollout's memory.
+
+    Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host; gradients,
+    activations and unsharded layers are torch's own memory. Without a saver all of it is, and `park` keeps the memory.
+
+    With several ranks (a process group made by the caller) every rank calls every method with the same arguments: each
+    computes its share of the sequences, all get the whole answer.
+    """
+
+    def __init__(self, config: TrainerConfig, saver: MemorySaver | None = None) -> None:
+        self.config = config
+        self.saver = saver
+        self.device = _device(config.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self._owns_group = ensure_process_group(self.device)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
+        self.model = build_model(config, mesh, self.device, saver)
+        self.optimizer = build_optimizer(list(self.model.parameters()), config, self.device, saver)
+        self.step = 0
+        self._parked: set[str] = set()
+        self._synced_version: int | None = None
+        shards = [
+            shard
+            for name, param in self.model.named_parameters()
+            for shard in dim0_shards(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), self.world)
+        ]
+        self._planner = Planner(shards)
+
+    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
+        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's."""
+        temperature = batch.temperature if temperature is None else temperature
+        check_temperature(temperature)
+        self._require("compute_log_prob", PARAMS)
+        self._check_tokens(batch)
+        self.model.eval()
+        mine: dict[int, list[float]] = {}
+        with torch.no_grad():
+            for rows in deal(batch, self.rank, self.world, self.config.micro_batch_size):
+                micro = pad(batch, rows, self.device)
+                logprobs, _ = self._score(micro, temperature)
+                mine |= micro.split(logprobs.tolist())
+        reshard(self.model)
+        shares: list[dict[int, list[float]]] = [mine]
+        if self.world > 1:
+            shares = [{} for _ in range(self.world)]
+            dist.all_gather_object(shares, mine)
+        together = {row: values for share in shares for row, values in share.items()}
+        return [together[row] for row in range(len(batch))]
+
+    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
+        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of the batch.
+
+        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A gradient that is not
+        finite raises a FloatingPointError and changes nothing.
+        """
+        self._require("update_actor", PARAMS, OPTIM)
+        self._check_tokens(batch)
+        if batch.old_logprobs is None or batch.advantages is None:
+            raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
+        if not batch.num_tokens:
+            raise ValueError("update_actor got no response tokens to learn from; skip the step")
+        self.model.train()
+        self.zero_grad()
+        sums = [0.0, 0.0, 0.0, 0.0]
+        for rows in deal(batch, self.rank, self.world, self.config.micro_batch_size):
+            part = self._backward(batch, pad(batch, rows, self.device))
+            sums = [total + value for total, value in zip(sums, part, strict=True)]
+        grad_norm = self._optimizer_step()
+        names = ("loss", "clip_fraction", "approx_kl", "entropy")
+        means = [total / batch.num_tokens for total in sum_ranks(sums, self.device)]
+        return dict(zip(names, means, strict=True)) | {"grad_norm": grad_norm, "tokens": float(batch.num_tokens)}
+
+    def park(self, *tags: str) -> None:
+        """Drop gradients and unsharded layers, then move the tags (none: both) to the host and free their memory."""
+        chosen = self._tags(tags)
+        self.zero_grad()
+        reshard(self.model)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        if self.saver is not None:
+            self.saver.pause(*chosen, content="host")
+        self._parked |= set(chosen)
+
+    def restore(self, *tags: str) -> None:
+        """Bring the tags (none: both) back, bit-identical, at the same addresses. Out of memory changes nothing."""
+        chosen = self._tags(tags)
+        if self.saver is not None:
+            self.saver.resume(*chosen)
+        self._parked -= set(chosen)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def sync_weights(
+        self, offer: WeightOffer, *, on_copy: OnCopy | None = None, check_finite: bool = False
+    ) -> WriteReceipt:
+        """Write the parameters into the pages the rollout offers. The receipt covers all ranks.
+
+        Raises a ValueError before anything is written when the offer is older than the last one or does not fit.
+        """
+        self._require("sync_weights", PARAMS)
+        if self._synced_version is not None and offer.version < self._synced_version:
+            raise ValueError(
+                f"stale offer of version {offer.version}: version {self._synced_version} has been written; begin anew"
+            )
+        plan = self._planner.plan(offer.manifest)
+        session = WriteSession(offer, plan, rank=self.rank, on_copy=on_copy, check_finite=check_finite)
+        receipt, error = None, None
+        try:
+            receipt = session.write(self.shards())
+        except Exception as problem:  # the other ranks wait in the sum below: tell them, then raise
+            error = problem
+        parts = [receipt.digest, receipt.nbytes, 0] if receipt is not None else [0, 0, 1]
+        digest, nbytes, failed = sum_ranks_mod64(parts, self.device)
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"writing version {offer.version} failed on {failed} other rank(s); see their errors")
+        assert receipt is not None
+        self._synced_version = offer.version
+        return dataclasses.replace(receipt, digest=digest, nbytes=nbytes)
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's rows of every parameter by checkpoint name; tied ones once."""
+        return {name: local_shard(param) for name, param in self.model.named_parameters()}
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
+        """Parameters, moments, step and `extra` (JSON), whole or not at all; replaces what was there."""
+        self._require("save_checkpoint", PARAMS, OPTIM)
+        checkpoint.save(directory, self._state(), {"step": self.step, "extra": extra or {}})
+
+    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+        """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`."""
+        self._require("load_checkpoint", PARAMS, OPTIM)
+        self.zero_grad()
+        values = checkpoint.load(directory, self._state())
+        self.step = values["step"]
+        for state in self.optimizer.state.values():
+            state["step"].fill_(self.step)
+        return values["extra"]
+
+    def report(self) -> Report | None:
+        """Memory of the tags; None without a saver."""
+        return None if self.saver is None else self.saver.report()
+
+    def drain_events(self) -> list[Event]:
+        return [] if self.saver is None else self.saver.drain_events()
+
+    def close(self) -> None:
+        """End the process group if this trainer made it. The saver is its maker's to close."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's response tokens."""
+        needed = torch.arange(micro.first, micro.last + 1, device=self.device)
+        logits = self.model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
+        return token_logprobs(logits[micro.row, micro.column], micro.target, temperature)
+
+    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
+        """Add the micro batch's gradient. Returns its sums of loss, clipped tokens, kl and entropy."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        rows = [row for row in micro.rows if row >= 0]
+        old = [value for row in rows for value in batch.old_logprobs[row]]
+        advantages = [batch.advantages[row] for row in rows for _ in batch.response_ids[row]]
+        logprobs, entropy = self._score(micro, batch.temperature)
+        sums = ppo_clip(
+            logprobs,
+            torch.tensor(old, dtype=torch.float32, device=self.device),
+            torch.tensor(advantages, dtype=torch.float32, device=self.device),
+            self.config.clip_eps_low,
+            self.config.clip_eps_high,
+        )
+        (sums.loss * (self.world / batch.num_tokens)).backward()  # FSDP divides the ranks' sum by their number
+        return [float(sums.loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
+
+    def _optimizer_step(self) -> float:
+        params = list(self.model.parameters())
+        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(params, limit)
+        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(grad_norm):
+            self.zero_grad()
+            raise FloatingPointError(
+                f"the gradient's norm is {grad_norm} in step {self.step + 1}, parameters are unchanged; "
+                "look for NaN in old_logprobs and advantages, or lower the learning rate"
+            )
+        self.optimizer.step()
+        self.zero_grad()
+        self.step += 1
+        return grad_norm
+
+    def _state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name; the tensors are the trainer's own."""
+        state: dict[str, Tensor] = {}
+        for name, param in self.model.named_parameters():
+            moments = self.optimizer.state[param]
+            state[f"params.{name}"] = param.detach()
+            state[f"optim.exp_avg.{name}"] = moments["exp_avg"]
+            state[f"optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        return state
+
+    def _tags(self, tags: tuple[str, ...]) -> tuple[str, ...]:
+        for tag in tags:
+            if tag not in (PARAMS, OPTIM):
+                raise ValueError(f"unknown tag {tag!r}; the trainer has {PARAMS!r} and {OPTIM!r}")
+        return tags or (PARAMS, OPTIM)
+
+    def _require(self, method: str, *tags: str) -> None:
+        for tag in tags:
+            if tag in self._parked:
+                raise StateError(f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first")
+
+    def _check_tokens(self, batch: SequenceBatch) -> None:
+        """An id out of range would kill a GPU's context, a position out of range would be scored wrongly."""
+        config: Any = self.model.config
+        limit = config.max_position_embeddings
+        if batch.max_length > limit:
+            raise ValueError(
+                f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it"
+            )
+        for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
+            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+                raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{config.vocab_size - 1}")
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
