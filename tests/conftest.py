@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <mutex>
 
 namespace {
 
@@ -36,9 +37,12 @@ RegionAllocator region_allocator;
 }  // namespace
 
 extern "C" void ms_hook_install(Shim functions) {
-    shim = functions;
-    plain = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(&region_allocator, /*priority=*/100);
+    static std::once_flag once;  // a second install would make the hook its own fallback
+    std::call_once(once, [&] {
+        shim = functions;
+        plain = c10::GetCPUAllocator();
+        c10::SetCPUAllocator(&region_allocator, /*priority=*/100);
+    });
 }
 
 // Sends this thread's allocations to a slot (-1: plain memory); returns where they went before.

@@ -11,6 +11,7 @@ import torch
 
 from memsaver.allocator import shim
 
+_lock = threading.Lock()  # of everything below
 _open = threading.local()  # .stack: the pools this thread is in, outermost first
 
 
@@ -23,7 +24,9 @@ def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
 
 def new_pool(slot: int) -> torch.cuda.MemPool:
     """A pool whose segments come from ``slot``. Freed blocks go back to the arena when the pool is dropped."""
-    return torch.cuda.MemPool(_allocator(slot).allocator())
+    with _lock:  # functools.cache alone may call twice
+        allocator = _allocator(slot)
+    return torch.cuda.MemPool(allocator.allocator())
 
 
 @contextlib.contextmanager
@@ -47,17 +50,17 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
 
 # torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended regions wait here until
 # no region of the process is open; nothing else (a traceback's frames, say) may hold the last reference.
-_lock = threading.Lock()
 _pools: list[torch.cuda.MemPool] = []
 _open_regions = 0
 
 
 def _new_open_pool(slot: int) -> torch.cuda.MemPool:
     global _open_regions
+    pool = new_pool(slot)
     with _lock:
         _open_regions += 1
-        _pools.append(new_pool(slot))
-        return _pools[-1]
+        _pools.append(pool)
+    return pool
 
 
 def _retire() -> None:

@@ -63,7 +63,6 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
     return out[0, len(prompt) :].tolist()
 
 
-@torch.no_grad()
 def forward_logprobs(
     model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
 ) -> torch.Tensor:

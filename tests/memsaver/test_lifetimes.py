@@ -155,3 +155,19 @@ def test_no_host_memory_for_the_backup_changes_nothing(monkeypatch: pytest.Monke
         saver.pause()
     assert not saver.is_paused("one") and tensor.sum() == 5000
     saver.empty(10, tag="one")
+
+
+def test_the_hook_is_installed_once_however_many_threads_ask() -> None:
+    code = """
+import threading, memsaver, torch
+saver = memsaver.MemorySaver("cpu")
+start = threading.Barrier(8)
+def work(n):
+    start.wait()
+    with saver.region(f"tag{n}"):
+        torch.ones(100)
+threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+print(int(torch.ones(100).sum()))
+"""
+    assert run(code) == "100"

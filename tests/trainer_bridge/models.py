@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
+from tests.helpers.models import forward_logprobs, save_tiny
 from trainer_bridge import SequenceBatch, TrainerConfig
 
 _SHAPE: dict[str, Any] = {
@@ -20,23 +21,14 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
-    "initializer_range": 0.1,
     "eos_token_id": 1,
     "bos_token_id": 0,
 }
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> str:
     """A Hugging Face directory with a random model, norms and biases too; the same bits for the same arguments."""
-    torch.manual_seed(seed)
-    config = FAMILIES[family](**{**_SHAPE, "tie_word_embeddings": True, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 1:  # transformers starts norms at 1 and biases at 0: nobody would notice them missing
-                param.add_(torch.randn_like(param) * 0.1)
-    model.save_pretrained(path)
+    save_tiny(path, family, seed, **{**_SHAPE, "tie_word_embeddings": True, **changes})
     return str(path)
 
 
@@ -45,13 +37,9 @@ def reference(path: str) -> Any:
 
 
 def reference_logprobs(model: Any, batch: SequenceBatch) -> list[torch.Tensor]:
-    """One sequence at a time, no padding, all logits."""
-    out = []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
-        logits = model(torch.tensor([prompt + response])).logits[0].float() / batch.temperature
-        logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-        out.append(logp.gather(-1, torch.tensor(response)[:, None]).squeeze(-1))
-    return out
+    """One sequence at a time, no padding, all logits; with gradient."""
+    pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
+    return [forward_logprobs(model, prompt, response, batch.temperature) for prompt, response in pairs]
 
 
 def make_batch(count: int, seed: int = 0, vocab: int = 96, temperature: float = 1.0) -> SequenceBatch:

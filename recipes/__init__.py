@@ -1,0 +1,12 @@
+"""Recipes: one YAML for a run, the GRPO loop, and the command `memsaver`.
+
+    recipe = recipes.load("recipes/tiny.yaml", ["steps=3"])
+
+Importing this package stays cheap: torch, transformers, ray and matplotlib are imported where they are used.
+"""
+
+from recipes.config import Recipe
+from recipes.errors import RecipeError, RunError
+from recipes.loading import load
+
+__all__ = ["Recipe", "RecipeError", "RunError", "load"]

@@ -1,0 +1,21 @@
+"""The two errors a user of `memsaver run` can meet, each one line."""
+
+from __future__ import annotations
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit status 2)."""
+
+
+class RunError(RuntimeError):
+    """A run that failed; one line naming the stage and the cause (exit status 1)."""
+
+    def __init__(self, stage: str, cause: str) -> None:
+        self.stage = stage
+        self.cause = cause
+        super().__init__(f"{stage} failed: {cause}")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception on one line, or its type where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__

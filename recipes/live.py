@@ -1,0 +1,152 @@
+"""What a run shows while it goes: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from memsaver.errors import format_bytes
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    """Shows what the monitor tells it."""
+
+    def note(self, text: str) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def row(self, row: Mapping[str, Any]) -> None: ...
+
+    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
+        """Bytes by tag: (on the device, kept on the host)."""
+
+    def close(self) -> None: ...
+
+
+def make_view(title: str, steps: int) -> View:
+    """The live table where standard output is a terminal, else log lines."""
+    return LiveView(title, steps) if sys.stdout.isatty() else LogView(steps)
+
+
+def sparkline(values: list[float], width: int = 48) -> str:
+    """One character a value, the lowest of the range first; the last `width` values.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(0.0, *shown), max(1.0, *shown)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1) + 1e-9)] for value in shown)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """One line for a row of metrics.jsonl."""
+    if row["kind"] == "eval":
+        return f"held-out exact match {row['exact_match']:.3f} of {row['problems']} after {row['step']} updates"
+    parts = [
+        f"reward {row['reward']:.3f}",
+        f"exact {row['exact_match']:.3f}",
+        f"gap {row['gap_mean']:.1e} mean {row['gap_max']:.1e} max",
+        f"length {row['response_length']:.1f}",
+        f"{row['tokens_per_second']:.0f} tok/s",
+        f"{row['step_seconds']:.1f} s",
+    ]
+    return " | ".join(parts)
+
+
+class LogView:
+    """One line a step, for files and pipes."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def stage(self, name: str) -> None:
+        """A log has no current stage."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        head = f"step {row['step']}/{self.steps}" if row["kind"] == "train" else "eval"
+        print(f"{head}: {describe(row)}", flush=True)
+
+    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
+        """In metrics.jsonl and trace.json."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveView:
+    """Step, stage, reward, gap and memory in one panel that redraws itself."""
+
+    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
+        self.title, self.steps = title, steps
+        self.step = 0
+        self.stage_name, self.stage_started = "starting", time.time()
+        self.rewards: list[float] = []
+        self.last: Mapping[str, Any] | None = None
+        self.evaluation: Mapping[str, Any] | None = None
+        self.tags: Mapping[str, tuple[int, int]] = {}
+        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=8)
+        self.live.start()
+
+    def note(self, text: str) -> None:
+        self.live.console.print(text, highlight=False)
+
+    def stage(self, name: str) -> None:
+        self.stage_name, self.stage_started = name, time.time()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        if row["kind"] == "eval":
+            self.evaluation = row
+            return
+        self.step, self.last = row["step"], row
+        self.rewards.append(row["reward"])
+
+    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
+        self.tags = dict(tags)
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def render(self) -> RenderableType:
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim")
+        facts.add_column()
+        facts.add_row("step", f"{self.step}/{self.steps}")
+        facts.add_row("stage", f"{self.stage_name}  {time.time() - self.stage_started:.1f} s")
+        if self.last is not None:
+            facts.add_row("reward", Text(f"{sparkline(self.rewards)} {self.last['reward']:.3f}", style="green"))
+            facts.add_row("last step", describe(self.last))
+        if self.evaluation is not None:
+            facts.add_row("evaluation", describe(self.evaluation))
+        return Panel(Group(facts, Text(), self._memory_table()), title=self.title, border_style="blue")
+
+    def _memory_table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for justify in ("left", "left", "right", "right"):
+            table.add_column(justify=justify)  # type: ignore[arg-type]
+        largest = max([1, *(committed for committed, _ in self.tags.values())])
+        table.add_row(Text("memory", style="dim"), "", Text("device", style="dim"), Text("host", style="dim"))
+        for tag, (committed, kept) in self.tags.items():
+            bar = Text("█" * round(24 * committed / largest), style="cyan")
+            table.add_row(
+                tag,
+                bar if committed else Text("paused", style="yellow"),
+                format_bytes(committed),
+                format_bytes(kept) if kept else "-",
+            )
+        return table

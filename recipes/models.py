@@ -1,0 +1,101 @@
+"""What recipes need of `transformers`: a random model on disk, a tokenizer, prompts as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import RecipeError, one_line
+
+TOY_TEMPLATE = (
+    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' progress bars and hints out of the live view; errors still show."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_id(ids: int | list[int] | None) -> int | None:
+    """A generation config gives one id, a list of ids or none."""
+    return ids[0] if isinstance(ids, list) else ids
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; it must know how a chat is written and where an answer ends."""
+    from transformers import AutoTokenizer
+
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (ValueError, OSError, KeyError) as error:
+            text = f"model.path={directory}: has no readable tokenizer: {one_line(error)}"
+            raise RecipeError(f"{text}; fetch the model anew") from None
+    for name in ("chat_template", "eos_token_id"):
+        if getattr(tokenizer, name) is None:
+            raise RecipeError(f"model.path={directory}: its tokenizer has no {name}; use an instruction-tuned model")
+    tokenizer.clean_up_tokenization_spaces = False  # read what was generated, and no warning about it
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Any, question: str, system_prompt: str = "") -> list[int]:
+    """Token ids of one user turn, up to where the assistant begins to answer."""
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": question})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def toy_tokenizer(words: list[str]) -> Any:
+    """A tokenizer of whole words: one id a word, plus the marks of a chat."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", *words]
+    ids = {word: index for index, word in enumerate(vocabulary)}
+    core = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by a space
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=TOY_TEMPLATE,
+    )
+
+
+def write_random_model(spec: dict[str, Any], tokenizer: Any, seed: int, target: Path) -> None:
+    """Saves a randomly initialised fp32 model and its tokenizer; the same seed gives the same bits."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(spec)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    ids["eos_token_id"] = tokenizer.eos_token_id
+    try:
+        config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, token in ids.items():
+                setattr(model.generation_config, name, token)
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"model.random_init={spec}: is no model: {one_line(error)}; correct its fields") from None

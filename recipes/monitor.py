@@ -1,0 +1,82 @@
+"""Stages as they pass: timed, shown, written down; and a failure gets the name of its stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from recipes.errors import RecipeError, RunError, one_line
+from recipes.live import View
+from recipes.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from memsaver import Event, Report
+
+
+class Monitor:
+    """Between the loop on one side, run folder and view on the other."""
+
+    def __init__(self, folder: RunFolder, view: View) -> None:
+        self.folder = folder
+        self.view = view
+        self.seconds: dict[str, float] = {}  # of the stages of this step
+        self.memory: dict[str, dict[str, int]] = {}  # of this step: committed bytes by tag, by phase
+        self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
+
+    def watch(self, owner: str, report: Callable[[], Report], drain_events: Callable[[], list[Event]]) -> None:
+        """Reads memory from `owner` (trainer, rollout) whenever `read_memory` is called."""
+        self._sources[owner] = (report, drain_events)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        self.seconds, self.memory = {}, {}
+        start = time.time()
+        yield
+        self.folder.add_span(f"step {step}", start, time.time())
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times one stage; what fails in it is raised as a RunError that names it."""
+        with self.phase(name):
+            start = time.time()
+            try:
+                yield
+            finally:
+                self.passed(name, start, time.time())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Like `stage`, for work that reports its own stages to `passed`."""
+        self.view.stage(name)
+        try:
+            yield
+        except (RunError, RecipeError):
+            raise
+        except Exception as error:
+            cause = getattr(error, "cause", None)
+            stage = str(getattr(error, "stage", name))
+            text = one_line(cause if isinstance(cause, BaseException) else error)
+            kind = type(cause if isinstance(cause, BaseException) else error).__name__
+            raise RunError(stage, f"{kind}: {text}") from error
+
+    def passed(self, name: str, start: float, end: float, *details: Any) -> None:
+        """A stage took place; also the wake-up cycle's `on_stage`."""
+        self.folder.add_span(name, start, end)
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        self.view.stage(name)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.folder.add_row(row)
+        self.view.row(row)
+
+    def read_memory(self, phase: str) -> None:
+        """Takes every owner's report and events; the report stands in the step's row under `phase`."""
+        shown: dict[str, tuple[int, int]] = {}
+        for owner, (report, drain_events) in self._sources.items():
+            self.folder.add_events(owner, drain_events())
+            for tag, entry in report().tags.items():
+                shown[tag] = (entry.committed_bytes, entry.backup_bytes)
+        self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
+        self.view.memory(shown)

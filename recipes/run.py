@@ -1,0 +1,142 @@
+"""One run from recipe to pictures: in process or through Ray actors, new or resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from recipes.config import Recipe
+from recipes.errors import RecipeError
+from recipes.grpo import Loop
+from recipes.live import make_view
+from recipes.loading import find_recipe, load
+from recipes.monitor import Monitor
+from recipes.preparation import Setup, prepare
+from recipes.run_folder import RunFolder
+from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
+
+MAY_CHANGE = ("steps", "eval", "checkpoint", "driver", "device")  # of a run that is continued
+
+
+def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
+    """Runs a recipe in a new folder and returns the folder. Raises RecipeError or RunError."""
+    recipe = load(recipe_path, overrides)
+    if run_dir is None:
+        run_dir = Path("runs") / f"{find_recipe(recipe_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    RunFolder.refuse_used(run_dir)
+    setup = prepare(recipe, run_dir)
+    _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
+    return run_dir
+
+
+def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()) -> Path:
+    """Goes on from the last checkpoint in `run_dir`, with the recipe saved there unless one is given.
+
+    What decides the numbers (model, task, sampling, ...) must be as it was; RecipeError names the first difference.
+    """
+    saved_file = run_dir / "recipe.yaml"
+    if not saved_file.is_file():
+        raise RecipeError(f"--resume {run_dir}: holds no run (no recipe.yaml); give the folder of an earlier run")
+    saved = load(saved_file)
+    recipe = load(recipe_path or saved_file, overrides)
+    for field in dataclasses.fields(Recipe):
+        was, now = getattr(saved, field.name), getattr(recipe, field.name)
+        if was != now and field.name not in MAY_CHANGE:
+            key = _first_difference(field.name, was, now)
+            raise RecipeError(
+                f"--resume {run_dir}: {key}: differs from the run's own recipe.yaml; start a new run instead"
+            )
+    step = RunFolder(run_dir).last_checkpoint_step()
+    if step >= recipe.steps:
+        remedy = f"set steps={step + 10} to go on"
+        raise RecipeError(f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}")
+    setup = prepare(recipe, run_dir)
+    _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
+    return run_dir
+
+
+def _first_difference(name: str, was: Any, now: Any) -> str:
+    if not dataclasses.is_dataclass(was):
+        return f"{name}={now}"
+    for field in dataclasses.fields(was):
+        if getattr(was, field.name) != getattr(now, field.name):
+            return f"{name}.{field.name}={getattr(now, field.name)}"
+    raise AssertionError("no difference")
+
+
+def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
+    """The run itself; whatever happens, trace and pictures of what was done are written."""
+    recipe = setup.recipe
+    view = make_view(f"memsaver  {folder.path}", recipe.steps)
+    monitor = Monitor(folder, view)
+    view.note(f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps")
+    try:
+        with ExitStack() as stack:
+            with monitor.stage("build"):
+                trainer, rollout = stack.enter_context(_open_pair(setup))
+            monitor.watch("trainer", trainer.report, trainer.drain_events)
+            monitor.watch("rollout", rollout.report, rollout.drain_events)
+            first = 1
+            if resume:
+                with monitor.stage("load_checkpoint"):
+                    trainer.load_checkpoint(str(folder.last_checkpoint()))
+                first = folder.last_checkpoint_step() + 1
+            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, sleep_level=recipe.engine.sleep_level)
+            loop = Loop(setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
+            loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
+    finally:
+        view.stage("writing trace and pictures")
+        folder.write_trace()
+        problem = folder.write_pictures()
+        view.close()
+        if problem:
+            view.note(problem)
+    view.note(f"done: {folder.path}")
+
+
+def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
+    folder.save_checkpoint(step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step}))
+
+
+def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
+    """Trainer and rollout of this recipe, alive inside the block."""
+    open_pair = open_ray if setup.recipe.driver == "ray" else open_inprocess
+    return open_pair(trainer_config(setup), engine_arguments(setup))
+
+
+def trainer_config(setup: Setup) -> TrainerConfig:
+    section, grpo = setup.recipe.trainer, setup.recipe.grpo
+    return TrainerConfig(
+        model_path=str(setup.model_dir),
+        device=setup.device,
+        dtype="float32",  # masters, whatever forward and backward run in
+        param_dtype=setup.recipe.model.dtype,
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        betas=(section.beta1, section.beta2),
+        max_grad_norm=section.max_grad_norm,
+        micro_batch_size=section.micro_batch_size,
+        activation_checkpointing=section.activation_checkpointing,
+        threads=section.threads,
+        clip_eps_low=grpo.clip_low,
+        clip_eps_high=grpo.clip_high,
+        seed=setup.recipe.seed,
+    )
+
+
+def engine_arguments(setup: Setup) -> dict[str, Any]:
+    """What `Engine.from_pretrained` takes besides the model and the device, which are the trainer's."""
+    section = setup.recipe.engine
+    return {
+        "dtype": setup.recipe.model.dtype,
+        "kv_tokens": setup.kv_tokens,
+        "page_size": section.page_size,
+        "max_running": section.max_running,
+        "max_prefill_tokens": section.max_prefill_tokens,
+        "max_context_len": setup.max_request_tokens,
+        "seed": setup.recipe.seed,
+    }

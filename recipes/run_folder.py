@@ -1,0 +1,144 @@
+"""The folder of one run: what was asked, what came out, and where to continue.
+
+recipe.yaml     the recipe as resolved, readable by `load`
+metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
+trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
+reward.png, memory.png
+checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
+model/          the random model, where the recipe makes one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memsaver.timeline import Timeline
+from recipes.config import Recipe
+from recipes.errors import RecipeError
+from recipes.loading import save_recipe
+
+if TYPE_CHECKING:
+    from memsaver import Event
+
+Row = dict[str, Any]
+
+
+class RunFolder:
+    """Owner of the files above. Rows, spans and events are kept in memory too, for the trace and the pictures."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.spans: list[tuple[str, float, float]] = []
+        self.events: dict[str, list[Event]] = {}  # by owner: trainer, rollout
+        self.started = time.time()
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        if (path / "metrics.jsonl").exists():
+            raise RecipeError(f"--run-dir {path}: already holds a run; use --resume {path}, or another folder")
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """A new folder; one that already holds a run is refused."""
+        cls.refuse_used(path)
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        save_recipe(recipe, path / "recipe.yaml")
+        (path / "metrics.jsonl").touch()
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """An earlier run, cut back to its last checkpoint: later rows are dropped, they will be computed again."""
+        folder = cls(path)
+        step = folder.last_checkpoint_step()
+        rows = [json.loads(line) for line in _complete_lines(path / "metrics.jsonl")]
+        folder.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
+        _replace(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
+        for name in ("trace.json", "memory.png"):
+            if (path / name).exists():  # of the session that ended here
+                (path / name).rename(_free_name(path / name, step))
+        save_recipe(recipe, path / "recipe.yaml")
+        return folder
+
+    def add_row(self, row: Row) -> None:
+        self.rows.append(row)
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def add_span(self, name: str, start: float, end: float) -> None:
+        """A stage, in time.time() seconds."""
+        self.spans.append((name, start, end))
+
+    def add_events(self, owner: str, events: Iterable[Event]) -> None:
+        self.events.setdefault(owner, []).extend(events)
+
+    def last_checkpoint_step(self) -> int:
+        """Updates that the newest complete checkpoint holds; RecipeError where there is none."""
+        return int(self.last_checkpoint().name.removeprefix("step_"))
+
+    def last_checkpoint(self) -> Path:
+        pointer = self.path / "checkpoints" / "latest"
+        if not pointer.is_file():
+            raise RecipeError(f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10")
+        return pointer.parent / pointer.read_text().strip()
+
+    def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
+        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old ones go."""
+        folder = self.path.resolve() / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        write(folder / f"step_{step}")
+        _replace(folder / "latest", f"step_{step}\n")
+        names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
+        steps = sorted(int(name) for name in names if name.isdigit())
+        for old in [number for number in steps if number <= step][:-keep]:
+            shutil.rmtree(folder / f"step_{old}")
+
+    def write_trace(self) -> None:
+        timeline = Timeline()
+        for name, start, end in self.spans:
+            timeline.span(name, start, end, process="stages")
+        for owner, events in self.events.items():
+            for event in sorted(events, key=lambda item: item.time):
+                start = event.time - event.seconds
+                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, bytes=event.committed_bytes)
+                timeline.counter(event.tag, event.time, {"committed": event.committed_bytes}, process=owner)
+        timeline.write(self.path / "trace.json")
+
+    def write_pictures(self) -> str | None:
+        """Draws both pictures; returns a sentence instead where matplotlib is missing."""
+        try:
+            from recipes import plots
+        except ImportError as error:
+            return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
+        if self.rows:
+            plots.draw_reward(self.rows, self.path / "reward.png")
+        if self.spans:
+            plots.draw_memory(self.spans, self.events, self.path / "memory.png")
+        return None
+
+
+def _complete_lines(file: Path) -> list[str]:
+    """Lines that end in a newline: a killed run may leave half a line."""
+    text = file.read_text() if file.is_file() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _free_name(file: Path, step: int) -> Path:
+    number = 1
+    while (target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")).exists():
+        number += 1
+    return target

@@ -1,0 +1,113 @@
+"""Tasks: problems, their split, and how an answer is read and scored.
+
+A problem is held out when a hash of its question text says so; the split depends on nothing else, so that no seed, step
+or resume can bring a held-out question into training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.config import TaskSection
+from recipes.errors import RecipeError
+
+TOY_LETTERS = "abcdefgh"
+TOY_WORDS = ["first", "of", *TOY_LETTERS]
+NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """`reward` is what training sees; `exact` alone is reported as exact match."""
+
+    reward: float
+    exact: bool
+
+
+Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did it end by itself)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    score: Scorer
+
+
+def make_task(section: TaskSection) -> Task:
+    problems, score = _toy(section) if section.name == "toy" else _chain_sum(section)
+    held_out = tuple(p for p in problems if is_held_out(p.question, section.held_out_fraction))
+    train = tuple(p for p in problems if not is_held_out(p.question, section.held_out_fraction))
+    if not train or not held_out:
+        empty = "training" if not train else "evaluation"
+        rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
+        raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
+    return Task(name=section.name, train=train, held_out=held_out, score=score)
+
+
+def is_held_out(question: str, fraction: float) -> bool:
+    """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
+    head = hashlib.sha256(question.encode()).digest()[:8]
+    return int.from_bytes(head, "big") < fraction * 2**64
+
+
+def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
+    """`first of b e` is answered `b`, for every pair of letters."""
+    problems = [Problem(question=f"first of {a} {b}", answer=a) for a in TOY_LETTERS for b in TOY_LETTERS]
+
+    def score(problem: Problem, text: str, ended: bool) -> Score:
+        """Exact: the answer, alone, and the end. A near miss: the answer comes first, then something else."""
+        words = text.split()
+        exact = ended and words == [problem.answer]
+        near = words[:1] == [problem.answer]
+        return Score(reward=1.0 if exact else section.partial_credit * near, exact=exact)
+
+    return problems, score
+
+
+def _chain_sum(section: TaskSection) -> tuple[list[Problem], Scorer]:
+    """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own scorer."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise RecipeError("task.name=chain_sum: needs reasoning-gym; run: pip install 'memsaver[models]'") from None
+    terms, digits = section.num_terms, section.num_digits
+    limits = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
+    size = 6000  # two terms of one digit: 200 distinct problems, all of them among so many draws
+    dataset: Any = reasoning_gym.create_dataset("chain_sum", seed=0, size=size, **limits)
+    answers = {entry["question"]: entry["answer"] for entry in dataset}
+
+    def score(problem: Problem, text: str, ended: bool) -> Score:
+        """Exact: it ended by itself and reasoning-gym scores the last number 1.0. There is no partial credit."""
+        graded = dataset.score_answer(extract_number(text), {"answer": problem.answer})
+        exact = ended and graded == 1.0
+        return Score(reward=float(exact), exact=exact)
+
+    problems = [Problem(question=question, answer=answer) for question, answer in sorted(answers.items())]
+    return problems, score
+
+
+def extract_number(text: str) -> str | None:
+    """The last number of a text, with its sign; a minus between two numbers is an operator, not a sign.
+
+    >>> extract_number("5 - 9 = -4."), extract_number("9-4"), extract_number("none")
+    ('-4', '4', None)
+    """
+    plain = text.replace("\u2212", "-")
+    found = list(NUMBER.finditer(plain))
+    if not found:
+        return None
+    number = found[-1].group().rstrip(",")
+    before = plain[: found[-1].start()].rstrip()
+    return number.lstrip("+-") if before[-1:].isdigit() else number.lstrip("+")

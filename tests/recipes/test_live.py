@@ -1,0 +1,80 @@
+"""What a run shows: lines in a pipe, a panel in a terminal."""
+
+import io
+
+from rich.console import Console
+
+from recipes.live import LiveView, LogView, describe, sparkline
+
+ROW = {
+    "kind": "train",
+    "step": 3,
+    "reward": 0.25,
+    "exact_match": 0.125,
+    "gap_mean": 1.5e-6,
+    "gap_max": 2e-5,
+    "response_length": 2.5,
+    "tokens_per_second": 812.0,
+    "step_seconds": 1.25,
+}
+EVAL = {"kind": "eval", "step": 2, "exact_match": 0.5, "problems": 26}
+
+
+def test_sparkline_rises_with_its_values():
+    line = sparkline([0.0, 0.25, 0.5, 0.75, 1.0])
+    assert list(line) == sorted(line)
+    assert (line[0], line[-1]) == ("▁", "█")
+    assert sparkline([]) == ""
+    assert len(sparkline([0.5] * 100, width=10)) == 10
+
+
+def test_sparkline_keeps_rewards_outside_zero_and_one_in_range():
+    assert sparkline([-3.0, 5.0]) == "▁█"
+
+
+def test_a_step_is_one_line():
+    line = describe(ROW)
+    for word in ("reward 0.250", "exact 0.125", "1.5e-06", "2.0e-05", "812 tok/s"):
+        assert word in line
+    assert "\n" not in line
+
+
+def test_the_log_has_a_line_a_row(capsys):
+    view = LogView(steps=9)
+    view.stage("generate_sequences")
+    view.memory({"weights": (1, 2)})
+    view.row(ROW)
+    view.row(EVAL)
+    view.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 3/9: reward 0.250")
+    assert "held-out exact match 0.500 of 26 after 2 updates" in lines[1]
+
+
+def test_the_panel_shows_step_stage_reward_gap_and_memory():
+    out = io.StringIO()
+    view = LiveView("tiny", 9, Console(file=out, force_terminal=True, width=110, color_system=None))
+    try:
+        view.stage("update_actor")
+        view.row(EVAL)
+        view.row(ROW)
+        view.memory({"weights": (3 * 2**20, 0), "params": (0, 5 * 2**20)})
+        console = Console(file=io.StringIO(), width=110)
+        console.print(view.render())
+        text = console.file.getvalue()
+    finally:
+        view.close()
+    for word in (
+        "3/9",
+        "update_actor",
+        "0.250",
+        "1.5e-06",
+        "weights",
+        "3.0 MiB",
+        "params",
+        "paused",
+        "5.0 MiB",
+        "0.500",
+    ):
+        assert word in text

@@ -1,0 +1,130 @@
+"""Tasks: the split, how an answer is read, what it is worth."""
+
+import pytest
+
+from recipes.config import TaskSection
+from recipes.models import encode_prompt, toy_tokenizer
+from recipes.tasks import TOY_WORDS, Problem, extract_number, is_held_out, make_task
+
+
+@pytest.fixture(scope="module")
+def chain_sum():
+    return make_task(TaskSection(name="chain_sum"))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return make_task(TaskSection(name="toy", partial_credit=0.5))
+
+
+def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum):
+    train = {problem.question for problem in chain_sum.train}
+    held_out = {problem.question for problem in chain_sum.held_out}
+    assert not train & held_out
+    prefix = "State the final answer to the following arithmetic problem: "
+    every = {f"{prefix}{a} {sign} {b} =" for a in range(10) for b in range(10) for sign in "+-"}
+    assert train | held_out == every
+    assert len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
+    assert 30 <= len(held_out) <= 50
+
+
+def test_the_answers_of_all_one_digit_sums_are_right(chain_sum):
+    for problem in chain_sum.train + chain_sum.held_out:
+        expression = problem.question.removesuffix(" =").rpartition(": ")[2]
+        a, sign, b = expression.split()
+        assert int(problem.answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+
+def test_the_split_depends_on_the_question_text_alone(chain_sum):
+    assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
+    for problem in chain_sum.held_out:
+        assert is_held_out(problem.question, 0.2)
+    wider = make_task(TaskSection(name="chain_sum", held_out_fraction=0.4))
+    assert set(chain_sum.held_out) < set(wider.held_out)
+
+
+def test_the_split_is_the_same_on_every_machine():
+    """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is ba7816bf..."""
+    for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
+        assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
+
+
+def _share(text):
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_held_out(text, middle) else (middle, high)
+    return high
+
+
+def test_toy_split_is_disjoint_and_complete(toy):
+    train, held_out = set(toy.train), set(toy.held_out)
+    assert not train & held_out
+    assert len(train) + len(held_out) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7", "7"),
+        ("The final answer is 5 - 9 = -4.", "-4"),
+        ("= \u22124", "-4"),
+        ("9-4", "4"),
+        ("9 - 4", "4"),
+        ("9 -4", "4"),
+        ("(-4)", "-4"),
+        ("+4", "4"),
+        ("1,000, I think", "1,000"),
+        ("3.5.", "3.5"),
+        ("It is 12", "12"),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_is_read_with_its_sign(text, number):
+    assert extract_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "exact"),
+    [
+        ("-4", True, True),
+        ("5 - 9 = -4", True, True),
+        ("The answer is -4.", True, True),
+        ("-4.0", True, True),
+        ("The answer is -4.", False, False),  # cut off: what would have followed is unknown
+        ("4", True, False),
+        ("-4 or 4", True, False),
+        ("none", True, False),
+        ("", True, False),
+    ],
+)
+def test_chain_sum_scores(chain_sum, text, ended, exact):
+    problem = Problem(question="5 - 9", answer="-4")
+    score = chain_sum.score(problem, text, ended)
+    assert (score.exact, score.reward) == (exact, float(exact))
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "exact", "reward"),
+    [
+        ("b", True, True, 1.0),
+        ("b", False, False, 0.5),
+        ("b c", True, False, 0.5),
+        ("c b", True, False, 0.0),
+        ("", True, False, 0.0),
+    ],
+)
+def test_toy_scores_keep_partial_credit_out_of_exact_match(toy, text, ended, exact, reward):
+    score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
+    assert (score.exact, score.reward) == (exact, reward)
+
+
+def test_the_toy_prompt_goes_through_a_chat_template():
+    tokenizer = toy_tokenizer(TOY_WORDS)
+    ids = encode_prompt(tokenizer, "first of b e")
+    words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>", "<|im_start|>", "assistant"]
+    assert tokenizer.convert_ids_to_tokens(ids) == words
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids[4:6]) == "b e"
+    assert len(encode_prompt(tokenizer, "first of b e", "of")) == len(ids) + 4

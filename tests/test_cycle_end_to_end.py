@@ -1,0 +1,118 @@
+"""The whole cycle with real models: the rollout generates what transformers generates with the trainer's weights.
+
+After every stage that frees memory another process fills what was freed with 0xFF.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Completion, SamplingParams
+from tests.helpers.memory import Scribbler, memory_maps, open_fds
+from tests.trainer_bridge.models import config, make_batch, reference, write_model
+from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
+
+MODELS = {
+    "llama": {"tie_word_embeddings": False, "num_key_value_heads": 1, "attention_bias": False},
+    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 24},
+}
+LENGTHS = [1, 2, 15, 16, 17, 64, 200, 500]
+
+
+@pytest.fixture
+def scribbler(device: str) -> Iterator[Scribbler]:
+    other = Scribbler(device)
+    yield other
+    other.close()
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(96) for _ in range(length)] for length in LENGTHS]
+
+
+@torch.no_grad()
+def expected(trainer: Trainer, path: str, inputs: list[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy continuations by `transformers.generate` with the trainer's present weights."""
+    model = reference(path).to(trainer.device)
+    own = dict(model.named_parameters())
+    for name, shard in trainer.shards().items():
+        own[name].copy_(shard)
+    out = []
+    for ids in inputs:
+        given = torch.tensor([ids], device=trainer.device)
+        mask = torch.ones_like(given)
+        full = model.generate(given, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        out.append(full[0, len(ids) :].tolist())
+    return out
+
+
+def ids_of(out: list[list[Completion]]) -> list[list[int]]:
+    return [group[0].token_ids for group in out]
+
+
+def gap(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> tuple[float, float]:
+    """Mean and largest difference of the rollout's log-probabilities from the trainer's."""
+    samples = [(ids, sample) for ids, group in zip(inputs, out, strict=True) for sample in group]
+    batch = SequenceBatch(prompt_ids=[ids for ids, _ in samples], response_ids=[list(s.token_ids) for _, s in samples])
+    scored = torch.tensor([value for row in trainer.compute_log_prob(batch) for value in row])
+    own = torch.tensor([value for _, sample in samples for value in sample.logprobs])
+    difference = (scored - own).abs()
+    return float(difference.mean()), float(difference.max())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_twenty_rounds_match_transformers(family: str, device: str, tmp_path: Path, scribbler: Scribbler) -> None:
+    shape: dict[str, Any] = {"max_position_embeddings": 640, **MODELS[family]}
+    path = write_model(tmp_path / family, family, **shape)
+    engine = {"kv_tokens": 2048, "page_size": 16, "max_prefill_tokens": 96}
+    trainer_config = config(path, device=device, learning_rate=3e-3)
+    with open_inprocess(trainer_config, engine) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(8 << 20))
+        counts = []
+        for version in range(1, 21):
+            before = {name: shard.clone() for name, shard in trainer.shards().items()}
+            thorough = version in (1, 20)
+            inputs, tokens = (prompts(version), 12) if thorough else (prompts(version)[1:5:2], 4)
+            wanted = expected(trainer, path, inputs, tokens)
+            cycle.to_rollout(version)
+            greedy = rollout.generate(inputs, SamplingParams(max_tokens=tokens, temperature=0))
+            assert ids_of(greedy) == wanted
+            sampled = rollout.generate(inputs, SamplingParams(max_tokens=8, seed=version, n=2))
+            assert {v for group in sampled for s in group for v in s.weight_versions} == {version}
+            cycle.to_train()
+            for name, shard in trainer.shards().items():
+                assert torch.equal(shard, before[name]), f"{name} changed while it was parked"
+            mean, largest = gap(sampled, inputs, trainer)
+            assert mean <= 1e-5 and largest <= 5e-5
+            trainer.update_actor(make_batch(6, seed=version))
+            trainer.saver.check_integrity()
+            rollout.saver.check_integrity()
+            rollout.check_integrity()
+            counts.append((open_fds(), memory_maps(), trainer.report().committed_bytes))
+        fds, maps, committed = ([count[i] for count in counts] for i in range(3))
+        assert committed[-1] == committed[5]
+        assert fds[-1] < fds[5] + 7 and maps[-1] < maps[5] + 7  # 14 rounds that leak would show 14
+
+
+def test_memory_really_moves_and_only_one_side_holds_it(device: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "qwen3")
+    with open_inprocess(config(path, device=device), {"kv_tokens": 2048}) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout)
+        held = trainer.report().committed_bytes
+        assert held > 0 and rollout.report().committed_bytes == 0
+        cycle.to_rollout(1)
+        assert trainer.report().committed_bytes == 0 and rollout.report().committed_bytes > 0
+        assert trainer.report().backup_bytes == sum(tag.live_bytes for tag in trainer.report().tags.values())
+        cycle.to_train()
+        assert trainer.report().committed_bytes == held and rollout.report().committed_bytes == 0
+        assert trainer.report().backup_bytes == 0
+        for tag in trainer.report().tags.values():
+            assert tag.live_bytes <= tag.committed_bytes
