@@ -139,6 +139,7 @@ def _cluster(address: str | None) -> Iterator[None]:
                 num_cpus=max(2, _cores()),
                 include_dashboard=False,
                 log_to_driver=False,
+                logging_level="error",
                 object_store_memory=_STORE_BYTES,
                 runtime_env=_runtime_env(),
             )

@@ -1,5 +1,6 @@
 """Whole runs of the tiny recipe: what they learn, what they leave behind, how they go on, how they fail."""
 
+import functools
 import json
 import os
 import signal
@@ -8,12 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from recipes.cli import main
 from recipes.errors import RunError
 from recipes.loading import load
 from recipes.run import continue_run, start_run
+from tests.helpers.faults import dying_trainer, wait_gone
+from trainer_bridge import open_ray
 from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +215,17 @@ def test_verbose_shows_the_traceback(tmp_path, capsys, monkeypatch):
     assert main(["run", "tiny", *SMALL, "steps=1", "--run-dir", str(tmp_path / "run"), "--verbose"]) == 1
     message = capsys.readouterr().err
     assert "Traceback" in message and message.endswith("update_actor failed: ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.ray
+def test_a_trainer_killed_in_the_middle_of_a_sync_ends_the_run(tmp_path, monkeypatch, capsys):
+    """One line that names the stage, exit status 1, the pictures on disk, no process left."""
+    monkeypatch.setattr("recipes.run.open_ray", functools.partial(open_ray, trainer_actor=dying_trainer()))
+    assert main(["run", "tiny", *SMALL, "driver=ray", "--run-dir", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("memsaver: sync_weights failed: ActorDied: the trainer actor died")
+    assert (tmp_path / "run" / "trace.json").exists() and (tmp_path / "run" / "memory.png").exists()
+    wait_gone([child.pid for child in psutil.Process().children(recursive=True) if "ray" in child.name()])
 
 
 def test_help_and_usage_from_the_command_line():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ import pytest
 
 from memsaver import StateError
 from rollout import SamplingParams
-from rollout.types import WeightOffer, WriteReceipt
+from tests.helpers.faults import dying_trainer, wait_gone
 from tests.trainer_bridge.models import config
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
-from trainer_bridge.actor import TrainerActor
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -25,38 +23,6 @@ ray = pytest.importorskip("ray")
 ENGINE = {"kv_tokens": 256, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8]]
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=3, ignore_eos=True)
-
-
-def dying_trainer() -> type[TrainerActor]:
-    """Kills its own process when half of the copies are written. (Made here, so that it is pickled by value.)"""
-
-    class Dying(TrainerActor):
-        def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
-            def die(done: int, total: int) -> None:
-                if done == total // 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            return self.trainer.sync_weights(offer, on_copy=die)
-
-        def nap(self) -> None:
-            time.sleep(2)
-
-    return Dying
-
-
-def wait_gone(pids: list[int], seconds: float = 20.0) -> None:
-    """Until the processes have ended; a zombie waits for its parent and holds nothing."""
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < deadline, f"processes {alive} were left behind"
-        time.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def on(device: str, path: str, **changes: Any) -> TrainerConfig:
