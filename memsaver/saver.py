@@ -15,7 +15,7 @@ import torch
 from memsaver.allocator import shim
 from memsaver.arena import CONTENTS, Arena, Backup
 from memsaver.backends.base import ShortOfMemory, make_backend
-from memsaver.errors import OutOfMemory, StateError, TagError
+from memsaver.errors import StateError, TagError
 from memsaver.report import Event, Report, TagReport
 from memsaver.shortage import explain
 
@@ -92,20 +92,19 @@ class MemorySaver:
         Allocations of other threads (autograd's, loaders') are not caught. Raises ``StateError`` on a paused tag,
         ``OutOfMemory`` where torch's own error would say less, ``CompilerError`` on the CPU without a C++ compiler.
         """
-        arena = self._open_for_use(tag, content)
-        arena.cause()
-        arena.open_regions += 1
+        arena = self._open_for_use(tag, content, enter=True)
         before = arena.stats.committed
         try:
             with self._hook(arena):
                 yield
-        except RuntimeError as error:
+        except torch.OutOfMemoryError as error:
             cause = arena.cause()
-            if cause.code and not isinstance(error, OutOfMemory):
+            if cause.code:
                 raise self._shortage(f"region {tag!r}", [arena], cause) from error
             raise
         finally:
-            arena.open_regions -= 1
+            with self._lock:
+                arena.open_regions -= 1
             self._settle(arena, before)
 
     def empty(
@@ -145,19 +144,21 @@ class MemorySaver:
 
         return cpu_hook.allocate_from(arena.slot)
 
-    def _open_for_use(self, tag: str, content: str | None) -> Arena:
-        if content is not None and content not in CONTENTS:
-            raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
+    def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
+        """The tag's arena, made on first use; ``enter`` counts one more open region, so that no pause comes between."""
+        _check_content(content)
         with self._lock:
             self._require_open()
             arena = self._arenas.get(tag)
             if arena is None:
                 arena = Arena(tag, content or "discard", self._backend, self._reserve_bytes)
                 self._arenas[tag] = arena
-        if content is not None and content != arena.content:
-            raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
-        if arena.paused:
-            raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
+            if content is not None and content != arena.content:
+                raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
+            if arena.paused:
+                raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
+            arena.cause()  # forget an earlier failure
+            arena.open_regions += enter
         return arena
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
@@ -177,8 +178,7 @@ class MemorySaver:
         next resume restores them; after ``"discard"`` they are undefined. Raises ``TagError`` (unknown tag),
         ``StateError`` (a region is open), ``LeaseError`` (another process maps the tag).
         """
-        if content is not None and content not in CONTENTS:
-            raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
+        _check_content(content)
         with self._lock:
             arenas = [arena for arena in self._select(tags) if not arena.paused]
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
@@ -189,13 +189,18 @@ class MemorySaver:
                 started = time.perf_counter()
                 for arena in arenas:
                     arena.freeze()
-                    undo.callback(arena.thaw)
+                    undo.callback(self._thaw_unless_paused, arena)
                 self._backend.synchronize()  # no unmapping while work is in flight
                 backups = {arena.tag: arena.save() for arena in arenas if (content or arena.content) == "host"}
+                saved = (time.perf_counter() - started) / max(1, len(arenas))
+                for arena in arenas:
+                    self._pause_one(arena, backups.get(arena.tag), saved)
                 undo.pop_all()
-            saved = (time.perf_counter() - started) / max(1, len(arenas))
-            for arena in arenas:
-                self._pause_one(arena, backups.get(arena.tag), saved)
+
+    @staticmethod
+    def _thaw_unless_paused(arena: Arena) -> None:
+        if not arena.paused:
+            arena.thaw()
 
     def _pause_one(self, arena: Arena, backup: Backup | None, seconds_before: float) -> None:
         started = time.perf_counter()
@@ -352,3 +357,8 @@ class MemorySaver:
 
     def _leases(self, tag: str) -> list[int]:
         return [] if self._server is None else self._server.holders(tag)
+
+
+def _check_content(content: str | None) -> None:
+    if content is not None and content not in CONTENTS:
+        raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")

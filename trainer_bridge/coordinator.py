@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ def _cluster(address: str | None) -> Iterator[None]:
                 num_cpus=max(2, _cores()),
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
                 object_store_memory=_STORE_BYTES,
                 runtime_env=_runtime_env(),
             )

@@ -139,6 +139,15 @@ def test_a_full_region_raises_attributed_and_frees_what_it_took(device: str) -> 
         torch.empty(12 << 20, dtype=torch.uint8, device=device)
 
 
+def test_an_error_that_is_no_shortage_passes_through_a_region(device: str) -> None:
+    saver = memsaver.MemorySaver(device, limit_bytes=32 << 20)
+    with pytest.raises(RuntimeError, match="of my own") as caught, saver.region("weights"):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        raise RuntimeError("of my own")
+    assert not isinstance(caught.value, memsaver.OutOfMemory)
+
+
 def test_outgrowing_the_reservation_says_so(device: str) -> None:
     saver = memsaver.MemorySaver(device, reserve_bytes=4 << 20)
     with pytest.raises(memsaver.OutOfMemory, match="reserve_bytes"):
