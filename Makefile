@@ -28,7 +28,7 @@ lint: setup
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3
 test-gpu:
-	PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m pytest -m gpu
 
 clean:
 	rm -rf .venv build dist *.egg-info memsaver/allocator/_shim*.so
