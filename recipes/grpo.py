@@ -28,16 +28,8 @@ from typing import Any, Protocol
 from recipes.monitor import Monitor
 from recipes.preparation import Setup
 from recipes.tasks import Problem, Score, Task
-from rollout import Completion, SamplingParams
+from rollout import Rollout, SamplingParams
 from trainer_bridge import Cycle, SequenceBatch
-
-
-class RolloutSide(Protocol):
-    """What the loop asks of the rollout engine or its actor."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> list[list[Completion]]: ...
 
 
 class TrainerSide(Protocol):
@@ -65,7 +57,7 @@ class Samples:
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
-def generate_sequences(rollout: RolloutSide, setup: Setup, step: int) -> Samples:
+def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
     """Samples answers to the prompts of this step."""
     recipe = setup.recipe
     problems = pick_problems(setup.task.train, recipe.grpo.prompts_per_step, recipe.seed, step)
@@ -83,7 +75,7 @@ def generate_sequences(rollout: RolloutSide, setup: Setup, step: int) -> Samples
     return _answers(rollout, setup, problems, params)
 
 
-def evaluate(rollout: RolloutSide, setup: Setup) -> dict[str, Any]:
+def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
     """Greedy answers to held-out problems; the fraction that matches exactly."""
     problems = list(setup.task.held_out[: setup.recipe.eval.problems])
     greedy = SamplingParams(max_tokens=setup.recipe.sampling.max_tokens, temperature=0.0)
@@ -129,7 +121,7 @@ class Loop:
 
     setup: Setup
     trainer: TrainerSide
-    rollout: RolloutSide
+    rollout: Rollout
     cycle: Cycle
     monitor: Monitor
 
@@ -224,7 +216,7 @@ def sampling_seed(seed: int, step: int, index: int) -> int:
     return int.from_bytes(head, "big") >> 1
 
 
-def _answers(rollout: RolloutSide, setup: Setup, problems: list[Problem], params: list[SamplingParams]) -> Samples:
+def _answers(rollout: Rollout, setup: Setup, problems: list[Problem], params: list[SamplingParams]) -> Samples:
     prompts = [setup.prompt_ids(problem) for problem in problems]
     groups = rollout.generate(prompts, params)
     flat = [(index, completion) for index, group in enumerate(groups) for completion in group]

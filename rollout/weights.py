@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -71,8 +71,8 @@ class WeightStore:
     """Owns the arena and says whether its content is some version of the weights.
 
     `version` is None while the content is undefined; `undefined_reason` then says why. `last_version` is the last one
-    that was defined. Views handed out by `tensor`
-    stay valid over pause and resume (same address), not their content.
+    that was defined. Views handed out by `tensor` stay valid over pause and resume (same
+    address), not their content.
     """
 
     def __init__(
@@ -138,10 +138,6 @@ class WeightStore:
     def digest(self) -> int:
         """Digest of every slice as it lies in memory, padding left out."""
         return sum(digest(self.tensor(s.name), s.index_base) for s in self.manifest.slices) % 2**64
-
-    def named_views(self) -> Mapping[str, Tensor]:
-        """Every stored parameter by its checkpoint name."""
-        return {name: self.tensor(name) for name in self._slices}
 
 
 def _shorten(names: list[str], limit: int = 5) -> str:

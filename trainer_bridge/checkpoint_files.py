@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+from rollout.model.loading import checkpoint_files
+
 _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
 
@@ -22,19 +21,10 @@ class CheckpointFiles:
 
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ValueError(f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path")
-        index = os.path.join(path, _INDEX)
-        if os.path.isfile(index):
-            with open(index, encoding="utf-8") as stream:
-                names = sorted(set(json.load(stream)["weight_map"].values()))
-        else:
-            names = [_SINGLE]
-        missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
-        if missing:
-            raise ValueError(f"model_path={path!r} lacks {', '.join(missing)}; save the model as safetensors")
         self.path = path
         self._files: dict[str, Any] = {}
-        for name in names:
-            file: Any = safe_open(os.path.join(path, name), framework="pt", device="cpu")
+        for file_path in checkpoint_files(path):
+            file: Any = safe_open(str(file_path), framework="pt", device="cpu")
             self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from memsaver.errors import StateError
+from rollout.protocols import Rollout
 from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
 from trainer_bridge.errors import CycleError
 
@@ -32,20 +33,6 @@ class TrainerSide(Protocol):
     def restore(self, *tags: str) -> None: ...
 
     def sync_weights(self, offer: WeightOffer) -> WriteReceipt: ...
-
-
-class RolloutSide(Protocol):
-    """What the cycle asks of a rollout; see `rollout.Engine`."""
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: Sequence[str]) -> None: ...
-
-    def begin_update(self, version: int) -> WeightOffer: ...
-
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt: ...
-
-    def abort_update(self, reason: str) -> None: ...
 
 
 OnStage = Callable[[str, float, float], None]
@@ -64,7 +51,7 @@ class Cycle:
     """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the table above."""
 
     def __init__(
-        self, trainer: TrainerSide, rollout: RolloutSide, *, on_stage: OnStage | None = None, sleep_level: int = 2
+        self, trainer: TrainerSide, rollout: Rollout, *, on_stage: OnStage | None = None, sleep_level: int = 2
     ) -> None:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host."""
         self.state = "train"

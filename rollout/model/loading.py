@@ -55,19 +55,28 @@ def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a time."""
     from safetensors import safe_open
 
-    directory = Path(path)
-    if (directory / _INDEX).is_file():
-        files = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
-    elif (directory / _SINGLE).is_file():
-        files = [_SINGLE]
-    else:
-        raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}; save the model with save_pretrained()")
-    for name in files:
-        if not (directory / name).is_file():
-            raise ValueError(f"{directory / name} is listed in {_INDEX} but missing; download the model again")
-        with safe_open(str(directory / name), framework="pt", device="cpu") as file:
+    for file_path in checkpoint_files(path):
+        with safe_open(str(file_path), framework="pt", device="cpu") as file:
             for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                 yield key, file.get_tensor(key)
+
+
+def checkpoint_files(path: str | Path) -> list[Path]:
+    """The safetensors files of a model directory; a ValueError names what is missing."""
+    directory = Path(path)
+    if (directory / _INDEX).is_file():
+        names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
+    elif (directory / _SINGLE).is_file():
+        names = [_SINGLE]
+    else:
+        raise ValueError(
+            f"{directory} lacks {_SINGLE}: neither {_SINGLE} nor {_INDEX} is there; "
+            f"save the model with save_pretrained()"
+        )
+    for name in names:
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is listed in {_INDEX} but missing; download the model again")
+    return [directory / name for name in names]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
