@@ -4,7 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-.PHONY: setup demo test lint test-gpu clean
+BENCHES := bench-sync bench-rollout bench-switch bench-gap
+
+.PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
 
 setup: $(READY)
 
@@ -26,9 +28,29 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3
+# On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
+# OUT=DIR: full results as JSON. MODEL=DIR: a trained model for bench-gap.
+GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
+OUT ?= runs/benchmarks
+
 test-gpu:
-	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY) -m pytest -m gpu
+	$(GPU) -m pytest -m gpu
+
+# Full counts of every soak test, on the CPU and, where there is one, on the GPU.
+soak:
+	$(GPU) -m pytest -m soak --soak -p no:timeout --durations=0
+
+bench-sync:
+	$(GPU) -m tests.benchmarks.bench_sync --out $(OUT)
+
+bench-rollout:
+	$(GPU) -m tests.benchmarks.bench_generate --out $(OUT)
+
+bench-switch:
+	$(GPU) -m tests.benchmarks.bench_switch --out $(OUT)
+
+bench-gap:
+	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL))
 
 clean:
 	rm -rf .venv build dist *.egg-info memsaver/allocator/_shim*.so

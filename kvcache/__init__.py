@@ -1,6 +1,6 @@
 """Paged key/value cache: pools on a memsaver tag, page ledger and block tables outside it."""
 
-from kvcache.allocators.paged import Extension, PagedTokenToKVPoolAllocator
+from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.blocks import BlockManager
 from kvcache.config import KVCacheConfig
 from kvcache.pools.base import KVPool
@@ -9,7 +9,6 @@ from kvcache.requests import ReqHandle, ReqToTokenPool
 
 __all__ = [
     "BlockManager",
-    "Extension",
     "KVCacheConfig",
     "KVPool",
     "MHATokenToKVPool",

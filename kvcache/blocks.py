@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.allocators.paged import Extension, Int64Array, PagedTokenToKVPoolAllocator, as_int64, to_device
+from kvcache.allocators.paged import Int64Array, PagedTokenToKVPoolAllocator, as_int64, to_device
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
@@ -24,8 +24,8 @@ class _Growth:
 
 
 class BlockManager:
-    """Sequences over one pool. All decisions are made on the CPU; the device sees one table write and, when a shared
-    page is written to, one page copy an `extend`.
+    """Sequences over one pool. All decisions are made on the CPU, token ids included; the device sees one transfer and
+    one table write and, when a shared page is written to, one page copy an `extend`.
 
     A page may belong to several sequences (`fork`). Writing into a page with more than one owner copies exactly that
     page first; the last owner writes in place. Only the last, partial page of a sequence can ever be written to.
@@ -97,17 +97,22 @@ class BlockManager:
         `max_context_len`.
         """
         growth = self._plan(handles, new_lens)
-        last_loc = self._loc_before(growth.rows, growth.start)
-        total = int((growth.new - growth.start).sum())
-        got = self.allocator.alloc_extend_pages(growth.start, growth.new, last_loc, total)
-        if got is None:
+        counts = self.allocator.pages_between(growth.start, growth.new)
+        pages = self.allocator.alloc_pages(int(counts.sum()))
+        if pages is None:
             return None
+        left = self._left_pages(growth)
+        at = _page_index(growth, counts, self.page_size)
+        before = self._pages[at]
+        self._pages[at] = pages
         try:
-            loc = self._fill_device(growth, got.loc)
+            loc = self._fill_device(growth, left)
         except BaseException:  # such as the device being out of memory: the sequences stay as they were
-            self.allocator.free_pages(got.pages)
+            self._pages[at] = before
+            self.allocator.free_pages(pages)
             raise
-        self._commit(growth, got)
+        self._lens[growth.rows] = growth.new
+        self.allocator.free_pages(left)
         return loc
 
     def check_integrity(self) -> None:
@@ -164,42 +169,37 @@ class BlockManager:
                 left[page] = remaining - 1
         return start
 
-    def _loc_before(self, rows: Int64Array, start: Int64Array) -> Int64Array:
-        at = np.maximum(start - 1, 0)
-        loc = self._pages[rows, at // self.page_size] * self.page_size + at % self.page_size
-        return np.where(start > 0, loc, -1)
-
     def _left_pages(self, growth: _Growth) -> Int64Array:
         """The shared page that each copying request leaves, in request order."""
         copying = growth.start < growth.old
         return self._pages[growth.rows[copying], growth.start[copying] // self.page_size]
 
-    def _fill_device(self, growth: _Growth, loc: torch.Tensor) -> torch.Tensor:
-        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the new tokens.
+    def _fill_device(self, growth: _Growth, left: Int64Array) -> torch.Tensor:
+        """Copies the shared pages `left`, then writes all fresh ids to the table; returns the ids of the new tokens.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
         rows, positions, moved = _token_index(growth)
-        device = loc.device
-        new_loc = loc
+        loc = self._pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
         if moved.any():
             # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
             offset = positions[moved] % self.page_size
-            source = self._left_pages(growth)[np.cumsum(offset == 0) - 1] * self.page_size + offset
-            self.pool.move_kv_cache(loc[to_device(np.flatnonzero(moved), device)], to_device(source, device))
-            new_loc = loc[to_device(np.flatnonzero(~moved), device)]
+            source = left[np.cumsum(offset == 0) - 1] * self.page_size + offset
+            target, source = to_device(np.stack([loc[moved], source]), self.allocator.device)
+            self.pool.move_kv_cache(target, source)
         flat = rows * self.req_to_token.max_context_len + positions
-        self.req_to_token.write_flat(to_device(flat, device), loc)
-        return new_loc
+        # the new tokens' ids come last, so that they are a view of what is sent
+        order = np.concatenate([np.flatnonzero(moved), np.flatnonzero(~moved)]) if moved.any() else slice(None)
+        sent = to_device(np.stack([flat[order], loc[order]]), self.allocator.device)
+        self.req_to_token.write_flat(sent[0], sent[1])
+        return sent[1, int(moved.sum()) :]
 
-    def _commit(self, growth: _Growth, got: Extension) -> None:
-        left = self._left_pages(growth)
-        first = -(-growth.start // self.page_size)
-        counts = got.page_counts
-        nth = np.arange(len(got.pages)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._pages[np.repeat(growth.rows, counts), np.repeat(first, counts) + nth] = got.pages
-        self._lens[growth.rows] = growth.new
-        self.allocator.free_pages(left)
+
+def _page_index(growth: _Growth, counts: Int64Array, page_size: int) -> tuple[Int64Array, Int64Array]:
+    """Where the new pages go, `counts` of them a request: rows and columns of the page table."""
+    first = -(-growth.start // page_size)
+    nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(growth.rows, counts), np.repeat(first, counts) + nth
 
 
 def _token_index(growth: _Growth) -> tuple[Int64Array, Int64Array, npt.NDArray[np.bool_]]:

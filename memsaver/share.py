@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -221,13 +221,11 @@ def attach(ticket: Ticket) -> Lease:
 def _fetch_extents(connection: socket.socket, ticket: Ticket, backend: Backend) -> list[tuple[int, int, int]]:
     """Ask the owner; (imported handle, offset, nbytes) of every extent. All or nothing."""
     connection.settimeout(_TIMEOUT_SECONDS)
-    try:
-        connection.connect("\0" + ticket.socket_name)
-        connection.send(ticket.token.encode())
-    except OSError as error:
-        raise LeaseError(f"the owner of tag {ticket.tag!r} does not answer ({error}); is its process alive?") from error
     pieces: list[tuple[int, int, int]] = []
     with contextlib.ExitStack() as undo:
+        undo.enter_context(_explained(ticket))
+        connection.connect("\0" + ticket.socket_name)
+        connection.send(ticket.token.encode())
         more = True
         while more:
             text, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _FDS_PER_MESSAGE)
@@ -241,6 +239,14 @@ def _fetch_extents(connection: socket.socket, ticket: Ticket, backend: Backend) 
             more = reply["more"]
         undo.pop_all()
     return pieces
+
+
+@contextlib.contextmanager
+def _explained(ticket: Ticket) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LeaseError(f"the owner of tag {ticket.tag!r} does not answer ({error}); is its process alive?") from error
 
 
 def _say_goodbye(connection: socket.socket) -> None:

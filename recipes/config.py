@@ -36,17 +36,21 @@ class ModelSection:
     """Exactly one of `path` (a directory, or a name that `memsaver fetch` knows) and `random_init`."""
 
     path: str | None = None
-    random_init: dict[str, Any] | None = None  # fields of a transformers config, with its model_type
-    dtype: str = "float32"
+    random_init: bool = False  # random weights, which never lie on the disk
+    config: dict[str, Any] | None = None  # of a random model: fields of a transformers config, with its model_type
+    dtype: str = "float32"  # of the rollout, and of the trainer's forward and backward
 
     def __post_init__(self) -> None:
-        both = self.path is not None and self.random_init is not None
-        _require(self, "path", not both, "excludes model.random_init", "drop it, or set model.random_init=null")
-        neither = self.path is None and self.random_init is None
-        _require(self, "path", not neither, "no model is named", "set model.path=DIRECTORY or model.path=smollm2-135m")
-        if self.random_init is not None:
-            has_type = isinstance(self.random_init.get("model_type"), str)
-            _require(self, "random_init", has_type, "has no model_type", "add model.random_init.model_type: qwen3")
+        both = self.path is not None and self.random_init
+        _require(self, "path", not both, "excludes model.random_init=true", "set model.random_init=false to use it")
+        neither = self.path is None and not self.random_init
+        remedy = "set model.path=DIRECTORY, model.path=smollm2-135m or model.random_init=true"
+        _require(self, "path", not neither, "no model is named", remedy)
+        if self.random_init:
+            rule, remedy = "is needed by model.random_init=true", "set model.config.model_type=qwen3 and its sizes"
+            _require(self, "config", self.config is not None, rule, remedy)
+            has_type = isinstance((self.config or {}).get("model_type"), str)
+            _require(self, "config", has_type, "has no model_type", "set model.config.model_type=qwen3")
         ok = self.dtype in ("float32", "bfloat16")
         _require(self, "dtype", ok, "must be float32 or bfloat16", "set model.dtype=float32")
 
@@ -61,6 +65,7 @@ class EngineSection:
     max_running: int = 64
     max_prefill_tokens: int = 512
     sleep_level: int = 2  # 2: weights dropped, every to_rollout syncs them anew
+    cuda_graphs: bool = True  # decode by CUDA graphs, on a GPU
 
     def __post_init__(self) -> None:
         neither = self.kv_tokens is None and self.mem_fraction_static is None
@@ -85,8 +90,9 @@ class EngineSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSection:
-    """AdamW over all parameters, fp32 masters."""
+    """AdamW over all parameters."""
 
+    dtype: str = "float32"  # of the masters, their gradients and moments; bfloat16 loses updates of small rates
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -97,6 +103,8 @@ class TrainerSection:
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
 
     def __post_init__(self) -> None:
+        ok = self.dtype in ("float32", "bfloat16")
+        _require(self, "dtype", ok, "must be float32 or bfloat16", "set trainer.dtype=float32")
         ok = 0 < self.learning_rate < 1
         _require(self, "learning_rate", ok, "must lie between 0 and 1", "set trainer.learning_rate=1e-5")
         ok = 0 <= self.weight_decay < 1
@@ -181,10 +189,13 @@ class EvalSection:
 
     every: int = 10  # 0: never
     problems: int = 64  # at most so many held-out problems
+    also_digits: list[int] = field(default_factory=list)  # chain_sum: the same on numbers of so many digits, each alone
 
     def __post_init__(self) -> None:
         _at_least(self, 0, every="set eval.every=0 (off)")
         _at_least(self, 1, problems="set eval.problems=64")
+        ok = all(digits >= 1 for digits in self.also_digits) and len(set(self.also_digits)) == len(self.also_digits)
+        _require(self, "also_digits", ok, "must be different numbers of at least 1", "set eval.also_digits=[2]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +208,21 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         _at_least(self, 0, every="set checkpoint.every=0 (off)")
         _at_least(self, 1, keep="set checkpoint.keep=1")
+
+
+TAGS = ("params", "optim", "weights", "kv_cache", "cuda_graph")  # of the trainer, then of the rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class CycleSection:
+    """The hand-over: the tags in `keep` stay on the device, where there is room for both sides' memory."""
+
+    keep: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        unknown = [tag for tag in self.keep if tag not in TAGS]
+        rule = f"names unknown tags {', '.join(unknown)}; known: {', '.join(TAGS)}"
+        _require(self, "keep", not unknown, rule, "set cycle.keep=[] to keep none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +238,7 @@ class Recipe:
     grpo: GrpoSection = field(default_factory=GrpoSection)
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    cycle: CycleSection = field(default_factory=CycleSection)
     driver: str = "inprocess"
     device: str = "auto"  # auto: cuda:0 where there is one, else cpu
     seed: int = 0
@@ -223,7 +250,16 @@ class Recipe:
         _require(self, "driver", ok, "must be inprocess or ray", "set driver=inprocess")
         ok = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         _require(self, "device", ok, "must be auto, cpu, cuda or cuda:N", "set device=auto")
-        ok = self.task.name == "toy" or self.model.random_init is None
-        if not ok:
-            remedy = "set model.path, or task.name=toy"
-            raise FieldError("model.random_init", "{...}", f"has no tokenizer for task.name={self.task.name}", remedy)
+        if self.task.name != "toy" and self.model.random_init:
+            rule = f"has no tokenizer for task.name={self.task.name}"
+            raise FieldError("model.random_init", "true", rule, "set task.name=toy, or false and model.path=DIRECTORY")
+        self._check_also_digits()
+
+    def _check_also_digits(self) -> None:
+        digits = self.eval.also_digits
+        if digits and self.task.name != "chain_sum":
+            rule = f"is not defined for task.name={self.task.name}"
+            raise FieldError("eval.also_digits", digits, rule, "set eval.also_digits=[]")
+        if self.task.num_digits in digits:
+            rule = f"has task.num_digits={self.task.num_digits}, which is trained on"
+            raise FieldError("eval.also_digits", digits, rule, f"drop {self.task.num_digits}")

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recipes.models import decode
 from recipes.monitor import Monitor
 from recipes.preparation import Setup
 from recipes.tasks import Problem, Score, Task
@@ -76,11 +77,18 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 
 
 def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
-    """Greedy answers to held-out problems; the fraction that matches exactly."""
-    problems = list(setup.task.held_out[: setup.recipe.eval.problems])
+    """Greedy answers to held-out problems, and to those beside the trained task; the fractions that match exactly."""
+    limit, task = setup.recipe.eval.problems, setup.task
+    row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
+    for name, problems in task.beside.items():
+        row[f"exact_match_{name}"] = _exact_match(rollout, setup, problems[:limit])
+    return {**row, "problems": len(task.held_out[:limit])}
+
+
+def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) -> float:
     greedy = SamplingParams(max_tokens=setup.recipe.sampling.max_tokens, temperature=0.0)
-    scores = compute_reward(setup.task, _answers(rollout, setup, problems, [greedy] * len(problems)))
-    return {"exact_match": sum(score.exact for score in scores) / len(scores), "problems": len(scores)}
+    scores = compute_reward(setup.task, _answers(rollout, setup, list(problems), [greedy] * len(problems)))
+    return sum(score.exact for score in scores) / len(scores)
 
 
 def compute_reward(task: Task, samples: Samples) -> list[Score]:
@@ -228,6 +236,6 @@ def _answers(rollout: Rollout, setup: Setup, problems: list[Problem], params: li
         prompt_ids=[prompts[index] for index, _ in flat],
         response_ids=ids,
         logprobs=[list(completion.logprobs) for _, completion in flat],
-        texts=setup.tokenizer.batch_decode(shown),
+        texts=decode(setup.tokenizer, shown),
         ended=ended,
     )

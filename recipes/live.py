@@ -51,10 +51,17 @@ def sparkline(values: list[float], width: int = 48) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1) + 1e-9)] for value in shown)
 
 
+def beside_the_task(row: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of an evaluation's other exact matches, and what to call them: exact_match_2_digits -> "2 digits"."""
+    prefix = "exact_match_"
+    return {key: key.removeprefix(prefix).replace("_", " ") for key in row if key.startswith(prefix)}
+
+
 def describe(row: Mapping[str, Any]) -> str:
     """One line for a row of metrics.jsonl."""
     if row["kind"] == "eval":
-        return f"held-out exact match {row['exact_match']:.3f} of {row['problems']} after {row['step']} updates"
+        beside = "".join(f", {name} {row[key]:.3f}" for key, name in beside_the_task(row).items())
+        return f"held-out exact match {row['exact_match']:.3f} of {row['problems']}{beside} after {row['step']} updates"
     parts = [
         f"reward {row['reward']:.3f}",
         f"exact {row['exact_match']:.3f}",

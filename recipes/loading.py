@@ -42,7 +42,7 @@ def find_recipe(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     packaged = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
-    close = difflib.get_close_matches(given.stem, packaged, n=1)
+    close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise RecipeError(f"recipe={path}: no such file; {hint}packaged recipes: {', '.join(packaged)}")
 
@@ -107,7 +107,7 @@ def _typed(merged: DictConfig, source: str) -> DictConfig:
         typed = OmegaConf.merge(OmegaConf.structured(Recipe), merged)
         missing = sorted(OmegaConf.missing_keys(typed))
     except OmegaConfBaseException as error:
-        full = error.full_key or "?"
+        full = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
         shown = f"{full}={_shown(merged, full)}"
         raise RecipeError(f"{source}: {shown}: must be {_wanted(full)}; correct its type") from None
     if missing:
@@ -131,7 +131,8 @@ def _wanted(full: str) -> str:
         if not dataclasses.is_dataclass(hint):
             break
         hint = _fields(typing.cast(type, hint)).get(part, hint)
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    names: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    names |= {list[int]: "a list of integers, as [2, 3]", list[str]: "a list of words, as [params, optim]"}
     if isinstance(hint, types.UnionType):
         inner = [names.get(part, "a section of keys") for part in typing.get_args(hint) if part is not type(None)]
         return " or ".join([*inner, "null"])

@@ -1,4 +1,4 @@
-"""What recipes need of `transformers`: a random model on disk, a tokenizer, prompts as token ids."""
+"""What recipes need of `transformers`: a random model's description, a tokenizer, prompts as ids, ids as text."""
 
 from __future__ import annotations
 
@@ -80,22 +80,44 @@ def toy_tokenizer(words: list[str]) -> Any:
     )
 
 
-def write_random_model(spec: dict[str, Any], tokenizer: Any, seed: int, target: Path) -> None:
-    """Saves a randomly initialised fp32 model and its tokenizer; the same seed gives the same bits."""
+def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
+    """The texts of token ids. What the tokenizer has no word for, as a random model's larger vocabulary has, reads
+    `<unk>`, if it knows that: left out, it could turn a wrong answer into a right one."""
+    known, unknown = len(tokenizer), tokenizer.unk_token_id
+    if unknown is not None:
+        sequences = [[token if token < known else unknown for token in ids] for ids in sequences]
+    return tokenizer.batch_decode(sequences)
+
+
+def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
+    """Writes config.json, generation_config.json and the tokenizer to `target`, no weights.
+
+    spec: fields of a transformers config with its model_type. The vocabulary is the tokenizer's unless given; what
+    begins, ends and pads a sequence is the tokenizer's.
+    """
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    fields = {"vocab_size": len(tokenizer), **spec, **ids}
+    if isinstance(fields["vocab_size"], int) and fields["vocab_size"] < len(tokenizer):
+        rule = f"is less than the tokenizer's {len(tokenizer)} words"
+        raise RecipeError(f"model.config.vocab_size={fields['vocab_size']}: {rule}; drop it, or raise it")
+    with quiet_transformers():
+        model = _meta_model(spec, fields)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(target)
+        for name, token in ids.items():
+            setattr(model.generation_config, name, token)
+        model.generation_config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+def _meta_model(spec: dict[str, Any], fields: dict[str, Any]) -> Any:
+    """The model without memory: whether the fields make one shows only here."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(spec)
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
-    ids["eos_token_id"] = tokenizer.eos_token_id
+    fields = dict(fields)
     try:
-        config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for name, token in ids.items():
-                setattr(model.generation_config, name, token)
-            model.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"model.random_init={spec}: is no model: {one_line(error)}; correct its fields") from None
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    except Exception as error:  # transformers raises whatever a bad value leads to
+        raise RecipeError(f"model.config={spec}: is no model: {one_line(error)}; correct its fields") from None

@@ -13,6 +13,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from recipes.live import beside_the_task
+
 if TYPE_CHECKING:
     from memsaver import Event
 
@@ -27,22 +29,21 @@ TAG_COLOURS = {
 OTHER_COLOURS = ("#5aa7a7", "#b58863", "#8a8f98", "#d18ad0")
 BAND_COLOURS = {"rollout": "#eaf2fb", "train": "#fbeeee", "switch": "#f4f4f4"}
 
+FIRST_STAGES = ("park_optim", "empty_cache", "wake_weights")  # of to_rollout: what comes first depends on cycle.keep
+
 Span = tuple[str, float, float]
 
 
 def draw_reward(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Reward and exact match above, log-probability gap below, over steps."""
     train = [row for row in rows if row["kind"] == "train"]
-    held_out = [row for row in rows if row["kind"] == "eval"]
     steps = [row["step"] for row in train]
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(2, 1))
     top.plot(steps, [row["reward"] for row in train], color="#9db8d9", linewidth=1.2, label="reward, mean of the step")
     top.plot(steps, _smooth([row["reward"] for row in train]), color="#3b6fb6", linewidth=2.2, label="reward, smoothed")
     exact = [row["exact_match"] for row in train]
     top.plot(steps, exact, color="#7bb662", linewidth=1.4, linestyle="--", label="exact match of samples")
-    if held_out:
-        x, y = [row["step"] for row in held_out], [row["exact_match"] for row in held_out]
-        top.plot(x, y, "o-", color="#c95d63", linewidth=1.8, markersize=5, label="held-out exact match, greedy")
+    _evaluations(top, [row for row in rows if row["kind"] == "eval"])
     top.set(ylabel="reward", ylim=(-0.03, 1.03), title="Reward")
     top.legend(loc="best", fontsize=9, framealpha=0.9)
     if train:
@@ -53,6 +54,16 @@ def draw_reward(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     for axes in (top, bottom):
         _tidy(axes)
     _save(figure, file)
+
+
+def _evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A curve for the held-out problems and one for each other set, over the rows that have it."""
+    curves = {"exact_match": "held-out exact match, greedy"} if rows else {}
+    for row in rows:
+        curves |= {key: f"{name}, never trained on, greedy" for key, name in beside_the_task(row).items()}
+    for (key, label), colour in zip(curves.items(), ("#c95d63", *OTHER_COLOURS * len(curves)), strict=False):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1.8, markersize=5, label=label)
 
 
 def draw_memory(spans: Sequence[Span], events: Mapping[str, Sequence[Event]], file: Path) -> None:
@@ -131,7 +142,7 @@ def _one_step(spans: Sequence[Span]) -> tuple[float, float, str]:
 def _wake_up(spans: Sequence[Span], first: float, last: float) -> tuple[float, float] | None:
     """From the first stage of the step's to_rollout to its last."""
     inside = [span for span in spans if first - 1e-6 <= span[1] <= last]
-    begins = [begin for name, begin, _ in inside if name == "park_optim"]
+    begins = [begin for name, begin, _ in inside if name in FIRST_STAGES]
     ends = [finish for name, _, finish in inside if name == "wake_kv_cache"]
     return (begins[0], ends[0] + 0.08 * (ends[0] - begins[0])) if begins and ends else None
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import struct
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.config import Recipe
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
-from recipes.models import encode_prompt, load_tokenizer, toy_tokenizer, write_random_model
+from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
 from recipes.tasks import TOY_WORDS, Problem, Task, make_task
+
+if TYPE_CHECKING:
+    from rollout.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +38,26 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Checks the recipe against this machine, then writes its random model, if it has one, to `run_dir`/model.
+    """Checks the recipe against this machine, then describes its random model, if it has one, in `run_dir`/model.
 
     Raises RecipeError before anything is written.
     """
     device = resolve_device(recipe)
     _check_packages(recipe)
-    task = make_task(recipe.task)
+    task = make_task(recipe.task, recipe.eval.also_digits)
     wanted, there = recipe.grpo.prompts_per_step, len(task.train)
     if wanted > there:
         raise RecipeError(
             f"grpo.prompts_per_step={wanted}: the task has {there} training problems; set at most {there}"
         )
-    if recipe.model.path is not None:
-        model_dir = find_model(recipe.model.path)
-        tokenizer = load_tokenizer(model_dir)
-        config = json.loads((model_dir / "config.json").read_text())
-    else:
-        model_dir = run_dir / "model"
-        tokenizer = toy_tokenizer(TOY_WORDS)
-        config = recipe.model.random_init or {}
-    questions = [problem.question for problem in task.train + task.held_out]
-    longest = max(len(encode_prompt(tokenizer, question, recipe.task.system_prompt)) for question in questions)
-    kv_tokens = _kv_tokens(recipe, device, model_dir, config)
-    _check_request(recipe, longest, kv_tokens, config.get("max_position_embeddings"))
-    if recipe.model.path is None and not (model_dir / "config.json").is_file():
-        write_random_model(config, tokenizer, recipe.seed, model_dir)
+    with _model_dir(recipe) as (model_dir, tokenizer):
+        model = _model_config(recipe, model_dir)
+        prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
+        longest = max(map(len, prompts))
+        kv_tokens = _kv_tokens(recipe, device, model)
+        _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
+        if recipe.model.path is None:
+            model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
     return Setup(
         recipe=recipe,
         task=task,
@@ -68,6 +67,30 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
     )
+
+
+@contextmanager
+def _model_dir(recipe: Recipe) -> Iterator[tuple[Path, Any]]:
+    """The model's directory and its tokenizer; a random model is described in a directory that ends with the block."""
+    if recipe.model.path is not None:
+        directory = find_model(recipe.model.path)
+        yield directory, load_tokenizer(directory)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = toy_tokenizer(TOY_WORDS)
+        describe_random_model(recipe.model.config or {}, tokenizer, Path(folder))
+        yield Path(folder), tokenizer
+
+
+def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
+    from rollout.model.loading import load_model_config
+
+    try:
+        return load_model_config(model_dir)
+    except ValueError as error:
+        key = "model.config" if recipe.model.path is None else f"model.path={recipe.model.path}"
+        text = one_line(error).removeprefix(f"{model_dir}: ")
+        raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
 
 
 def resolve_device(recipe: Recipe) -> str:
@@ -109,40 +132,26 @@ def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context:
         raise RecipeError(f"sampling.max_tokens={answer}: {rule}; set sampling.max_tokens={room}")
 
 
-def _kv_tokens(recipe: Recipe, device: str, model_dir: Path, config: dict[str, Any]) -> int:
+def _kv_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
     """The pool's tokens: as given, or what (weights + pool) = fraction x the GPU's total bytes leaves."""
     fraction = recipe.engine.mem_fraction_static
     if fraction is None:
         assert recipe.engine.kv_tokens is not None
         return recipe.engine.kv_tokens
     key = f"engine.mem_fraction_static={fraction}"
-    if device == "cpu" or recipe.model.path is None:
+    if device == "cpu":
         raise RecipeError(f"{key}: is a share of a GPU's memory, only on a GPU; set engine.kv_tokens=4096 instead")
     import torch
 
+    from rollout.model.layout import parameter_groups
+    from rollout.weights import arena_nbytes
+
     total = torch.cuda.get_device_properties(device).total_memory
-    width = 4 if recipe.model.dtype == "float32" else 2
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    row = config.get("num_key_value_heads", heads) * (config.get("head_dim") or hidden // heads)
-    left = int(fraction * total) - count_parameters(model_dir) * width
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype)
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     page = recipe.engine.page_size
-    tokens = left // (2 * config["num_hidden_layers"] * row * width) // page * page
+    tokens = (left // token // page - 1) * page  # the pool has a page more, for padding
     if tokens < page:
         raise RecipeError(f"{key}: the weights alone take more of the GPU's {total} bytes; raise it")
     return tokens
-
-
-def count_parameters(model_dir: Path) -> int:
-    """Elements in the safetensors files of a directory, from their headers alone."""
-    elements = 0
-    for file in sorted(model_dir.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                size = 1
-                for extent in entry["shape"]:
-                    size *= extent
-                elements += size
-    return elements

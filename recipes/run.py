@@ -19,7 +19,7 @@ from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
 from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
 
-MAY_CHANGE = ("steps", "eval", "checkpoint", "driver", "device")  # of a run that is continued
+MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -85,7 +85,13 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
                 with monitor.stage("load_checkpoint"):
                     trainer.load_checkpoint(str(folder.last_checkpoint()))
                 first = folder.last_checkpoint_step() + 1
-            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, sleep_level=recipe.engine.sleep_level)
+            cycle = Cycle(
+                trainer,
+                rollout,
+                on_stage=monitor.passed,
+                sleep_level=recipe.engine.sleep_level,
+                keep=recipe.cycle.keep,
+            )
             loop = Loop(setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
     finally:
@@ -113,7 +119,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     return TrainerConfig(
         model_path=str(setup.model_dir),
         device=setup.device,
-        dtype="float32",  # masters, whatever forward and backward run in
+        random_init=setup.recipe.model.random_init,
+        dtype=section.dtype,
         param_dtype=setup.recipe.model.dtype,
         learning_rate=section.learning_rate,
         weight_decay=section.weight_decay,
@@ -138,5 +145,6 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "max_running": section.max_running,
         "max_prefill_tokens": section.max_prefill_tokens,
         "max_context_len": setup.max_request_tokens,
+        "cuda_graphs": section.cuda_graphs,
         "seed": setup.recipe.seed,
     }

@@ -5,7 +5,7 @@ metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), 
 trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
 reward.png, memory.png
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
-model/          the random model, where the recipe makes one
+model/          config and tokenizer of a random model, where the recipe makes one
 """
 
 from __future__ import annotations

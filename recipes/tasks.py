@@ -7,8 +7,9 @@ or resume can bring a held-out question into training.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +43,38 @@ class Task:
     name: str
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
+    beside: dict[str, tuple[Problem, ...]]  # evaluated too, never trained on: "2_digits" -> problems in no order
     score: Scorer
 
+    def problems(self) -> Iterator[Problem]:
+        return itertools.chain(self.train, self.held_out, *self.beside.values())
 
-def make_task(section: TaskSection) -> Task:
-    problems, score = _toy(section) if section.name == "toy" else _chain_sum(section)
+
+def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
+    """also_digits: of the numbers in problems beside the task's own, chain_sum only."""
+    problems, score = _toy(section) if section.name == "toy" else _chain_sum(section, section.num_digits)
     held_out = tuple(p for p in problems if is_held_out(p.question, section.held_out_fraction))
     train = tuple(p for p in problems if not is_held_out(p.question, section.held_out_fraction))
     if not train or not held_out:
         empty = "training" if not train else "evaluation"
         rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
         raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
-    return Task(name=section.name, train=train, held_out=held_out, score=score)
+    beside = {f"{digits}_digits": _shuffled(_chain_sum(section, digits)[0]) for digits in also_digits}
+    return Task(name=section.name, train=train, held_out=held_out, beside=beside, score=score)
 
 
 def is_held_out(question: str, fraction: float) -> bool:
     """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
-    head = hashlib.sha256(question.encode()).digest()[:8]
-    return int.from_bytes(head, "big") < fraction * 2**64
+    return _hash(question) < fraction * 2**64
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _shuffled(problems: list[Problem]) -> tuple[Problem, ...]:
+    """The same order on every machine, and the first few are a fair sample."""
+    return tuple(sorted(problems, key=lambda problem: _hash(problem.question)))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
@@ -76,13 +91,13 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
     return problems, score
 
 
-def _chain_sum(section: TaskSection) -> tuple[list[Problem], Scorer]:
+def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer]:
     """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own scorer."""
     try:
         import reasoning_gym
     except ImportError:
         raise RecipeError("task.name=chain_sum: needs reasoning-gym; run: pip install 'memsaver[models]'") from None
-    terms, digits = section.num_terms, section.num_digits
+    terms = section.num_terms
     limits = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
     size = 6000  # two terms of one digit: 200 distinct problems, all of them among so many draws
     dataset: Any = reasoning_gym.create_dataset("chain_sum", seed=0, size=size, **limits)

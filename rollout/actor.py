@@ -24,6 +24,7 @@ class RolloutActor:
         device: str = "cpu",
         dtype: str = "float32",
         kv_tokens: int = 4096,
+        load_weights: bool = True,
         limit_bytes: int | None = None,
         threads: int | None = None,
         engine: dict[str, Any] | None = None,
@@ -36,6 +37,7 @@ class RolloutActor:
             device=device,
             dtype=getattr(torch, dtype),
             kv_tokens=kv_tokens,
+            load_weights=load_weights,
             saver=MemorySaver(device=device, limit_bytes=limit_bytes),
             **(engine or {}),
         )
@@ -52,8 +54,8 @@ class RolloutActor:
         """on_progress runs in this process; pass something picklable that sends the numbers on."""
         return self._engine.generate(prompts, params, on_progress)
 
-    def sleep(self, level: int = 1, unfinished: str = "raise") -> None:
-        self._engine.sleep(level, unfinished)
+    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+        self._engine.sleep(level, unfinished, tags)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._engine.wake_up(tags)

@@ -14,6 +14,8 @@ class EngineConfig:
     max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
+    cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
+    graph, others are padded to the next or run without; None takes a ladder up to max_running.
     seed: of the requests that bring none.
     """
 
@@ -23,6 +25,8 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_context_len: int | None = None
     attention: Impl = "auto"
+    cuda_graphs: bool = True
+    graph_batch_sizes: tuple[int, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,5 +42,12 @@ class EngineConfig:
             raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
         if self.attention not in get_args(Impl):
             raise ValueError(f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}")
+        if self.graph_batch_sizes is not None:
+            object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
+            if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:
+                raise ValueError(
+                    f"graph_batch_sizes={self.graph_batch_sizes} must be batch sizes of at least 1; "
+                    f"use cuda_graphs=False for no graphs"
+                )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from kvcache.ops.dispatch import use_triton
 from memsaver import Event, MemorySaver, Report, StateError
 from rollout.config import EngineConfig
+from rollout.graphs import TAG as CUDA_GRAPH
+from rollout.graphs import DecodeGraphs, ladder
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
@@ -22,15 +25,16 @@ from rollout.weights import TAG as WEIGHTS
 from rollout.weights import WeightStore
 
 KV_CACHE = "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE)
+TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 UNFINISHED = ("raise", "preempt", "abort")
 
 
 class Engine:
     """One model on one device. Not thread-safe: one call at a time (callbacks of `generate` may call back in).
 
-    Weights are under tag `weights`, keys and values under tag `kv_cache`, all bookkeeping outside both. The engine
-    generates only while both tags are active and the weights are some version; otherwise it says why not.
+    Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs compute with under
+    tag `cuda_graph`, all bookkeeping outside of them. The engine generates only while all its tags are active and the
+    weights are some version; otherwise it says why not.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, saver: MemorySaver) -> None:
@@ -64,6 +68,9 @@ class Engine:
             max_prefill_tokens=config.max_prefill_tokens,
         )
         self._runner = ModelRunner(model, self._store, self._pool, table, attention=config.attention)
+        if config.cuda_graphs and saver.device.type == "cuda" and use_triton(config.attention, saver.device):
+            self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
+        self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
         self._requests = 0
         self._update = WeightUpdate(self._store, self.saver)
 
@@ -75,10 +82,12 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         kv_tokens: int = 4096,
         saver: MemorySaver | None = None,
+        load_weights: bool = True,
         **engine_config: Any,
     ) -> "Engine":
         """An engine for a Hugging Face model directory, weights loaded as version 0.
 
+        load_weights: False reads no weights, which may then be missing; they are undefined until an update commits.
         engine_config: fields of EngineConfig. ValueError names what the directory or the configuration gets wrong.
         """
         config = EngineConfig(kv_tokens=kv_tokens, **engine_config)
@@ -88,7 +97,10 @@ class Engine:
         elif saver.device.type != torch.device(device).type:
             raise ValueError(f"device={device} but the saver is on {saver.device}; use one device for both")
         engine = cls(model, config, dtype=dtype, saver=saver)
-        engine.load(path)
+        if load_weights:
+            engine.load(path)
+        else:
+            engine.abort_update("the weights were never loaded; commit a weight update")
         return engine
 
     def load(self, path: str | Path) -> None:
@@ -182,8 +194,13 @@ class Engine:
 
     # ---------------------------------------------------------------- sleep and wake up
 
-    def sleep(self, level: int = 1, unfinished: str = "raise") -> None:
-        """Give the memory of both tags back. Keys and values are gone; tags that already sleep are skipped.
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The captured graphs; None where decode runs without."""
+        return self._runner.graphs
+
+    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+        """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update commits.
         unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
@@ -193,27 +210,30 @@ class Engine:
             raise ValueError(f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)")
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
+        chosen = self._known(tags)
         left = self._scheduler.unfinished
         if left and unfinished == "raise":
             raise StateError(
                 f"cannot sleep with unfinished requests: {_names(left)}; let them finish, or sleep with "
                 f'unfinished="preempt" or "abort"'
             )
-        keep = level == 1 and self._store.version is not None
-        self.saver.pause(WEIGHTS, content="host" if keep else "discard")
-        if level == 2:
-            self._update.abort("the weights were discarded by sleep(level=2); commit a weight update")
+        if WEIGHTS in chosen:
+            keep = level == 1 and self._store.version is not None
+            self.saver.pause(WEIGHTS, content="host" if keep else "discard")
+            if level == 2:
+                self._update.abort("the weights were discarded by sleep(level=2); commit a weight update")
         if unfinished == "abort":
             self._scheduler.abort(left)
         self._scheduler.preempt_all()
-        self.saver.pause(KV_CACHE, content="discard")
+        if rest := [tag for tag in chosen if tag != WEIGHTS]:
+            self.saver.pause(*rest, content="discard")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Put memory back at the same addresses: "weights", "kv_cache", or both (None). Active tags are skipped."""
-        wanted = TAGS if tags is None else tags
-        if unknown := [tag for tag in wanted if tag not in TAGS]:
-            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
-        if paused := [tag for tag in wanted if self.saver.is_paused(tag)]:
+        """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
+
+        An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the same.
+        """
+        if paused := [tag for tag in self._known(tags) if self.saver.is_paused(tag)]:
             self.saver.resume(*paused)  # all of them or none
             if KV_CACHE in paused:
                 self._pool.on_resume()
@@ -221,7 +241,7 @@ class Engine:
     def unavailable_reason(self) -> str | None:
         """Why `generate` would refuse now; None when it would not."""
         reasons = []
-        if paused := [tag for tag in TAGS if self.saver.is_paused(tag)]:
+        if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
         if self._store.version is None:
             reasons.append(f"weights undefined: {self._store.undefined_reason}")
@@ -274,6 +294,12 @@ class Engine:
         self._blocks.check_integrity()
         if not self._scheduler.running:
             assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+
+    def _known(self, tags: Sequence[str] | None) -> list[str]:
+        """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""
+        if unknown := [tag for tag in tags or () if tag not in TAGS]:
+            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
+        return [tag for tag in self.tags if tags is None or tag in tags]
 
     def _require_active(self, tag: str, action: str) -> None:
         if self.saver.is_paused(tag):

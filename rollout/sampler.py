@@ -4,15 +4,17 @@ The number drawn for a token depends on (seed, sample index, position) only, and
 batch a sample happens to be in, chunking and preemption do not change what it draws.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvcache.ops.dispatch import Impl, use_triton
 from rollout.ops.hash import splitmix64
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
+_ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +42,58 @@ class SamplingBatch:
     ) -> "SamplingBatch":
         greedy = [value == 0 for value in temperature]
         filtered = [i for i, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if (k or p < 1) and not greedy[i]]
+        host = [
+            torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
+            torch.tensor(greedy, dtype=torch.bool),
+            torch.tensor(top_k, dtype=torch.int64),
+            torch.tensor(top_p, dtype=torch.float64),
+            torch.tensor(counters, dtype=torch.int64),
+            torch.tensor(filtered, dtype=torch.int64),
+        ]
+        scale, is_greedy, k, p, counts, filtered_rows = _to_device(host, device)
         return cls(
-            temperature=torch.tensor([value or 1.0 for value in temperature], device=device).unsqueeze(1),
-            greedy=torch.tensor(greedy, device=device),
-            top_k=torch.tensor(top_k, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
-            counters=torch.tensor(counters, dtype=torch.int64, device=device),
+            temperature=scale,
+            greedy=is_greedy,
+            top_k=k,
+            top_p=p,
+            counters=counts,
             any_random=not all(greedy),
-            filtered_rows=torch.tensor(filtered, device=device) if filtered else None,
+            filtered_rows=filtered_rows if filtered else None,
         )
+
+    def only_filtered(self, rows: Tensor) -> "SamplingBatch":
+        """The batch of `rows`, int64 [F], all of them filtered."""
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            greedy=self.greedy[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            counters=self.counters[rows],
+            filtered_rows=torch.arange(len(rows), device=rows.device),
+        )
+
+
+def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Small CPU tensors on the device. On CUDA: views of one buffer, filled by one transfer that waits for nothing."""
+    if device.type != "cuda":
+        return [each.to(device) for each in tensors]
+    staging = torch.empty(sum(_aligned_size(each) for each in tensors), dtype=torch.uint8, pin_memory=True)
+    for view, each in zip(_views(staging, tensors), tensors, strict=True):
+        view.copy_(each)
+    return list(_views(staging.to(device, non_blocking=True), tensors))
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(buffer: Tensor, like: list[Tensor]) -> Iterator[Tensor]:
+    """Consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
+    start = 0
+    for each in like:
+        yield buffer[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        start += _aligned_size(each)
 
 
 def uniform(counters: Tensor) -> Tensor:
@@ -60,11 +105,25 @@ def uniform(counters: Tensor) -> Tensor:
     return bits.double() * 2.0**-_UNIFORM_BITS
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [R] and their log-probabilities fp32 [R] from fp32 logits [R, vocab].
+def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """Tokens int64 [R] and their log-probabilities fp32 [R], on the device, from logits [R, vocab].
 
+    logits: fp32, bf16 or fp16, converted to fp32 first; rows anywhere, elements of a row contiguous.
     Log-probability: log_softmax(logits / temperature)[token], before top-k and top-p; temperature 1 for greedy rows.
     """
+    if not use_triton(impl, logits.device):
+        return _sample_torch(logits, batch)
+    from rollout.ops.sample_triton import sample_triton
+
+    tokens, logprobs = sample_triton(logits, batch.temperature, batch.greedy, batch.counters)
+    rows = batch.filtered_rows
+    if rows is not None:  # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+        tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
+    return tokens, logprobs
+
+
+def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
     logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
     tokens = logits.argmax(dim=-1)
     if batch.any_random:
@@ -73,14 +132,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u * total."""
+    """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u * total.
+
+    A row with NaN gives any token of the vocabulary.
+    """
     probs = logprobs.exp()
     if batch.filtered_rows is not None:
         rows = batch.filtered_rows
         probs[rows] = keep_top(probs[rows], batch.top_k[rows], batch.top_p[rows])
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform(batch.counters).unsqueeze(1) * cdf[:, -1:]
-    return torch.searchsorted(cdf, target, right=True).squeeze(1)
+    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

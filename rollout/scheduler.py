@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvcache import ReqHandle
 from rollout.types import Completion, FinishReason, SamplingParams
 
 
 class Blocks(Protocol):
-    """What the scheduler asks of kvcache.BlockManager. `extend` returns the new tokens' slots, opaque here."""
+    """What the scheduler asks of kvcache.BlockManager. `extend` returns the new tokens' slots, opaque but for split."""
 
     @property
     def available_pages(self) -> int: ...
@@ -164,32 +164,38 @@ class Scheduler:
         return chunks
 
     def _admit(self, budget: int) -> list[Chunk]:
+        """Let waiting samples in, first come, first served; all their pages are taken in one call."""
+        admitted: list[Sample] = []
         chunks: list[Chunk] = []
+        rows = sum(1 + len(each.siblings) for each in self.running)
+        pages = 0
         while self.waiting and budget > 0:
             sample = self.waiting[0]
-            if not self._try_admit(sample):
+            members, needed = 1 + len(sample.siblings), self._pages(sample.length)
+            if rows + members > self.max_running:
                 break
-            self.waiting.popleft()
+            alone = not self.running and not admitted
+            if not alone and pages + needed + members + rows > self.blocks.available_pages:
+                break
+            rows, pages = rows + members, pages + needed
+            admitted.append(self.waiting.popleft())
+            sample.computed, sample.prefill_len = 0, sample.length
             chunks.append(_next_chunk(sample, budget))
             budget -= chunks[-1].length
+        self._take_pages(admitted)
         return chunks
 
-    def _try_admit(self, sample: Sample) -> bool:
-        members = 1 + len(sample.siblings)
-        rows = sum(1 + len(each.siblings) for each in self.running)
-        pages = self._pages(sample.length)
-        if rows + members > self.max_running:
-            return False
-        if self.running and pages + members + rows > self.blocks.available_pages:
-            return False
-        handle = self.blocks.admit()
-        assert handle is not None, "the request table has max_running rows"
-        slots = self.blocks.extend([handle], [sample.length])
-        assert slots is not None, "checked above, or the pool is empty and check_fits was called"
-        sample.handle, sample.slots = handle, slots
-        sample.computed, sample.prefill_len = 0, sample.length
-        self.running.append(sample)
-        return True
+    def _take_pages(self, admitted: Sequence[Sample]) -> None:
+        if not admitted:
+            return
+        handles = [self.blocks.admit() for _ in admitted]
+        assert None not in handles, "the request table has max_running rows"
+        lengths = [sample.length for sample in admitted]
+        slots = self.blocks.extend(cast("list[ReqHandle]", handles), lengths)
+        assert slots is not None, "checked before, or the pool is empty and check_fits was called"
+        for sample, handle, mine in zip(admitted, handles, slots.split(lengths), strict=True):
+            sample.handle, sample.slots = handle, mine
+            self.running.append(sample)
 
     def computed(self, step: Step) -> None:
         """Record that the step's keys and values are in the cache."""

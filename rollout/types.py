@@ -133,13 +133,17 @@ class WeightOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writer says it wrote. digest: rollout.ops.digest over every slice. nbytes: parameters, no padding."""
+    """What the writer says it wrote. digest: rollout.ops.digest over every slice. nbytes: parameters, no padding.
+
+    seconds: of the whole write, copy_seconds: of it, between mapping the pages and unmapping them.
+    """
 
     version: int
     layout_hash: str
     digest: int
     nbytes: int
     seconds: float
+    copy_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.digest < 2**64:

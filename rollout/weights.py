@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.model.layout import Group
-from rollout.ops.digest import digest
+from rollout.ops.digest import Digest
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
 if TYPE_CHECKING:
@@ -82,15 +82,12 @@ class WeightStore:
         self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         self._base = saver.offset_of(self._arena)
         self.manifest = build_manifest(groups, aliases, dtype, self._base)
+        self.param_nbytes = sum(math.prod(p.shape) for group in groups for p in group.params) * dtype.itemsize
         self._slices = {piece.name: piece for piece in self.manifest.slices}
         self.version: int | None = None
         self.last_version = 0
         self.undefined_reason = "the weights were never loaded"
-
-    @property
-    def param_nbytes(self) -> int:
-        """Bytes of the parameters, without padding."""
-        return sum(self.tensor(name).nbytes for name in self._slices)
+        self._digest: Digest | None = None
 
     def tensor(self, name: str) -> Tensor:
         """View of a parameter, a tied name or a fused tensor."""
@@ -137,7 +134,9 @@ class WeightStore:
 
     def digest(self) -> int:
         """Digest of every slice as it lies in memory, padding left out."""
-        return sum(digest(self.tensor(s.name), s.index_base) for s in self.manifest.slices) % 2**64
+        if self._digest is None:  # addresses are fixed: made once
+            self._digest = Digest([(self.tensor(s.name), s.index_base) for s in self.manifest.slices])
+        return self._digest.run()
 
 
 def _shorten(names: list[str], limit: int = 5) -> str:

@@ -1,6 +1,7 @@
 """Shared by all tests: the interpreter where there is no GPU, and ``gpu`` tests skipped there."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="full counts of every soak test, not the short forms")
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """rounds(short, full): how often a soak test goes round; full with --soak."""
+    soak = request.config.getoption("--soak")
+    return lambda short, full: full if soak else short
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

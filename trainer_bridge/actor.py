@@ -43,8 +43,8 @@ class TrainerActor:
     def restore(self, *tags: str) -> None:
         self.trainer.restore(*tags)
 
-    def zero_grad(self) -> None:
-        self.trainer.zero_grad()
+    def empty_cache(self) -> None:
+        self.trainer.empty_cache()
 
     def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
         return self.trainer.sync_weights(offer)
@@ -114,8 +114,8 @@ class RemoteTrainer(RemoteActor):
     def restore(self, *tags: str) -> None:
         self.call("restore", *tags)
 
-    def zero_grad(self) -> None:
-        self.call("zero_grad")
+    def empty_cache(self) -> None:
+        self.call("empty_cache")
 
     def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
         return self.call("sync_weights", offer)
@@ -152,8 +152,8 @@ class RemoteRollout(RemoteActor):
         """on_progress runs in the actor: pass something picklable that sends the numbers on."""
         return self.call("generate", prompts, params, on_progress)
 
-    def sleep(self, level: int = 1, unfinished: str = "raise") -> None:
-        self.call("sleep", level, unfinished)
+    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+        self.call("sleep", level, unfinished, tags)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.call("wake_up", tags)

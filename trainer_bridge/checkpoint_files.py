@@ -13,14 +13,18 @@ from rollout.model.loading import checkpoint_files
 _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
 
+def check_directory(path: str) -> None:
+    """A ValueError unless `path` holds a config.json."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path")
+
+
 class CheckpointFiles:
     """Names, shapes and rows of the tensors in `path`. Files are mapped, not read, until rows are asked for."""
 
     def __init__(self, path: str) -> None:
         from safetensors import safe_open
 
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ValueError(f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path")
         self.path = path
         self._files: dict[str, Any] = {}
         for file_path in checkpoint_files(path):

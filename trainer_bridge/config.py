@@ -14,14 +14,17 @@ _DTYPES = ("float32", "bfloat16")
 class TrainerConfig:
     """One FSDP2 trainer.
 
-    model_path: a Hugging Face directory (config.json and safetensors). dtype: of the parameter shards, their gradients
-    and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed precision); None is
-    `dtype`. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high]. max_grad_norm: None: no clipping.
-    micro_batch_size: sequences a rank holds in one forward and backward. threads: of torch on the CPU; None leaves
-    torch's own choice. seed: of torch's generator, set once when the trainer is built.
+    model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights made on the device
+    instead, the same for the same seed and number of ranks; no safetensors are read. dtype: of the parameter shards,
+    their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
+    precision); None is `dtype`. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+    max_grad_norm: None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward. threads: of
+    torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
+    and of random weights.
     """
 
     model_path: str
+    random_init: bool = False
     dtype: str = "float32"
     param_dtype: str | None = None
     learning_rate: float = 1e-6

@@ -32,7 +32,8 @@ _STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, we
 def open_inprocess(trainer: TrainerConfig, engine: Mapping[str, Any]) -> Iterator[tuple[Trainer, Engine]]:
     """Both sides in this process.
 
-    engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where not given.
+    engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where not given. It loads no
+    weights: the first sync brings them.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
@@ -88,6 +89,7 @@ def open_ray(
 
 def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {"path": trainer.model_path, "device": trainer.device, "dtype": trainer.torch_dtype, **engine}
+    arguments["load_weights"] = False  # undefined until the first sync, which would replace them anyway
     if isinstance(arguments["dtype"], str):
         arguments["dtype"] = getattr(torch, arguments["dtype"])
     if torch.device(arguments["device"]) != torch.device(trainer.device):
@@ -100,7 +102,7 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
 def _actor_arguments(arguments: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
     """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under `engine`."""
     rest = dict(arguments)
-    own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kv_tokens") if name in rest}
+    own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest}
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
     own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
     return {**own, "threads": None if on_gpu else _cores(), "engine": rest}

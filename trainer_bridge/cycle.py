@@ -3,20 +3,21 @@
     train  --to_rollout(version)-->  rollout  --to_score()-->  score  --to_train()-->  train
                                         '------------- to_train() ------------------^
 
-    state    the trainer holds     the rollout holds       who may work
-    train    params, optim         nothing                 update_actor, compute_log_prob, checkpoints
-    rollout  nothing               weights, kv_cache       generate
-    score    params                nothing                 compute_log_prob
+    state    the trainer holds     the rollout holds                 who may work
+    train    params, optim         nothing                           update_actor, compute_log_prob, checkpoints
+    rollout  nothing               weights, kv_cache, cuda_graph     generate
+    score    params                nothing                           compute_log_prob
 
-Both sides are protocols: the same code drives objects of this process and handles on Ray actors. A stage that fails
-ends the cycle; where weights were being replaced, the rollout is poisoned with the reason and serves nothing.
+Tags that the caller names in `keep` stay on the device in every state. Both sides are protocols: the same code drives
+objects of this process and handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced,
+the rollout is poisoned with the reason and serves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from memsaver.errors import StateError
@@ -27,6 +28,8 @@ from trainer_bridge.errors import CycleError
 
 class TrainerSide(Protocol):
     """What the cycle asks of a trainer; see `Trainer`."""
+
+    def empty_cache(self) -> None: ...
 
     def park(self, *tags: str) -> None: ...
 
@@ -44,6 +47,8 @@ TRANSITIONS = {
     "score": {"to_train": "train"},
     "failed": {},
 }
+TRAINER_TAGS = ("params", "optim")
+ROLLOUT_TAGS = ("weights", "kv_cache", "cuda_graph")
 POISONING = ("begin_update", "sync_weights", "commit_update")  # from the first to the last the weights are undefined
 
 
@@ -51,10 +56,25 @@ class Cycle:
     """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the table above."""
 
     def __init__(
-        self, trainer: TrainerSide, rollout: Rollout, *, on_stage: OnStage | None = None, sleep_level: int = 2
+        self,
+        trainer: TrainerSide,
+        rollout: Rollout,
+        *,
+        on_stage: OnStage | None = None,
+        sleep_level: int = 2,
+        keep: Iterable[str] = (),
     ) -> None:
-        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host."""
+        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
+
+        keep: tags of either side that stay on the device, where there is room for them; a ValueError names an unknown
+        one.
+        """
+        kept = set(keep)
+        if unknown := sorted(kept - {*TRAINER_TAGS, *ROLLOUT_TAGS}):
+            raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(TRAINER_TAGS + ROLLOUT_TAGS)}")
         self.state = "train"
+        self._parked = set(TRAINER_TAGS) - kept
+        self._sleeping = [tag for tag in ROLLOUT_TAGS if tag not in kept]
         self._trainer = trainer
         self._rollout = rollout
         self._on_stage = on_stage
@@ -64,8 +84,7 @@ class Cycle:
     def to_rollout(self, version: int) -> CommitReceipt:
         """Hand the memory to the rollout, which then serves the trainer's weights as `version`."""
         after = self._enter("to_rollout")
-        with self._stage("park_optim"):
-            self._trainer.park("optim")
+        self._make_room()
         with self._stage("wake_weights"):
             self._rollout.wake_up(["weights"])
         with self._stage("begin_update"):
@@ -74,10 +93,11 @@ class Cycle:
             written = self._trainer.sync_weights(offer)
         with self._stage("commit_update"):
             committed = self._rollout.commit_update(written)
-        with self._stage("park_params"):  # not before the rollout has confirmed what it holds
-            self._trainer.park("params")
+        if "params" in self._parked:
+            with self._stage("park_params"):  # not before the rollout has confirmed what it holds
+                self._trainer.park("params")
         with self._stage("wake_kv_cache"):
-            self._rollout.wake_up(["kv_cache"])
+            self._rollout.wake_up(["kv_cache", "cuda_graph"])
         self.state = after
         return committed
 
@@ -92,15 +112,25 @@ class Cycle:
         before, after = self.state, self._enter("to_train")
         if before == "rollout":
             self._take_params()
-        with self._stage("restore_optim"):
-            self._trainer.restore("optim")
+        if "optim" in self._parked:
+            with self._stage("restore_optim"):
+                self._trainer.restore("optim")
         self.state = after
+
+    def _make_room(self) -> None:
+        if "optim" in self._parked:
+            with self._stage("park_optim"):
+                self._trainer.park("optim")
+        elif self._sleeping:  # nothing of the optimizer's, but what training left in torch's cache
+            with self._stage("empty_cache"):
+                self._trainer.empty_cache()
 
     def _take_params(self) -> None:
         with self._stage("sleep"):
-            self._rollout.sleep(self._sleep_level)
-        with self._stage("restore_params"):
-            self._trainer.restore("params")
+            self._rollout.sleep(self._sleep_level, tags=self._sleeping)
+        if "params" in self._parked:
+            with self._stage("restore_params"):
+                self._trainer.restore("params")
 
     def _enter(self, verb: str) -> str:
         """The state after `verb`; StateError if it is not legal now."""

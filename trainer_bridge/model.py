@@ -1,4 +1,4 @@
-"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, weights from safetensors.
+"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then the weights.
 
 Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
 """
@@ -6,6 +6,7 @@ Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a ta
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer_bridge.checkpoint_files import CheckpointFiles
+from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side
 
@@ -26,17 +27,21 @@ PARAMS = "params"
 
 
 def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None) -> nn.Module:
-    """The sharded model with the weights of `config.model_path`; addresses of the shards are final on return.
+    """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
 
     A ValueError names a missing file, and parameters that are missing, unknown or of another shape.
     """
-    files = CheckpointFiles(config.model_path)
+    check_directory(config.model_path)
+    files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config)
     _shard(model, config, mesh)
     _allocate_shards(model, device, saver)
     _finish_fsdp(model, saver)
     _rebuild_buffers(model, device)
-    _load_weights(model, files)
+    if files is None:
+        _randomise_weights(model, config.seed)
+    else:
+        _load_weights(model, files)
     return model
 
 
@@ -149,6 +154,33 @@ def _load_weights(model: nn.Module, files: CheckpointFiles) -> None:
         first = first_row(param)
         if shard.numel():
             shard.copy_(files.rows(name, first, first + shard.shape[0]))
+
+
+def _randomise_weights(model: nn.Module, seed: int) -> None:
+    """What transformers initialises decoders with, in place and on the device: no other memory is taken.
+
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. A shard's bits are a function
+    of the seed, the parameter's name and the rank, on one kind of device.
+    """
+    deviation = getattr(model.config, "initializer_range", None) or 0.02
+    for name, param in model.named_parameters():
+        shard = local_shard(param)
+        if param.ndim > 1:
+            shard.normal_(0.0, deviation, generator=_generator(seed, name, param))
+        else:
+            shard.fill_(0.0 if name.endswith(".bias") else 1.0)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            shard, row = local_shard(module.weight), module.padding_idx - first_row(module.weight)
+            if 0 <= row < shard.shape[0]:
+                shard[row] = 0.0
+
+
+def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:
+    assert isinstance(param, DTensor)
+    text = f"{seed}/{name}/{param.device_mesh.get_local_rank()}"
+    head = hashlib.sha256(text.encode()).digest()[:8]
+    return torch.Generator(param.device).manual_seed(int.from_bytes(head, "big") >> 1)
 
 
 def first_row(param: Tensor) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from memsaver.errors import StateError
 from rollout.types import WeightOffer, WriteReceipt
@@ -19,9 +20,9 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.losses import ppo_clip, token_logprobs
 from trainer_bridge.model import PARAMS, build_model, local_shard, reshard
 from trainer_bridge.optimizer import OPTIM, build_optimizer
-from trainer_bridge.plan import Planner, dim0_shards
+from trainer_bridge.plan import Plan, Planner, dim0_shards
 from trainer_bridge.processes import ensure_process_group, sum_ranks, sum_ranks_mod64
-from trainer_bridge.session import OnCopy, WriteSession
+from trainer_bridge.session import OnCopy, RankCopies, WriteSession
 
 if TYPE_CHECKING:
     from memsaver import Event, MemorySaver, Report
@@ -52,9 +53,13 @@ class Trainer:
         self.step = 0
         self._parked: set[str] = set()
         self._synced_version: int | None = None
+        self._params = dict(self.model.named_parameters())
+        self._shards: dict[str, Tensor] = {}
+        self._addresses: list[int] = []
+        self._copies: RankCopies | None = None
         shards = [
             shard
-            for name, param in self.model.named_parameters()
+            for name, param in self._params.items()
             for shard in dim0_shards(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), self.world)
         ]
         self._planner = Planner(shards)
@@ -104,13 +109,9 @@ class Trainer:
         return dict(zip(names, means, strict=True)) | {"grad_norm": grad_norm, "tokens": float(batch.num_tokens)}
 
     def park(self, *tags: str) -> None:
-        """Drop gradients and unsharded layers, then move the tags (none: both) to the host and free their memory."""
+        """Empty the cache, then move the tags (none: both) to the host and free their memory."""
         chosen = self._tags(tags)
-        self.zero_grad()
-        reshard(self.model)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        self.empty_cache()
         if self.saver is not None:
             self.saver.pause(*chosen, content="host")
         self._parked |= set(chosen)
@@ -121,6 +122,14 @@ class Trainer:
         if self.saver is not None:
             self.saver.resume(*chosen)
         self._parked -= set(chosen)
+
+    def empty_cache(self) -> None:
+        """Drop gradients and unsharded layers, and give torch's cached blocks back to the device."""
+        self.zero_grad()
+        reshard(self.model)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -138,14 +147,14 @@ class Trainer:
                 f"stale offer of version {offer.version}: version {self._synced_version} has been written; begin anew"
             )
         plan = self._planner.plan(offer.manifest)
-        session = WriteSession(offer, plan, rank=self.rank, on_copy=on_copy, check_finite=check_finite)
         receipt, error = None, None
         try:
-            receipt = session.write(self.shards())
+            copies = self._rank_copies(plan)
+            receipt = WriteSession(offer, copies, on_copy=on_copy, check_finite=check_finite).write()
         except Exception as problem:  # the other ranks wait in the sum below: tell them, then raise
             error = problem
         parts = [receipt.digest, receipt.nbytes, 0] if receipt is not None else [0, 0, 1]
-        digest, nbytes, failed = sum_ranks_mod64(parts, self.device)
+        digest, nbytes, failed = sum_ranks_mod64(parts, self.device) if self.world > 1 else parts
         if error is not None:
             raise error
         if failed:
@@ -155,8 +164,12 @@ class Trainer:
         return dataclasses.replace(receipt, digest=digest, nbytes=nbytes)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter by checkpoint name; tied ones once."""
-        return {name: local_shard(param) for name, param in self.model.named_parameters()}
+        """This rank's rows of every parameter by checkpoint name; tied ones once. The same dict until a shard moves."""
+        addresses = [_address(param) for param in self._params.values()]
+        if addresses != self._addresses:
+            self._shards = {name: local_shard(param) for name, param in self._params.items()}
+            self._addresses = addresses
+        return self._shards
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Parameters, moments, step and `extra` (JSON), whole or not at all; replaces what was there."""
@@ -225,6 +238,13 @@ class Trainer:
         self.step += 1
         return grad_norm
 
+    def _rank_copies(self, plan: Plan) -> RankCopies:
+        """Kept from update to update: made anew for another layout, or should a shard have moved."""
+        shards, made = self.shards(), self._copies
+        if made is None or made.layout_hash != plan.layout_hash or made.sources is not shards:
+            self._copies = made = RankCopies(plan, shards, rank=self.rank)
+        return made
+
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint holds, by name; the tensors are the trainer's own."""
         state: dict[str, Tensor] = {}
@@ -257,6 +277,12 @@ class Trainer:
         for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
             if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
                 raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{config.vocab_size - 1}")
+
+
+def _address(param: Tensor) -> int:
+    """Of this rank's shard. `to_local` takes a hundred times as long, every time."""
+    assert isinstance(param, DTensor)
+    return param._local_tensor.data_ptr()
 
 
 def _device(name: str) -> torch.device:

@@ -1,7 +1,6 @@
 """Page ledger on the CPU: who owns which page, and the token ids of freshly taken pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +10,6 @@ from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_
 
 Int64Array = npt.NDArray[np.int64]
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extension:
-    """What `alloc_extend_pages` took: `loc` int64 token ids on the device in request order; `pages` in request order
-    with `page_counts[r]` of them belonging to request r, both on the CPU."""
-
-    loc: torch.Tensor
-    pages: Int64Array
-    page_counts: Int64Array
 
 
 class PagedTokenToKVPoolAllocator:
@@ -85,18 +74,6 @@ class PagedTokenToKVPoolAllocator:
         sum(ceil(seq / ps) - ceil(prefix / ps)) of them. None when they don't suffice. Raises ValueError where a
         sequence would shrink, the sum disagrees or (last_loc + 1) % ps != prefix % ps.
         """
-        got = self.alloc_extend_pages(prefix_lens, seq_lens, last_loc, extend_num_tokens)
-        return None if got is None else got.loc
-
-    def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
-        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count the new token."""
-        seq = as_int64(seq_lens, "seq_lens")
-        return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
-
-    def alloc_extend_pages(
-        self, prefix_lens: Indices, seq_lens: Indices, last_loc: Indices, extend_num_tokens: int
-    ) -> Extension | None:
-        """`alloc_extend` for callers who keep page tables: also says which pages were taken."""
         prefix = as_int64(prefix_lens, "prefix_lens")
         seq = as_int64(seq_lens, "seq_lens")
         last = as_int64(last_loc, "last_loc")
@@ -106,11 +83,15 @@ class PagedTokenToKVPoolAllocator:
         if pages is None:
             return None
         try:
-            loc = self._expand((prefix, seq, last), gains, counts, pages)
+            return self._expand((prefix, seq, last), gains, counts, pages)
         except BaseException:  # such as the device being out of memory
             self.free_pages(pages)
             raise
-        return Extension(loc=loc, pages=pages, page_counts=counts)
+
+    def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
+        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count the new token."""
+        seq = as_int64(seq_lens, "seq_lens")
+        return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
 
     def _expand(
         self, lengths: tuple[Int64Array, ...], gains: Int64Array, counts: Int64Array, pages: Int64Array

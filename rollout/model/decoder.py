@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.config import ModelConfig
-from rollout.model.rotary import RotaryTables, apply_rotary
+from rollout.ops.activation import silu_mul
+from rollout.ops.norm import add_rms_norm, rms_norm
 from rollout.weights import WeightStore
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]; stores k and v in the cache first."""
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]; rotates q and k, and stores k and v first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,47 +65,30 @@ def _layer_weights(store: WeightStore, config: ModelConfig, layer: int) -> Layer
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x) over the last dimension, in fp32 until the weight, as transformers does."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+def forward(config: ModelConfig, weights: DecoderWeights, token_ids: Tensor, *, attend: Attend) -> Tensor:
+    """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states [T, hidden].
 
-
-def forward(
-    config: ModelConfig,
-    weights: DecoderWeights,
-    tables: RotaryTables,
-    token_ids: Tensor,
-    positions: Tensor,
-    logits_at: Tensor,
-    *,
-    attend: Attend,
-) -> Tensor:
-    """Run tokens of several requests, packed one after the other.
-
-    token_ids, positions: int64 [T]. logits_at: int64 [R], tokens whose logits are wanted. Returns fp32 [R, vocab].
+    Between layers the residual stream and the product that is to be added to it travel apart, so that each addition is
+    one kernel with the norm that follows.
     """
-    x = F.embedding(token_ids, weights.embed)
-    cos, sin = tables.at(positions, x.dtype)
-    for index, layer in enumerate(weights.layers):
-        x = x + _attention(config, index, layer, rms_norm(x, layer.input_norm, config.rms_norm_eps), cos, sin, attend)
-        x = x + _mlp(layer, rms_norm(x, layer.post_norm, config.rms_norm_eps))
-    x = rms_norm(x[logits_at], weights.norm, config.rms_norm_eps)
-    return F.linear(x, weights.lm_head).float()
+    eps = config.rms_norm_eps
+    residual = F.embedding(token_ids, weights.embed)
+    x = rms_norm(residual, weights.layers[0].input_norm, eps)
+    following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
+    for index, (layer, norm) in enumerate(zip(weights.layers, following, strict=True)):
+        x, residual = add_rms_norm(_attention(config, index, layer, x, attend), residual, layer.post_norm, eps)
+        x, residual = add_rms_norm(_mlp(layer, x), residual, norm, eps)
+    return x
 
 
-def _attention(
-    config: ModelConfig, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
-) -> Tensor:
+def _attention(config: ModelConfig, index: int, layer: LayerWeights, x: Tensor, attend: Attend) -> Tensor:
     heads = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, config.head_dim)
     q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    out = attend(index, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+    out = attend(index, q, k, v)
     return F.linear(out.reshape(x.shape[0], -1), layer.o, layer.o_bias)
 
 
 def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
-    gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, layer.down)
+    return F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)

@@ -81,10 +81,21 @@ def plan_attention(shape: BatchShape, req_to_token: Tensor, impl: Impl = "auto")
     return plan_torch(shape, req_to_token)
 
 
+def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "TritonPlan":
+    """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold them.
+
+    rows, positions: integers [B] on the device, a request's row of req_to_token and the position of its query token.
+    """
+    from rollout.ops.attention_triton import plan_decode_triton
+
+    return plan_decode_triton(rows, positions, req_to_token)
+
+
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, D] over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv] -> [T, Hq, Dv], q's dtype.
 
-    Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). Computed in fp32.
+    Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). Softmax and sums are fp32;
+    products too, except that Triton multiplies half-precision tensors as they are.
     """
     if isinstance(plan, TorchPlan):
         return torch_attention(q, k_cache, v_cache, plan, scale)

@@ -1,10 +1,15 @@
-"""Paged attention in Triton: chunked causal prefill and split-KV decode with the query heads of a KV head packed.
+"""Paged attention in Triton: chunked causal prefill and split-KV decode, the query heads of a KV head packed in both.
 
-The decode splits have a fixed length, so a request's result does not depend on the batch it is in. All arithmetic is
-fp32 (`input_precision="ieee"`), whatever the storage dtype: the interpreter is wrong on bf16.
+Work is laid out by a request's own lengths only, so a request's result does not depend on the batch it is in, and the
+decode launch depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
+
+Half-precision storage is multiplied on tensor cores, with peaks, sums and accumulators in fp32. Anything else, and
+everything in the interpreter, which is wrong on bf16, is widened to fp32 right after the load ("wide").
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -13,18 +18,24 @@ from torch import Tensor
 
 from rollout.ops.attention import BatchShape
 
-SPLIT = 256  # KV tokens a decode program reads
+NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
+MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
+SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
-    """meta: int32 [4, requests] on the device: row of req_to_token, first query token, tokens cached, query tokens."""
+    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
+    query token, tokens cached, query tokens; decode requests first.
+
+    Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
+    max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
+    """
 
     req_to_token: Tensor
     meta: Tensor
     num_decode: int
     num_prefill: int
-    max_decode_len: int
     max_q_len: int
 
 
@@ -33,22 +44,34 @@ def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
     for q_len in shape.q_lens:
         starts.append(start)
         start += q_len
-    meta = torch.tensor([list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)], dtype=torch.int32).to(
-        req_to_token.device
+    device = req_to_token.device
+    meta = torch.tensor(
+        [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)],
+        dtype=torch.int32,
+        pin_memory=device.type == "cuda",  # else the copy would wait for the kernels under way
     )
     return TritonPlan(
         req_to_token=req_to_token,
-        meta=meta,
+        meta=meta.to(device, non_blocking=True),
         num_decode=shape.num_decode,
         num_prefill=len(shape.rows) - shape.num_decode,
-        max_decode_len=max(shape.kv_lens[: shape.num_decode], default=0),
         max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
     )
 
 
+def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
+    count = len(rows)
+    meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
+    meta[0] = rows
+    torch.arange(count, out=meta[1])
+    torch.add(positions, 1, out=meta[2])
+    meta[3] = 1
+    return TritonPlan(req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0)
+
+
 def triton_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
     """Same contract as `paged_attention`."""
-    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
+    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
     if plan.num_decode:
         _launch_decode(q, k_cache, v_cache, out, plan, scale)
@@ -58,178 +81,221 @@ def triton_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPl
 
 
 def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
-    heads, dim = q.shape[1:]
-    kv_heads, value_dim = v_cache.shape[1:]
-    splits = triton.cdiv(plan.max_decode_len, SPLIT)
-    part = torch.empty((plan.num_decode, heads, splits, value_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((plan.num_decode, heads, splits), dtype=torch.float32, device=q.device)
-    meta, table = plan.meta, plan.req_to_token
-    block_v = max(16, triton.next_power_of_2(value_dim))
-    _decode_split[(plan.num_decode, kv_heads, splits)](
-        q, k_cache, v_cache, table, meta[0], meta[2], part, lse,
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
+    splits = min(NUM_SPLITS.value, triton.cdiv(table.shape[1], MIN_SPLIT.value))
+    if splits == 1:
+        part, lse = out.unsqueeze(2), None
+    else:
+        part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
+    blocks = decode_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
+    _decode_split[(count, kv_heads, splits)](
+        q, k_cache, v_cache, table, meta, part, lse,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), heads, splits, scale,
-        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, SPLIT=SPLIT,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_N=min(64, SPLIT),
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=block_v, num_stages=2,
+        table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, scale * math.log2(math.e),
+        **blocks,
     )  # fmt: skip
-    _decode_combine[(plan.num_decode, heads)](
-        part, lse, meta[2], out, out.stride(0), out.stride(1), heads, splits,
-        VALUE_DIM=value_dim, SPLIT=SPLIT, BLOCK_V=block_v, BLOCK_SPLITS=triton.next_power_of_2(splits),
-    )  # fmt: skip
+    if lse is not None:
+        _decode_combine[(count, heads)](
+            part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits,
+            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
 
 
 def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
-    heads, dim = q.shape[1:]
-    kv_heads, value_dim = v_cache.shape[1:]
-    meta, table = plan.meta[:, plan.num_decode :], plan.req_to_token
-    block_m = 64 if plan.max_q_len > 16 else 16
-    _prefill[(triton.cdiv(plan.max_q_len, block_m), plan.num_prefill, heads)](
-        q, k_cache, v_cache, table, meta[0], meta[1], meta[2], meta[3], out,
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    meta, table = plan.meta, plan.req_to_token
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
+    tokens = blocks["BLOCK_M"] // blocks["GROUP"]
+    _prefill[(triton.cdiv(plan.max_q_len, tokens), plan.num_prefill, kv_heads)](
+        q, k_cache, v_cache, table, meta, out,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), out.stride(0), out.stride(1), scale,
-        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=32,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        num_stages=2,
+        table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, scale * math.log2(math.e),
+        **blocks,
     )  # fmt: skip
 
 
+def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether everything is widened to fp32; otherwise products are those of the half-precision tensors."""
+    half = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    return not (half and q.is_cuda)
+
+
+def decode_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+    """Compile-time arguments of `_decode_split`. Only tensor cores need 16 rows; elsewhere padding rows cost time."""
+    constants = _dims(group, dim, value_dim, wide)
+    rows = triton.next_power_of_2(group)
+    stages = 5 if constants["BLOCK_D"] <= 128 else 3  # half for the slots, half for what hangs on them: 2 blocks or 1
+    if wide:
+        return {**constants, "BLOCK_G": rows, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
+    return {**constants, "BLOCK_G": max(16, rows), "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+
+
+def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+    """Compile-time arguments of `_prefill`. A program computes BLOCK_M // group tokens, whatever the batch."""
+    constants = _dims(group, dim, value_dim, wide)
+    rows = triton.next_power_of_2(group)
+    if wide:  # without tensor cores registers are the limit: 128 let two programs share a multiprocessor, none spilled
+        block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
+        tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    else:
+        block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
+        tuning = {"num_warps": 8, "num_stages": 3}
+    return {**constants, "BLOCK_M": max(block_m, rows), "BLOCK_N": block_n, **tuning}
+
+
+def _dims(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+    padded = {"BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_V": max(16, triton.next_power_of_2(value_dim))}
+    return {"GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "WIDE": wide, **padded}
+
+
 @triton.jit
-def _attend_block(  # type: ignore[no-untyped-def]
-    query, peak, total, acc, slots, visible, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+def _gather(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros."""
+    dims = tl.arange(0, BLOCK)
+    at = base + rows[:, None] * stride + dims[None, :]
+    values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0.0)
+    return values.to(tl.float32) if WIDE else values
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    query, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot, scale,
+    MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax. slots: int64 [N]. visible: [M, N] or [1, N]; loads are masked by its columns."""
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
-    used = slots >= 0
-    keys = tl.load(
-        k_head + slots[:, None] * stride_k_slot + dims[None, :], mask=used[:, None] & (dims < DIM)[None, :], other=0.0
-    ).to(tl.float32)
-    values = tl.load(
-        v_head + slots[:, None] * stride_v_slot + value_dims[None, :],
-        mask=used[:, None] & (value_dims < VALUE_DIM)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    shrink = tl.exp(peak - new_peak)
-    weights = tl.exp(scores - new_peak[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights, values, input_precision="ieee")
-    return new_peak, total, acc
+    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`.
+
+    MASKED: row m sees no token past positions[m], at most end - 1. Otherwise it sees all, and end - start is a
+    multiple of BLOCK_N. Past the end the last token's slot is read again: loads need no mask and meet no foreign slot.
+    """
+    for first in tl.range(start, end, BLOCK_N):
+        at = first + tl.arange(0, BLOCK_N)
+        slot = tl.load(slots + (tl.minimum(at, end - 1) if MASKED else at)).to(tl.int64)
+        keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if MASKED:
+            scores = tl.where(at[None, :] <= positions[:, None], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        values = _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
 
 
 @triton.jit
+def _split_length(kv_len):  # type: ignore[no-untyped-def]
+    """Of a request's length alone: at most NUM_SPLITS splits cover it."""
+    return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(kv_len, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
+
+
+@triton.jit(do_not_specialize=["stride_meta"])
 def _decode_split(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, rows, kv_lens, part, lse,
+    q, k_cache, v_cache, table, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, heads, splits, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPLIT: tl.constexpr,
+    stride_row, stride_meta, stride_part, stride_part_head, splits, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head, split): the GROUP query heads over one split, normalised, with its log-sum-exp."""
-    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_len = tl.load(kv_lens + request)
-    first = split * SPLIT
-    if first < kv_len:
-        row = tl.load(rows + request).to(tl.int64)
+    """Program (request, KV head, split): the GROUP query heads over one split, normalised, with its log2-sum-exp2.
+
+    lse is None where there is one split: part is then the output itself.
+    """
+    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_len = tl.load(meta + 2 * stride_meta + request)
+    length = _split_length(kv_len)
+    start = split * length
+    if start < kv_len:
+        end = tl.minimum(start + length, kv_len)
+        row = tl.load(meta + request).to(tl.int64)
         group = tl.arange(0, BLOCK_G)
-        dims = tl.arange(0, BLOCK_D)
-        value_dims = tl.arange(0, BLOCK_V)
-        q_head = kv_head * GROUP + group
-        query = tl.load(
-            q + request.to(tl.int64) * stride_q + q_head[:, None] * stride_q_head + dims[None, :],
-            mask=(group < GROUP)[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_G,), tl.float32)
-        acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
-        for block in range(SPLIT // BLOCK_N):
-            at = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-            slots = tl.load(table + row * stride_row + at, mask=at < kv_len, other=-1).to(tl.int64)
-            peak, total, acc = _attend_block(
-                query, peak, total, acc, slots, (at < kv_len)[None, :],
-                k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-                scale, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-        to = (request * heads + q_head).to(tl.int64) * splits + split
-        tl.store(
-            part + to[:, None] * VALUE_DIM + value_dims[None, :],
-            acc / total[:, None],
-            mask=(group < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :],
-        )
-        tl.store(lse + to, peak + tl.log(total), mask=group < GROUP)
+        head = kv_head * GROUP + tl.minimum(group, GROUP - 1)
+        peak, total, acc = _attend(
+            _gather(q + request * stride_q, head, stride_q_head, DIM, BLOCK_D, WIDE),
+            tl.full((BLOCK_G,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_G,), tl.float32),
+            tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
+            table + row * stride_row, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1,
+            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
+            scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+        dims = tl.arange(0, BLOCK_V)
+        to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
+        inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+        tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
+        if lse is not None:
+            to = lse + (request * tl.num_programs(1) * GROUP + head) * splits + split
+            tl.store(to, peak + tl.log2(total), mask=group < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_meta"])
 def _decode_combine(  # type: ignore[no-untyped-def]
-    part, lse, kv_lens, out, stride_out, stride_out_head, heads, splits,
-    VALUE_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    part, lse, meta, out, stride_meta, stride_out, stride_out_head, splits,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (request, query head): the weighted mean of its splits."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    value_dims = tl.arange(0, BLOCK_V)
-    inside = value_dims < VALUE_DIM
-    base = (request * heads + head).to(tl.int64) * splits
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_len = tl.load(meta + 2 * stride_meta + request)
     split = tl.arange(0, BLOCK_SPLITS)
-    used = split * SPLIT < tl.load(kv_lens + request)
+    dims = tl.arange(0, BLOCK_V)
+    inside = dims < VALUE_DIM
+    used = split * _split_length(kv_len) < kv_len
+    base = (request * tl.num_programs(1) + head) * splits
     each = tl.load(lse + base + split, mask=used, other=float("-inf"))
-    weights = tl.exp(each - tl.max(each, 0))
     values = tl.load(
-        part + (base + split)[:, None] * VALUE_DIM + value_dims[None, :],
-        mask=used[:, None] & inside[None, :],
-        other=0.0,
+        part + (base + split)[:, None] * VALUE_DIM + dims[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
+    weights = tl.exp2(each - tl.max(each, 0))
     result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
-    to = out + request.to(tl.int64) * stride_out + head * stride_out_head + value_dims
-    tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + request * stride_out + head * stride_out_head + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_meta", "first_request"])
 def _prefill(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, rows, starts, kv_lens, q_lens, out,
+    q, k_cache, v_cache, table, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_out, stride_out_head, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    stride_row, stride_meta, stride_out, stride_out_head, first_request, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Program (query block, request, query head): causal attention over the cached prefix and the chunk itself."""
-    block, request, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    q_len = tl.load(q_lens + request)
-    kv_len = tl.load(kv_lens + request)
-    first = block * BLOCK_M
+    """Program (block of BLOCK_M // GROUP query tokens, request, KV head): causal attention over the cached prefix and
+    the chunk itself. Row m is token m // GROUP of the block, query head m % GROUP of the KV head."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
+    q_len = tl.load(meta + 3 * stride_meta + request)
+    tokens: tl.constexpr = BLOCK_M // GROUP
+    first = block * tokens
     if first < q_len:
-        row = tl.load(rows + request).to(tl.int64)
-        token = tl.load(starts + request).to(tl.int64)
-        members = first + tl.arange(0, BLOCK_M)
-        positions = kv_len - q_len + members
-        dims = tl.arange(0, BLOCK_D)
-        value_dims = tl.arange(0, BLOCK_V)
-        query = tl.load(
-            q + (token + members)[:, None] * stride_q + head * stride_q_head + dims[None, :],
-            mask=(members < q_len)[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        kv_len = tl.load(meta + 2 * stride_meta + request)
+        row = tl.load(meta + request).to(tl.int64)
+        last = tl.minimum(first + tokens, q_len) - 1
+        member = tl.arange(0, BLOCK_M)
+        token = tl.minimum(first + member // GROUP, last)  # rows past the last token repeat it
+        where = tl.load(meta + stride_meta + request) + token.to(tl.int64)
+        head = kv_head * GROUP + member % GROUP
+        query = _gather(q, where * stride_q + head * stride_q_head, 1, DIM, BLOCK_D, WIDE)
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        kv_head = head // GROUP
-        end = tl.minimum(kv_len, kv_len - q_len + first + BLOCK_M)
-        start = 0
-        while start < end:  # `range` takes no run-time bound in the interpreter with NumPy 2.4 and later
-            at = start + tl.arange(0, BLOCK_N)
-            slots = tl.load(table + row * stride_row + at, mask=at < end, other=-1).to(tl.int64)
-            peak, total, acc = _attend_block(
-                query, peak, total, acc, slots, (at[None, :] <= positions[:, None]) & (at < end)[None, :],
-                k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-                scale, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-            start += BLOCK_N
+        slots = table + row * stride_row
+        k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
+        prefix = kv_len - q_len
+        diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N  # every row sees the tokens before
+        peak, total, acc = _attend(
+            query, peak, total, acc, slots, 0, diagonal, prefix + token, k_head, v_head, stride_k_slot,
+            stride_v_slot, scale, False, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+        peak, total, acc = _attend(
+            query, peak, total, acc, slots, diagonal, prefix + last + 1, prefix + token, k_head, v_head, stride_k_slot,
+            stride_v_slot, scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+        dims = tl.arange(0, BLOCK_V)
         tl.store(
-            out + (token + members)[:, None] * stride_out + head * stride_out_head + value_dims[None, :],
+            out + (where * stride_out + head * stride_out_head)[:, None] + dims[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=(members < q_len)[:, None] & (value_dims < VALUE_DIM)[None, :],
+            mask=((member // GROUP <= last - first)[:, None]) & (dims < VALUE_DIM)[None, :],
         )

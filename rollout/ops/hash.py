@@ -4,6 +4,7 @@ from torch import Tensor
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+MUL32 = 0x85EBCA6B  # odd, from murmur3's finalizer; the digest's
 _MUL1 = 0xBF58476D1CE4E5B9
 _MUL2 = 0x94D049BB133111EB
 

@@ -32,11 +32,26 @@ MISTAKES = {
     "bad device": (["device=tpu"], ["device=tpu", "device=auto"]),
     "no such GPU": (["device=cuda:99"], ["device=cuda:99", "device=auto"]),
     "negative seed": (["seed=-1"], ["seed=-1", "seed=0"]),
-    "two models": (["model.path=x"], ["model.path=x", "model.random_init"]),
-    "no model": (["model.random_init=null"], ["model.path", "smollm2-135m"]),
-    "random model without type": (["model.random_init.model_type=null"], ["model.random_init", "model_type"]),
-    "unknown model type": (["model.random_init.model_type=qwenty"], ["model.random_init", "qwenty"]),
+    "two models": (["model.path=x"], ["model.path=x", "excludes model.random_init=true", "model.random_init=false"]),
+    "no model": (["model.random_init=false"], ["model.path=null", "smollm2-135m", "model.random_init=true"]),
+    "shape for a flag": (["model.random_init={model_type: qwen3}"], ["model.random_init", "true or false"]),
+    "random model without shape": (["model.config=null"], ["model.config=null", "model.config.model_type=qwen3"]),
+    "random model without type": (["model.config.model_type=null"], ["model.config", "no model_type"]),
+    "unknown model type": (["model.config.model_type=qwenty"], ["model.config", "qwenty"]),
+    "model of bad sizes": (["model.config.num_key_value_heads=0"], ["model.config", "is no model", "correct"]),
+    "model the engine does not compute": (["model.config={model_type: gpt2}"], ["model.config", "GPT2LMHeadModel"]),
+    "vocabulary too small": (["model.config.vocab_size=5"], ["model.config.vocab_size=5", "17 words"]),
     "bad dtype": (["model.dtype=int8"], ["model.dtype=int8", "float32 or bfloat16"]),
+    "bad dtype of masters": (["trainer.dtype=fp32"], ["trainer.dtype=fp32", "trainer.dtype=float32"]),
+    "word for the graphs": (["engine.cuda_graphs=maybe"], ["engine.cuda_graphs=maybe", "true or false"]),
+    "unknown tag": (
+        ["cycle.keep=[params,wieghts]"],
+        ["cycle.keep", "unknown tags wieghts", "weights", "cycle.keep=[]"],
+    ),
+    "tags that are no list": (["cycle.keep=params"], ["cycle.keep=params", "a list of words, as [params, optim]"]),
+    "digits that are no numbers": (["eval.also_digits=[two]"], ["eval.also_digits=['two']", "a list of integers"]),
+    "digits of another task": (["eval.also_digits=[2]"], ["eval.also_digits=[2]", "task.name=toy"]),
+    "no digits": (["eval.also_digits=[0]"], ["eval.also_digits=[0]", "at least 1", "eval.also_digits=[2]"]),
     "two pool sizes": (["engine.mem_fraction_static=0.5"], ["engine.mem_fraction_static=0.5", "engine.kv_tokens=null"]),
     "no pool size": (["engine.kv_tokens=null"], ["engine.kv_tokens=null", "mem_fraction_static"]),
     "share of no GPU": (
@@ -64,13 +79,13 @@ MISTAKES = {
     "unknown task": (["task.name=chess"], ["task.name=chess", "toy, chain_sum"]),
     "task without tokenizer": (
         ["task.name=chain_sum", "task.partial_credit=0"],
-        ["model.random_init", "task.name=toy"],
+        ["model.random_init=true", "task.name=toy"],
     ),
     "partial credit": (["task.name=chain_sum"], ["task.partial_credit=0.5", "task.partial_credit=0"]),
     "all held out": (["task.held_out_fraction=0.999999"], ["task.held_out_fraction", "training"]),
-    "no directory": (["model.random_init=null", "model.path=/nowhere"], ["model.path=/nowhere", "smollm2-135m"]),
+    "no directory": (["model.random_init=false", "model.path=/nowhere"], ["model.path=/nowhere", "smollm2-135m"]),
     "model misspelt": (
-        ["model.random_init=null", "model.path=smolm2-135m"],
+        ["model.random_init=false", "model.path=smolm2-135m"],
         ["model.path=smolm2-135m", "did you mean smollm2-135m?"],
     ),
 }
@@ -116,7 +131,10 @@ def test_a_bad_file_is_one_line(text, words, tmp_path):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "recipes/tiny.yaml", str(TINY), "smollm2-135m"])
+PACKAGED = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m", "tiny"]
+
+
+@pytest.mark.parametrize("name", ["tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml", *PACKAGED])
 def test_packaged_recipes_load_by_any_name(name):
     assert recipes.load(name).steps > 0
 
@@ -128,8 +146,9 @@ def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(tmp_path, mo
 
 
 def test_a_misspelt_recipe_is_told_what_there_is():
-    with pytest.raises(recipes.RecipeError, match=r"did you mean tiny\?.*smollm2-135m, tiny"):
-        recipes.load("tinny")
+    for wrong, right in (("tinny", "tiny"), ("qwen2.5-0.5", "qwen2.5-0.5b"), ("qwen2.5-1.5b.yml", "qwen2.5-1.5b")):
+        with pytest.raises(recipes.RecipeError, match=rf"did you mean {right}\?.*{', '.join(PACKAGED)}"):
+            recipes.load(wrong)
 
 
 def test_overrides_apply_in_order_and_keep_the_rest():
@@ -146,7 +165,25 @@ def test_a_recipe_is_frozen():
         recipe.sampling.max_tokens = 5
 
 
-@pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])
+def test_lists_are_replaced_whole():
+    assert recipes.load("qwen2.5-0.5b", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
+    assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
+    assert recipes.load("tiny").cycle.keep == recipes.load("tiny").eval.also_digits == []
+
+
+def test_the_trained_digits_cannot_stand_beside_themselves():
+    with pytest.raises(recipes.RecipeError, match=r"eval.also_digits=\[2\]: has task.num_digits=2.*drop 2"):
+        recipes.load("smollm2-135m", ["task.num_digits=2"])
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_real_model_takes_the_place_of_a_random_one(name):
+    words = ["model.path=x", "model.random_init=false", "task.name=chain_sum", "task.partial_credit=0"]
+    model = recipes.load(name, words).model
+    assert (model.path, model.random_init) == ("x", False)
+
+
+@pytest.mark.parametrize("name", PACKAGED)
 def test_the_resolved_recipe_loads_as_the_same(name, tmp_path):
     recipe = recipes.load(name, ["seed=9", "trainer.weight_decay=0.01"])
     save_recipe(recipe, tmp_path / "recipe.yaml")

@@ -11,7 +11,7 @@ from recipes import fetch as fetching
 from recipes.cli import main
 from recipes.errors import RecipeError, RunError
 from recipes.fetch import Source, extract_gguf, fetch, find_model, repair_tokenizer
-from recipes.models import toy_tokenizer, write_random_model
+from recipes.models import describe_random_model, toy_tokenizer
 
 SPEC = {
     "model_type": "qwen3",
@@ -29,7 +29,8 @@ def converted(monkeypatch):
     """`convert` replaced by a random model: what a GGUF holds is not the question here."""
 
     def convert(gguf, target, log):
-        write_random_model(SPEC, toy_tokenizer(["a"]), 0, target)
+        describe_random_model(SPEC, toy_tokenizer(["a"]), target)
+        (target / "model.safetensors").touch()
         (target / "gguf").write_text(gguf.name)
 
     monkeypatch.setattr(fetching, "convert", convert)
@@ -159,17 +160,6 @@ def test_an_end_that_the_chat_never_writes_is_refused():
         repair_tokenizer(tokenizer, generation_config(tokenizer.unk_token_id))
     with pytest.raises(RunError, match="no eos_token_id"):
         repair_tokenizer(tokenizer, generation_config(None))
-
-
-def test_the_random_model_is_the_same_for_the_same_seed(tmp_path):
-    import torch
-
-    state = torch.random.get_rng_state()
-    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        write_random_model(SPEC, toy_tokenizer(["a"]), seed, tmp_path / name)
-    data = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "same", "other")}
-    assert data["one"] == data["same"] != data["other"]
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_model_that_is_not_there_says_what_to_do(tmp_path):

@@ -1,13 +1,17 @@
 """The arithmetic of the loop, and that prompts and seeds depend on (seed, step) alone."""
 
 import statistics
+import types
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.grpo import compute_advantages, logprob_gap, pick_problems, sampling_seed
-from recipes.tasks import Problem
+import recipes
+from recipes.grpo import compute_advantages, evaluate, logprob_gap, pick_problems, sampling_seed
+from recipes.models import toy_tokenizer
+from recipes.tasks import Problem, Score, Task
+from rollout import Completion
 
 EXACT = settings(derandomize=True, max_examples=100, deadline=None)
 rewards_of_groups = st.integers(2, 6).flatmap(
@@ -68,3 +72,39 @@ def test_sampling_seeds_differ_and_fit_the_engine():
     seeds = {sampling_seed(seed, step, index) for seed in range(3) for step in range(20) for index in range(16)}
     assert len(seeds) == 3 * 20 * 16
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Parrot:
+    """Answers every prompt with its first token, and ends."""
+
+    def generate(self, prompts, params):
+        assert all(each.temperature == 0 and each.max_tokens == 3 for each in params)
+        return [[completion([prompt[0], 3])] for prompt in prompts]
+
+
+def completion(ids):
+    nothing = [0.0] * len(ids)
+    return Completion(token_ids=ids, logprobs=nothing, finish_reason="stop", weight_versions=[1] * len(ids))
+
+
+def test_an_evaluation_covers_what_stands_beside_the_task():
+    tokenizer = toy_tokenizer(["a", "b"])
+
+    def problems(*pairs):
+        return tuple(Problem(question=question, answer=answer) for question, answer in pairs)
+
+    task = Task(
+        name="parrot",
+        train=problems(("a", "a")),
+        held_out=problems(("a", "a"), ("b", "a"), ("b", "b")),
+        beside={"2_digits": problems(("b", "b"), ("b", "b"), ("a", "b")), "3_digits": problems(("a", "b"))},
+        score=lambda problem, text, ended: Score(reward=0.0, exact=ended and text == problem.answer),
+    )
+    setup = types.SimpleNamespace(
+        recipe=recipes.load("tiny", ["eval.problems=2"]),
+        task=task,
+        tokenizer=tokenizer,
+        prompt_ids=lambda problem: tokenizer.convert_tokens_to_ids([problem.question]),
+    )
+    expected = {"exact_match": 0.5, "exact_match_2_digits": 1.0, "exact_match_3_digits": 0.0, "problems": 2}
+    assert evaluate(Parrot(), setup) == expected

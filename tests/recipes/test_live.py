@@ -39,6 +39,12 @@ def test_a_step_is_one_line():
     assert "\n" not in line
 
 
+def test_an_evaluation_names_what_stands_beside_the_task():
+    row = {**EVAL, "exact_match_2_digits": 0.125, "exact_match_3_digits": 0.0}
+    expected = "held-out exact match 0.500 of 26, 2 digits 0.125, 3 digits 0.000 after 2 updates"
+    assert describe(row) == expected
+
+
 def test_the_log_has_a_line_a_row(capsys):
     view = LogView(steps=9)
     view.stage("generate_sequences")

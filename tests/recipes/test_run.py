@@ -124,6 +124,21 @@ def test_ray_actors_give_the_numbers_of_one_process(tmp_path):
     assert {"rollout", "trainer", "stages"} == {entry["args"]["name"] for entry in names if entry["ph"] == "M"}
 
 
+def test_kept_tags_stay_and_change_no_number(tmp_path):
+    """Also in a run that goes on with other tags kept."""
+    plain, kept = tmp_path / "plain", tmp_path / "kept"
+    start_run("tiny", [*SMALL, "steps=3"], plain)
+    start_run("tiny", [*SMALL, "steps=2", "cycle.keep=[optim,weights]"], kept)
+    for row in rows(kept, "train"):
+        rollout, train = row["memory"]["rollout"], row["memory"]["train"]
+        assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
+        assert rollout["params"] == train["kv_cache"] == 0
+    continue_run(kept, None, ["steps=3", "cycle.keep=[params,optim,weights,kv_cache,cuda_graph]"])
+    last = rows(kept, "train")[-1]["memory"]
+    assert last["rollout"] == last["train"] and min(last["train"][tag] for tag in ("params", "optim", "kv_cache")) > 0
+    assert without_clock(rows(kept)) == without_clock(rows(plain))
+
+
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(stop, tmp_path):
     """Stopped where an evaluation is due after the checkpoint (2), and where none is (3)."""

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from matplotlib import pyplot
 
 import recipes
 from memsaver import Event
-from recipes.plots import _one_step
+from recipes.plots import _evaluations, _one_step, _wake_up, draw_reward
 from recipes.run_folder import RunFolder
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -108,6 +109,24 @@ def test_trace_and_pictures(folder):
         assert data.startswith(PNG) and len(data) > 10_000
 
 
+def test_every_kind_of_evaluation_has_a_curve(folder):
+    """Also where only the later session of a run evaluated that kind."""
+    rows = [{"kind": "eval", "step": 0, "exact_match": 0.25, "problems": 4}, train_row(1)]
+    rows += [{"kind": "eval", "step": 1, "exact_match": 0.5, "exact_match_2_digits": 0.125, "problems": 4}]
+    figure, axes = pyplot.subplots()
+    try:
+        _evaluations(axes, [row for row in rows if row["kind"] == "eval"])
+        curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    finally:
+        pyplot.close(figure)
+    assert curves == {
+        "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
+        "2 digits, never trained on, greedy": [[1, 0.125]],
+    }
+    draw_reward(rows, folder.path / "reward.png")
+    assert (folder.path / "reward.png").read_bytes().startswith(PNG)
+
+
 def test_a_run_that_failed_early_still_gets_its_trace(folder):
     folder.add_span("build", 1.0, 2.0)
     folder.write_trace()
@@ -133,3 +152,10 @@ def test_the_zoom_is_the_last_step_of_the_ordinary_kind():
     assert _one_step(spans) == (2.0, 3.5, "step 2")
     assert _one_step([*spans, ("save_checkpoint", 3.0, 3.2)]) == (1.0, 2.0, "step 1")
     assert _one_step(spans[:1]) == (0.0, 1.0, "incomplete")
+
+
+@pytest.mark.parametrize("first", ["park_optim", "empty_cache", "wake_weights"])
+def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first):
+    spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
+    begin, end = _wake_up(spans, 0.0, 6.0)
+    assert begin == 2.0 and 4.0 <= end < 5.0

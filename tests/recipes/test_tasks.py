@@ -1,9 +1,11 @@
 """Tasks: the split, how an answer is read, what it is worth."""
 
+import random
+
 import pytest
 
 from recipes.config import TaskSection
-from recipes.models import encode_prompt, toy_tokenizer
+from recipes.models import decode, encode_prompt, toy_tokenizer
 from recipes.tasks import TOY_WORDS, Problem, extract_number, is_held_out, make_task
 
 
@@ -47,6 +49,21 @@ def test_the_split_is_the_same_on_every_machine():
     """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is ba7816bf..."""
     for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
         assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
+
+
+def test_problems_beside_the_task_are_of_their_digits_and_never_trained_on(chain_sum):
+    task = make_task(TaskSection(name="chain_sum"), also_digits=[2, 3])
+    assert (task.train, task.held_out) == (chain_sum.train, chain_sum.held_out)
+    assert list(task.beside) == ["2_digits", "3_digits"]
+    trained = {problem.question for problem in task.train}
+    for digits, problems in zip((2, 3), task.beside.values(), strict=True):
+        assert len(problems) > 1000
+        assert not trained & {problem.question for problem in problems}
+        for problem in problems:
+            assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
+            assert task.score(problem, problem.answer, True).exact
+    assert len({problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}) > 20, "all begin alike"
+    assert len(list(task.problems())) == 200 + sum(map(len, task.beside.values()))
 
 
 def _share(text):
@@ -118,6 +135,18 @@ def test_chain_sum_scores(chain_sum, text, ended, exact):
 def test_toy_scores_keep_partial_credit_out_of_exact_match(toy, text, ended, exact, reward):
     score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
     assert (score.exact, score.reward) == (exact, reward)
+
+
+def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy):
+    """A random model's vocabulary has ids that are no word; left out, "b <id> end" would be the right answer."""
+    tokenizer = toy_tokenizer(TOY_WORDS)
+    (b,) = tokenizer.convert_tokens_to_ids(["b"])
+    random_ids = random.Random(0)
+    texts = decode(tokenizer, [[b, 77], [random_ids.randrange(151_936) for _ in range(512)], [b], []])
+    assert texts == ["b <unk>", " ".join(["<unk>"] * 512), "b", ""]
+    problem = Problem(question="first of b e", answer="b")
+    assert [toy.score(problem, text, True).exact for text in texts] == [False, False, True, False]
+    assert toy.score(problem, texts[1], False).reward == 0
 
 
 def test_the_toy_prompt_goes_through_a_chat_template():

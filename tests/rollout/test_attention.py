@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from rollout.ops import attention as attention_module
-from rollout.ops.attention import BatchShape, paged_attention, plan_attention
+from rollout.ops.attention import BatchShape, paged_attention, plan_attention, plan_decode
+from rollout.ops.attention_triton import TritonPlan
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
 
 
 @dataclass
@@ -50,10 +52,17 @@ def make_case(
     return Case(q.to(where), k.to(where), v.to(where), table.to(where), shape, torch.cat(expected).to(where))
 
 
+@pytest.fixture
+def triton_device(device: str) -> str:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+    return device
+
+
 @pytest.fixture(params=["torch", "triton"])
 def impl(request: pytest.FixtureRequest, device: str) -> str:
-    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+    if request.param == "triton":
+        request.getfixturevalue("triton_device")
     return request.param
 
 
@@ -71,6 +80,9 @@ CASES = [
     ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),  # chunks with a prefix, one of a single token
     ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim no power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
+    ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two
+    ((2, 1), (16, 16), [1] * 3, [16 * 256 - 1, 16 * 256, 16 * 256 + 1], 3),  # sixteen, then fewer and longer ones
+    ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),  # chunks that start and end at a block's edge
 ]
 
 
@@ -83,13 +95,88 @@ def test_equals_plain_attention_and_reads_no_foreign_slot(case: tuple, impl: str
     torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
 
 
-def test_bf16_storage_is_computed_in_fp32(impl: str, device: str) -> None:
-    made = make_case((4, 2), (16, 16), [1, 6], [20, 30], 1, device)
+def test_bf16_storage(impl: str, device: str) -> None:
+    """One rounding (the interpreter truncates), and on tensor cores that of the weights; never bf16 sums."""
+    made = make_case((4, 2), (16, 16), [1, 1, 6, 90], [20, 700, 30, 200], 2, device)
     q, k, v = made.q.bfloat16(), made.k.bfloat16(), made.v.bfloat16()
     exact = paged_attention(q.float(), k.float(), v.float(), plan_attention(made.shape, made.table, "torch"), 0.25)
     out = paged_attention(q, k, v, plan_attention(made.shape, made.table, impl), 0.25)  # type: ignore[arg-type]
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), exact, atol=0, rtol=2**-7)  # one rounding; the interpreter truncates
+    atol = 1e-2 if impl == "triton" and device != "cpu" else 0
+    torch.testing.assert_close(out.float(), exact, atol=atol, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(dtype: torch.dtype, triton_device: str) -> None:
+    made = make_case((2, 1), (16, 16), [1, 1, 1, 3, 40], [300, 10, 4200, 70, 200], 3, triton_device)
+    q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
+    together = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), 0.25)
+    first = 0
+    for i, (row, q_len, kv_len) in enumerate(zip(made.shape.rows, made.shape.q_lens, made.shape.kv_lens, strict=True)):
+        shape = BatchShape(rows=[row], q_lens=[q_len], kv_lens=[kv_len], num_decode=int(i < made.shape.num_decode))
+        own = slice(first, first + q_len)
+        alone = paged_attention(q[own], k, v, plan_attention(shape, made.table, "triton"), 0.25)
+        assert torch.equal(alone, together[own]), f"request {i}"
+        first += q_len
+
+
+def test_plan_over_static_tensors_with_padding_requests(triton_device: str) -> None:
+    """As a graph replays it: `meta` is a slice of a wider tensor, the batch ends in copies of row 0, slot 0."""
+    made = make_case((4, 2), (16, 16), [1, 1], [300, 20], 2, triton_device)
+    made.table[0, 0] = 0
+    made.k[0], made.v[0] = 1.0, 2.0
+    meta = torch.full((4, 9), -1, dtype=torch.int32, device=triton_device)
+    meta[:, :4] = torch.tensor([[2, 1, 0, 0], [0, 1, 2, 3], [300, 20, 1, 1], [1, 1, 1, 1]])
+    plan = TritonPlan(req_to_token=made.table, meta=meta[:, :4], num_decode=4, num_prefill=0, max_q_len=0)
+    out = paged_attention(torch.cat([made.q, made.q]), made.k, made.v, plan, 0.25)
+    torch.testing.assert_close(out[:2].double(), made.expected, atol=3e-6, rtol=0)
+    assert torch.equal(out[2:], torch.full_like(out[2:], 2.0))
+
+
+def test_plan_from_device_tensors_is_the_plan_of_the_lengths(triton_device: str) -> None:
+    shape = BatchShape(rows=[4, 0, 2], q_lens=[1, 1, 1], kv_lens=[9, 1, 30], num_decode=3)
+    table = torch.zeros((5, 32), dtype=torch.int32, device=triton_device)
+    rows, positions = torch.tensor([[4, 0, 2], [8, 0, 29]], device=triton_device)
+    expected, plan = plan_attention(shape, table, "triton"), plan_decode(rows, positions, table)
+    assert isinstance(expected, TritonPlan) and torch.equal(plan.meta, expected.meta)
+    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (3, 0, 0) and plan.meta.dtype == torch.int32
+
+
+@pytest.mark.gpu
+def test_graph_replay_follows_refilled_tensors() -> None:
+    made = make_case((8, 2), (64, 64), [1] * 3, [700, 1500, 90], 3, "cuda:0")
+    scale = 64**-0.5
+    q, (rows, positions) = torch.zeros_like(made.q), torch.zeros((2, 3), dtype=torch.int64, device="cuda:0")
+
+    def compute() -> torch.Tensor:
+        return paged_attention(q, made.k, made.v, plan_decode(rows, positions, made.table), scale)
+
+    compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for order in ([0, 1, 2], [2, 0, 1]):
+        rows.copy_(torch.tensor([made.shape.rows[i] for i in order]))
+        positions.copy_(torch.tensor([made.shape.kv_lens[i] - 1 for i in order]))
+        q.copy_(made.q[order])
+        graph.replay()
+        torch.testing.assert_close(out.double(), made.expected[order], atol=3e-6, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_large_batch(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    q_lens = [1] * 64 + [300, 128, 17, 1]
+    kv_lens = [*torch.randint(1, 3001, (64,), generator=generator).tolist(), 300, 900, 2000, 3000]
+    made = make_case((8, 2), (dim, dim), q_lens, kv_lens, 64, "cuda:0")
+    q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
+    reference = plan_attention(made.shape, made.table, "torch")
+    exact = paged_attention(q.float(), k.float(), v.float(), reference, dim**-0.5)
+    out = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), dim**-0.5)
+    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
 def test_strided_queries(impl: str, device: str) -> None:
@@ -119,29 +206,51 @@ def test_decode_buckets_bound_padding_and_cover_everyone() -> None:
 
 
 COMPILE = """
+import re, subprocess, tempfile
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import rollout.ops.attention_triton as kernels
 
-int_ptr, dims = "*i32", dict(DIM=64, VALUE_DIM=64, BLOCK_D=64, BLOCK_V=64)
-types = {"scale": "fp32", "part": "*fp32", "lse": "*fp32", **dict.fromkeys(["q", "k_cache", "v_cache", "out"], "*bf16"),
-         **dict.fromkeys(["table", "rows", "starts", "kv_lens", "q_lens"], int_ptr)}
-for kernel, constants in [
-    (kernels._decode_split, dict(dims, GROUP=4, SPLIT=256, BLOCK_G=16, BLOCK_N=64)),
-    (kernels._decode_combine, dict(VALUE_DIM=64, BLOCK_V=64, SPLIT=256, BLOCK_SPLITS=8)),
-    (kernels._prefill, dict(dims, GROUP=4, BLOCK_M=64, BLOCK_N=32)),
-]:
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+def compiled(kernel, storage, settings):
+    options = {name: value for name, value in settings.items() if name in OPTIONS}
+    constants = {name: value for name, value in settings.items() if name not in OPTIONS}
+    types = {"scale": "fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
+             **dict.fromkeys(["q", "k_cache", "v_cache", "out"], storage)}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-    print(kernel.__name__, compiled.metadata.shared)
+    aligned = [i for i, n in enumerate(signature) if signature[n][0] == "*" or "stride" in n and n != "stride_meta"]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def spilled(binary):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
+
+for dim in (64, 128):
+    for storage, wide in (("*bf16", False), ("*fp32", True)):
+        for kernel, settings in [
+            (kernels._decode_split, kernels.decode_blocks(4, dim, dim, wide)),
+            (kernels._decode_combine, dict(VALUE_DIM=dim, BLOCK_V=dim, BLOCK_SPLITS=16, num_warps=1)),
+            (kernels._prefill, kernels.prefill_blocks(4, dim, dim, wide)),
+        ]:
+            made = compiled(kernel, storage, settings)
+            print(kernel.__name__, dim, storage, made.metadata.shared, spilled(made.asm["cubin"]))
 """
 
 
 def test_kernels_compile_for_hopper() -> None:
-    """The interpreter accepts more than the compiler; the compiler needs no GPU."""
+    """The interpreter accepts more than the compiler; the compiler needs no GPU. Several programs fit on a
+    multiprocessor, and no register is spilled (a few bytes are left to other compiler versions)."""
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    shared = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(shared) == 3 and max(shared) < 160 * 1024
+    print(done.stdout)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 12
+    assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64

@@ -62,15 +62,11 @@ def test_sleep_level_1_gives_all_memory_back_and_keeps_the_answers(engine: Engin
         assert report.tags["kv_cache"].backup_bytes == 0
         engine.sleep()  # asleep already: nothing happens
         engine.wake_up(["weights"])
-        engine.wake_up(["kv_cache"])
+        engine.wake_up(["kv_cache", "cuda_graph"])
         assert answers(engine) == before
     assert addresses(engine) == pointers
-    assert [event.op for event in engine.drain_events() if event.op in ("pause", "resume")] == [
-        "pause",
-        "pause",
-        "resume",
-        "resume",
-    ] * 3
+    moves = [(event.op, event.tag) for event in engine.drain_events() if event.op in ("pause", "resume")]
+    assert moves == [(op, tag) for op in ("pause", "resume") for tag in engine.tags] * 3
 
 
 def test_page_zero_is_zero_after_wake_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +86,10 @@ def test_page_zero_is_zero_after_wake_up(engine: Engine, monkeypatch: pytest.Mon
 
 def test_says_why_it_does_not_generate(engine: Engine) -> None:
     engine.sleep()
-    with pytest.raises(StateError, match=r"cannot generate: paused: weights, kv_cache \(call wake_up\)"):
+    with pytest.raises(StateError, match=rf"cannot generate: paused: {', '.join(engine.tags)} \(call wake_up\)"):
         answers(engine)
     engine.wake_up(["weights"])
-    with pytest.raises(StateError, match=r"cannot generate: paused: kv_cache \(call"):
+    with pytest.raises(StateError, match=rf"cannot generate: paused: {', '.join(engine.tags[1:])} \(call"):
         answers(engine)
     engine.wake_up()
     assert engine.unavailable_reason() is None
@@ -184,7 +180,7 @@ def test_rounds_of_sleep_update_wake_up(engine: Engine) -> None:
         receipt = write(offer, seed=version)
         committed = engine.commit_update(receipt)
         assert (committed.version, committed.digest) == (version, receipt.digest)
-        engine.wake_up(["kv_cache"])
+        engine.wake_up()
         model = build_tiny("qwen3", seed=version, **TINY)
         out = engine.generate(PROMPTS, GREEDY)
         assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]

@@ -1,20 +1,44 @@
-"""Sampling: distribution, filters, and independence of the batch."""
+"""Sampling: distribution, filters, independence of the batch; the fused kernels against the torch path."""
 
 import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.ops import sample_triton
 from rollout.sampler import SamplingBatch, keep_top, sample, uniform
 
 CPU = torch.device("cpu")
+Row = tuple[float, int, float, tuple[int, int, int]]
 
 
-def batch(rows: list[tuple[float, int, float, tuple[int, int, int]]]) -> SamplingBatch:
+@pytest.fixture(params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> str:
+    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+    return request.param
+
+
+@pytest.fixture
+def draws(impl: str, device: str) -> int:
+    """How many rows a statistical test takes: the interpreter does a hundred a second."""
+    return 120 if impl == "triton" and device == "cpu" else 20_000
+
+
+def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
     temperature, top_k, top_p, counters = zip(*rows, strict=True)
-    return SamplingBatch.build(temperature=temperature, top_k=top_k, top_p=top_p, counters=counters, device=CPU)
+    return SamplingBatch.build(
+        temperature=temperature, top_k=top_k, top_p=top_p, counters=counters, device=torch.device(device)
+    )
+
+
+def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:
+    """Rows without filters."""
+    return batch([(t, 0, 1.0, (seed, i, 3 * i)) for i, t in enumerate(temperatures)], device)
 
 
 def logits(rows: int, vocab: int = 50) -> torch.Tensor:
@@ -33,20 +57,61 @@ def test_uniform_is_uniform_and_every_counter_matters() -> None:
         assert abs(torch.corrcoef(torch.stack([by_seed.flatten(), other.flatten()]))[0, 1]) < 0.04
 
 
-def test_draws_follow_the_distribution() -> None:
-    n, row = 20_000, torch.tensor([2.0, 1.0, 0.0, -1.0])
-    tokens, _ = sample(row.expand(n, -1).contiguous(), batch([(0.7, 0, 1.0, (5, 0, i)) for i in range(n)]))
-    seen = torch.bincount(tokens, minlength=4) / n
-    assert (seen - torch.softmax(row / 0.7, 0)).abs().max() < 4 * math.sqrt(0.25 / n)
+@triton.jit
+def _uniform_of_rows(counters, out):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    tl.store(out + row, sample_triton.uniform(counters + 3 * row, 3))
 
 
-def test_logprob_is_before_the_filters_and_of_the_scaled_logits() -> None:
-    x = logits(4)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's remark on wrapping products of scalars
+def test_uniform_in_the_kernel_has_the_same_bits(device: str) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+    extremes = torch.tensor([[0, 0, 0], [-1, -1, -1], [2**63 - 1, 1, 2**40], [-(2**63), 5, 0]])
+    random = torch.randint(-(2**62), 2**62, (60, 3), generator=torch.Generator().manual_seed(1))
+    counters = torch.cat([extremes, random]).to(device)
+    out = torch.empty(len(counters), dtype=torch.float64, device=device)
+    _uniform_of_rows[(len(counters),)](counters, out)
+    assert torch.equal(out, uniform(counters))
+
+
+def test_build_gives_every_tensor_its_values(device: str) -> None:
+    rows: list[Row] = [(0.0, 5, 0.5, (2**63 - 1, 0, 1)), (0.7, 0, 0.3, (2, 3, 4)), (1.5, 0, 1.0, (5, 6, 7))]
+    made = batch(rows, device)
+    assert all(each.device.type == torch.device(device).type for each in (made.temperature, made.top_p, made.counters))
+    assert torch.equal(made.temperature.cpu(), torch.tensor([[1.0], [0.7], [1.5]]))
+    assert made.greedy.tolist() == [True, False, False] and made.top_k.tolist() == [5, 0, 0]
+    assert made.top_p.tolist() == [0.5, 0.3, 1.0] and made.counters.tolist() == [list(row[3]) for row in rows]
+    assert made.any_random and made.filtered_rows is not None and made.filtered_rows.tolist() == [1]
+    assert plain([1.0], device).filtered_rows is None and not plain([0.0, 0.0], device).any_random
+
+
+def test_draws_follow_the_distribution(impl: str, device: str, draws: int) -> None:
+    row = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    x = row.to(device).expand(draws, -1)
+    tokens, _ = sample(x, batch([(0.7, 0, 1.0, (5, 0, i)) for i in range(draws)], device), impl)  # type: ignore[arg-type]
+    seen = torch.bincount(tokens.cpu(), minlength=4) / draws
+    assert (seen - torch.softmax(row / 0.7, 0)).abs().max() < 4 * math.sqrt(0.25 / draws)
+
+
+def test_draws_of_several_blocks_follow_the_distribution(impl: str, device: str, draws: int) -> None:
+    vocab, n = 5000, min(draws, 4000)
+    where, row = torch.tensor([0, 1, 2047, 4999]), torch.tensor([1.0, 2.0, 0.0, 1.5])
+    x = torch.full((vocab,), float("-inf")).index_copy_(0, where, row).to(device).expand(n, -1)
+    tokens, _ = sample(x, batch([(1.3, 0, 1.0, (6, 0, i)) for i in range(n)], device), impl)  # type: ignore[arg-type]
+    seen = torch.bincount(tokens.cpu(), minlength=vocab)[where] / n
+    assert abs(seen.sum() - 1) < 1e-6
+    assert (seen - torch.softmax(row / 1.3, 0)).abs().max() < 4 * math.sqrt(0.25 / n)
+
+
+def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, device: str) -> None:
+    x = logits(4).to(device)
     rows = [(0.5, 3, 0.9, (1, 0, 0)), (2.0, 0, 1.0, (1, 1, 0)), (0.0, 0, 1.0, (1, 2, 0)), (1.0, 1, 1.0, (1, 3, 0))]
-    tokens, logprobs = sample(x, batch(rows))
-    temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]])
+    tokens, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
+    temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]], device=device)
     expected = torch.log_softmax(x / temperature, -1).gather(1, tokens[:, None]).squeeze(1)
-    assert torch.equal(logprobs, expected) and logprobs.dtype == torch.float32
+    assert logprobs.dtype == torch.float32 and tokens.dtype == torch.int64
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=0 if impl == "torch" else 1e-6)
     assert tokens[2] == x[2].argmax() and tokens[3] == x[3].argmax()
 
 
@@ -68,6 +133,16 @@ def test_a_row_does_not_depend_on_its_batch(rows: list) -> None:
     together, logprobs = sample(x, batch(rows))
     for i, row in enumerate(rows):
         alone, logprob = sample(x[i : i + 1], batch([row]))
+        assert alone.item() == together[i].item() and logprob.item() == logprobs[i].item()
+
+
+def test_a_fused_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
+    """A filtered neighbour does not send the other rows another way."""
+    x = logits(4, 3000).to(device)
+    rows: list[Row] = [(t, k, 1.0, (3, i, 0)) for i, (t, k) in enumerate([(1, 0), (0.7, 9), (0, 0), (2, 0)])]
+    together, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
+    for i, row in enumerate(rows):
+        alone, logprob = sample(x[i : i + 1], batch([row], device), impl)  # type: ignore[arg-type]
         assert alone.item() == together[i].item() and logprob.item() == logprobs[i].item()
 
 
@@ -95,17 +170,78 @@ def test_keep_top_is_the_smallest_sufficient_set(weights: list[int], top_k: int,
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.6), (6, 0.5)])
-def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float) -> None:
-    x = logits(1).expand(500, -1).contiguous()
-    probs = torch.softmax(x[:1], -1)
+def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float, impl: str, device: str, draws: int) -> None:
+    n = min(draws // 3, 500)
+    x = logits(1).to(device).expand(n, -1)
+    probs = torch.softmax(x[:1].cpu(), -1)
     allowed = keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0].nonzero().flatten()
-    tokens, _ = sample(x, batch([(1.0, top_k, top_p, (9, 0, i)) for i in range(500)]))
+    tokens, _ = sample(x, batch([(1.0, top_k, top_p, (9, 0, i)) for i in range(n)], device), impl)  # type: ignore[arg-type]
     assert set(tokens.tolist()) <= set(allowed.tolist()) and len(set(tokens.tolist())) > 1
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
-    x = torch.full((1000, 8), float("-inf"))
+def test_impossible_tokens_are_never_drawn(impl: str, device: str, draws: int) -> None:
+    x = torch.full((min(draws // 3, 1000), 8), float("-inf"), device=device)
     x[:, [2, 5]] = 0.0
-    tokens, logprobs = sample(x, batch([(1.0, 0, 1.0, (3, 0, i)) for i in range(1000)]))
+    tokens, logprobs = sample(x, batch([(1.0, 0, 1.0, (3, 0, i)) for i in range(len(x))], device), impl)  # type: ignore[arg-type]
     assert set(tokens.tolist()) == {2, 5}
-    torch.testing.assert_close(logprobs, torch.full((1000,), math.log(0.5)))
+    torch.testing.assert_close(logprobs.cpu(), torch.full((len(x),), math.log(0.5)))
+
+
+def assert_drawn_by_the_inverse_cdf(x: torch.Tensor, made: SamplingBatch, tokens: torch.Tensor) -> None:
+    """u lies between the exact cumulative probabilities before and after the token, to the rounding of fp32 masses."""
+    cdf = torch.softmax((x.float() / made.temperature).double(), -1).cumsum(-1)
+    u = uniform(made.counters)
+    after = cdf.gather(1, tokens[:, None]).squeeze(1)
+    before = torch.where(tokens > 0, cdf.gather(1, (tokens[:, None] - 1).clamp(min=0)).squeeze(1), 0.0)
+    drawn = ~made.greedy
+    assert ((before - 2e-6 <= u) & (u < after + 2e-6))[drawn].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 199, 2048, 5000])
+def test_fused_equals_torch(vocab: int, dtype: torch.dtype, impl: str, device: str) -> None:
+    x = logits(12, vocab + 8).to(device, dtype)[:, :vocab]  # a row stride of its own
+    made = plain([0.0, 0.3, 1.0, 3.0] * 3, device)
+    tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
+    exact = torch.log_softmax((x.float() / made.temperature).double(), -1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(tokens[::4], x[::4].float().argmax(-1))
+    assert_drawn_by_the_inverse_cdf(x, made, tokens)
+    reference, _ = sample(x, made, "torch")
+    assert (tokens != reference).sum() <= 1  # a draw on the very border may fall to either side
+
+
+@pytest.mark.parametrize("vocab", [199, 5000])
+def test_ties_go_to_the_lowest_token(vocab: int, impl: str, device: str) -> None:
+    x = torch.zeros(4, vocab, device=device)
+    x[1, [50, 120, vocab - 1]] = 2.0
+    x[2, [120, vocab - 1]] = 2.0
+    x[3, vocab - 1] = 2.0
+    tokens, _ = sample(x, plain([0.0] * 4, device), impl)  # type: ignore[arg-type]
+    assert tokens.tolist() == [0, 50, 120, vocab - 1]
+
+
+@pytest.mark.parametrize("vocab", [199, 2048, 5000])
+def test_all_mass_on_one_token(vocab: int, impl: str, device: str) -> None:
+    ends = [0, vocab - 1, vocab // 2, min(2047, vocab - 1)]
+    for low in (float("-inf"), -1e4):
+        x = torch.full((8, vocab), low, device=device)
+        for row in range(8):
+            x[row, ends[row % 4]] = 5.0
+        tokens, logprobs = sample(x, plain([1.0, 0.1, 0.0, 2.0] * 2, device), impl)  # type: ignore[arg-type]
+        assert tokens.tolist() == ends * 2 and (logprobs == 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(value: float, impl: str, device: str) -> None:
+    clean = logits(8, 4096).to(device)
+    made = plain([0.0, 1.0] * 4, device)
+    x = clean.clone()
+    x[:2, 7] = value
+    x[2:4] = value
+    x[4:6, 2048:] = value
+    tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
+    assert ((tokens >= 0) & (tokens < 4096)).all()
+    expected, expected_logprobs = sample(clean, made, impl)  # type: ignore[arg-type]
+    assert torch.equal(tokens[6:], expected[6:]) and torch.equal(logprobs[6:], expected_logprobs[6:])

@@ -43,6 +43,7 @@ class World:
         self.reason: str | None = "asleep"
         self.fail_at: str | None = None
         self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
+        self.roomy = False
 
     def at(self, call: str) -> None:
         if call == self.fail_at:
@@ -50,6 +51,8 @@ class World:
 
     def take(self, tag: str) -> None:
         self.held.add(tag)
+        if self.roomy:
+            return
         assert not {"optim", "weights"} <= self.held, "optimizer and rollout weights at once do not fit"
         assert not {"params", "kv_cache"} <= self.held, "parameters and KV cache at once do not fit"
 
@@ -57,6 +60,9 @@ class World:
 class FakeTrainer:
     def __init__(self, world: World) -> None:
         self.world = world
+
+    def empty_cache(self) -> None:
+        self.world.at("empty_cache")
 
     def park(self, *tags: str) -> None:
         (tag,) = tags
@@ -80,15 +86,16 @@ class FakeRollout:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, tags: Any) -> None:
         self.world.at("sleep")
-        self.world.held -= {"weights", "kv_cache"}
-        self.world.version, self.world.reason = None, f"asleep at level {level}"
+        self.world.held -= set(tags)
+        if "weights" in tags:
+            self.world.version, self.world.reason = None, f"asleep at level {level}"
 
     def wake_up(self, tags: Any) -> None:
-        (tag,) = tags
-        self.world.at(f"wake_{tag}")
-        self.world.take(tag)
+        self.world.at(f"wake_{tags[0]}")
+        for tag in tags:
+            self.world.take(tag)
 
     def begin_update(self, version: int) -> WeightOffer:
         assert "weights" in self.world.held
@@ -115,7 +122,7 @@ def test_one_round_in_stages() -> None:
     cycle = pair(world, on_stage=lambda *stage: seen.append(stage))
     receipt = cycle.to_rollout(7)
     assert (receipt.version, world.version, world.reason) == (7, 7, None)
-    assert world.held == {"weights", "kv_cache"}
+    assert world.held == {"weights", "kv_cache", "cuda_graph"}
     cycle.to_train()
     assert world.held == {"params", "optim"}
     assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
@@ -139,6 +146,33 @@ def test_the_sleep_level_is_passed_on() -> None:
     cycle.to_rollout(1)
     cycle.to_train()
     assert world.reason == "asleep at level 1"
+
+
+@pytest.mark.parametrize(
+    ("keep", "stages"),
+    [
+        (("params", "optim"), ["empty_cache", *TO_ROLLOUT[1:5], TO_ROLLOUT[6], "sleep"]),
+        (("params",), [*TO_ROLLOUT[:5], TO_ROLLOUT[6], "sleep", "restore_optim"]),
+        (("kv_cache", "cuda_graph"), TO_ROLLOUT + TO_TRAIN),
+        (("params", "optim", "weights", "kv_cache", "cuda_graph"), [*TO_ROLLOUT[1:5], TO_ROLLOUT[6], "sleep"]),
+    ],
+)
+def test_what_is_kept_never_leaves_the_device(keep: tuple[str, ...], stages: list[str]) -> None:
+    world, seen = World(), list[str]()
+    world.roomy = True
+    cycle = pair(world, keep=keep, on_stage=lambda name, start, end: seen.append(name))
+    mine, theirs = {"params", "optim"}, {"weights", "kv_cache", "cuda_graph"}
+    for version in (1, 2):
+        cycle.to_rollout(version)
+        assert world.held == theirs | (mine & set(keep)) and world.version == version
+        cycle.to_train()
+        assert world.held == mine | (theirs & set(keep))
+    assert seen == stages * 2
+
+
+def test_keeping_an_unknown_tag_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"keep names unknown tags \['kv'\]; known: params, optim, weights"):
+        pair(World(), keep=["kv", "params"])
 
 
 VERBS = ("to_rollout", "to_score", "to_train")
@@ -212,7 +246,7 @@ class Walk(RuleBasedStateMachine):
     HELD = {  # noqa: RUF012
         "train": {"params", "optim"},
         "score": {"params"},
-        "rollout": {"weights", "kv_cache"},
+        "rollout": {"weights", "kv_cache", "cuda_graph"},
     }
 
     def __init__(self) -> None:

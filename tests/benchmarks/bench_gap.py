@@ -1,0 +1,119 @@
+"""Log-probabilities of the rollout against the trainer's, beside the trainer's own gap. `make bench-gap MODEL=DIR`.
+
+Own gap: `transformers`' full forward against its cached decode of the same tokens, same weights, dtype and run. For
+fp32 a forward in fp64 says how far each of the three is from the truth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout import SamplingParams
+from tests.benchmarks.common import conditions, print_table, save, write_config
+from trainer_bridge import Cycle, SequenceBatch, TrainerConfig, open_inprocess
+
+SAMPLES, PROMPT, ANSWER = 64, 64, 256
+
+
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(wide, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1).double().cpu()
+
+
+@torch.no_grad()
+def full_forward(model: Any, ids: Tensor, rows: int = 8) -> Tensor:
+    parts = ids.split(rows)
+    keep = torch.arange(PROMPT - 1, ids.shape[1] - 1, device=ids.device)
+    return torch.cat([token_logprobs(model(part, logits_to_keep=keep).logits, part[:, PROMPT:]) for part in parts])
+
+
+@torch.no_grad()
+def cached_decode(model: Any, ids: Tensor) -> Tensor:
+    out = model(ids[:, :PROMPT], use_cache=True, logits_to_keep=1)
+    columns = [token_logprobs(out.logits[:, -1], ids[:, PROMPT])]
+    for at in range(PROMPT, ids.shape[1] - 1):
+        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+        columns.append(token_logprobs(out.logits[:, -1], ids[:, at + 1]))
+    return torch.stack(columns, 1)
+
+
+def rollout_and_trainer(path: Path, dtype: str, inputs: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(token ids, the rollout's log-probabilities, the trainer's)."""
+    config = TrainerConfig(model_path=str(path), dtype=dtype, device="cuda:0", micro_batch_size=8)
+    engine = {"kv_tokens": SAMPLES * 512, "max_running": SAMPLES, "max_context_len": 512}
+    with open_inprocess(config, engine) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout)
+        cycle.to_rollout(1)
+        out = rollout.generate(inputs, SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=1))
+        cycle.to_score()
+        answers = [list(group[0].token_ids) for group in out]
+        scored = trainer.compute_log_prob(SequenceBatch(prompt_ids=inputs, response_ids=answers))
+    ids = torch.tensor([given + answer for given, answer in zip(inputs, answers, strict=True)], device="cuda")
+    own = torch.tensor([group[0].logprobs for group in out], dtype=torch.float64)
+    return ids, own, torch.tensor(scored, dtype=torch.float64)
+
+
+def measure(name: str, path: Path, dtype: str) -> list[dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    rng = random.Random(0)
+    inputs = [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(SAMPLES)]
+    ids, rollout, trainer = rollout_and_trainer(path, dtype, inputs)
+    torch.cuda.empty_cache()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).cuda().eval()
+    full, cached = full_forward(model, ids), cached_decode(model, ids)
+    pairs = {"rollout - trainer": (rollout, trainer), "transformers, cached - full": (cached, full)}
+    if dtype == "float32":
+        model.double()
+        exact = full_forward(model, ids, rows=2)
+        pairs |= {f"{who} - fp64": (values, exact) for who, values in
+                  (("rollout", rollout), ("trainer", trainer), ("transformers, cached", cached))}  # fmt: skip
+    rows = []
+    for what, (one, other) in pairs.items():
+        gap = (one - other).abs()
+        rows.append({"model": name, "dtype": dtype, "pair": what, "mean": float(gap.mean()), "max": float(gap.max()),
+                     "p99.9": float(gap.flatten().quantile(0.999)), "tokens": gap.numel()})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, help="a directory with a trained model, such as SmolLM2's")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(Path(folder) / "random", "0.5b")
+        save_random(path)
+        cases = [("Qwen2.5-0.5B shape, random", path)] + ([(args.model.name, args.model)] if args.model else [])
+        for name, where in cases:
+            for dtype in ("float32", "bfloat16"):
+                rows += measure(name, where, dtype)
+                torch.cuda.empty_cache()
+    print(conditions())
+    print(f"{SAMPLES} samples of {ANSWER} tokens at temperature 1")
+    head = ["model", "dtype", "absolute difference of log-probabilities", "mean", "99.9 %", "max"]
+    print_table(
+        head, [[r["model"], r["dtype"], r["pair"]] + [f"{r[k]:.2e}" for k in ("mean", "p99.9", "max")] for r in rows]
+    )
+    save(args.out, "bench_gap", {"rows": rows})
+
+
+def save_random(path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    model.save_pretrained(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Train -> rollout -> train at the Qwen2.5-0.5B shape, stage by stage, inside real GRPO steps. `make bench-switch`.
+
+The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512 tokens, two Ray
+actors) is run twice: once with everything staying on the device, which 80 GB allow, once with everything parked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from recipes.run import start_run
+from tests.benchmarks.common import conditions, print_table, save
+
+SYNC = ("begin_update", "sync_weights", "commit_update")
+TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
+TO_TRAIN = ("sleep", "restore_params", "restore_optim")
+WORK = ("generate_sequences", "compute_log_prob", "update_actor")
+CASES = {"everything stays": "[params,optim,weights,kv_cache,cuda_graph]", "everything is parked": "[]"}
+
+
+def medians(folder: Path, keep: str, steps: int) -> dict[str, float]:
+    """Milliseconds of every stage, the median over all steps but the first two, and of the whole step."""
+    start_run("qwen2.5-0.5b", [f"cycle.keep={keep}", f"steps={steps}"], folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "train"][2:]
+    names = {name for row in rows for name in row["stages"]}
+    out = {name: statistics.median(row["stages"].get(name, 0.0) for row in rows) * 1e3 for name in names}
+    return {**out, "step": statistics.median(row["step_seconds"] for row in rows) * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: medians(Path(folder) / str(i), keep, args.steps) for i, (name, keep) in enumerate(CASES.items())}
+    rows: list[list[object]] = []
+    for stage in (*TO_ROLLOUT, *TO_TRAIN, *WORK, "step"):
+        rows.append([stage, *(run.get(stage, 0.0) for run in runs.values())])
+
+    def total(label: str, stages: tuple[str, ...], share: bool = False) -> None:
+        sums = [sum(run.get(stage, 0.0) for stage in stages) for run in runs.values()]
+        steps = [run["step"] for run in runs.values()]
+        cells = [f"{100 * part / step:.1f} %" for part, step in zip(sums, steps, strict=True)] if share else sums
+        rows.append([label, *cells])
+
+    total("to_rollout, without the sync", tuple(stage for stage in TO_ROLLOUT if stage not in SYNC))
+    total("the sync", SYNC)
+    total("to_train", TO_TRAIN)
+    total("whole switch, share of the step", TO_ROLLOUT + TO_TRAIN, share=True)
+    print(conditions())
+    print_table(["stage, ms", *runs], rows)
+    save(args.out, "bench_switch", {"runs": runs})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""From recipe to setup: the packaged shapes, what a random model leaves on the disk, and how large the pool becomes."""
+
+import json
+import re
+import types
+
+import pytest
+import torch
+
+import recipes
+from recipes.models import describe_random_model, toy_tokenizer
+from recipes.preparation import prepare
+from recipes.run import engine_arguments, trainer_config
+from rollout.model.layout import parameter_groups
+from rollout.model.loading import load_model_config
+from rollout.weights import arena_nbytes
+
+GIB = 2**30
+QWEN = {"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512}
+KV_BYTES = {"qwen2.5-0.5b": 12_288, "qwen2.5-1.5b": 28_672, "qwen2.5-7b": 57_344}  # a token, bf16
+
+
+def parameters(model):
+    return sum(torch.Size(p.shape).numel() for group in parameter_groups(model) for p in group.params)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 80 GiB, as far as preparation looks."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    properties = types.SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_the_packaged_shapes_are_the_real_ones(name, tmp_path):
+    setup = prepare(recipes.load(name, ["device=cpu"]), tmp_path)
+    model = load_model_config(setup.model_dir)
+    assert parameters(model) == QWEN[name]
+    assert 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim == KV_BYTES[name]
+    assert (model.rope.theta, model.rope.rope_type) == (1e6, "default")
+    assert (model.rms_norm_eps, model.max_position_embeddings, model.qkv_bias) == (1e-6, 32768, True)
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_the_pool_of_a_packaged_recipe_holds_all_its_samples(name, tmp_path):
+    setup = prepare(recipes.load(name, ["device=cpu"]), tmp_path)
+    recipe, page = setup.recipe, setup.recipe.engine.page_size
+    samples = recipe.grpo.prompts_per_step * recipe.grpo.samples_per_prompt
+    assert samples == recipe.engine.max_running == 64
+    assert samples * -(-setup.max_request_tokens // page) * page <= setup.kv_tokens
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_the_bytes_in_the_comment_of_a_packaged_recipe_are_right(name):
+    recipe = recipes.load(name)
+    text = (recipes.loading.PACKAGE / f"{name}.yaml").read_text()
+    said = {tag: float(gib) for tag, gib in re.findall(r"^#   (\w+) +([\d.]+) ", text, re.MULTILINE)}
+    wide = {"float32": 4, "bfloat16": 2}[recipe.trainer.dtype]
+    elements = {"params": wide, "optim": 2 * wide, "gradients": wide, "weights": 2}
+    expected = {tag: QWEN[name] * nbytes / GIB for tag, nbytes in elements.items()}
+    expected["kv_cache"] = recipe.engine.kv_tokens * KV_BYTES[name] / GIB
+    words = recipe.model.config["vocab_size"]
+    expected["logits"] = recipe.trainer.micro_batch_size * recipe.sampling.max_tokens * words * 16 / GIB
+    assert said == pytest.approx(expected, abs=0.05)
+    assert {tag: gib for tag, gib in said.items() if tag != "logits"} == pytest.approx(
+        {tag: gib for tag, gib in expected.items() if tag != "logits"}, abs=0.006
+    )
+
+
+def test_a_random_model_is_described_without_weights(tmp_path):
+    setup = prepare(recipes.load("tiny"), tmp_path / "run")
+    assert setup.model_dir == tmp_path / "run" / "model"
+    names = {file.name for file in setup.model_dir.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not [name for name in names if "safetensors" in name]
+    config = json.loads((setup.model_dir / "config.json").read_text())
+    assert (config["architectures"], config["vocab_size"]) == (["Qwen3ForCausalLM"], len(setup.tokenizer))
+    assert load_model_config(setup.model_dir).stop_token_ids == {setup.tokenizer.eos_token_id}
+    again = prepare(recipes.load("tiny"), tmp_path / "run")
+    assert again.model_dir == setup.model_dir
+    wider = prepare(recipes.load("tiny", ["model.config.vocab_size=1000"]), tmp_path / "wide")
+    assert load_model_config(wider.model_dir).vocab_size == 1000
+
+
+def test_the_recipe_reaches_trainer_and_engine(tmp_path):
+    words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu"]
+    setup = prepare(recipes.load("tiny", words), tmp_path)
+    config = trainer_config(setup)
+    assert (config.dtype, config.param_dtype, config.random_init) == ("bfloat16", "bfloat16", True)
+    assert engine_arguments(setup)["cuda_graphs"] is False
+
+
+@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_share_of_the_gpu_is_weights_and_pool(name, dtype, tmp_path, gpu):
+    """Of a random model too: nothing is read but its config."""
+    share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.dtype={dtype}"]
+    setup = prepare(recipes.load(name, share), tmp_path)
+    assert setup.device == "cuda:0"
+    weights = arena_nbytes(parameter_groups(load_model_config(setup.model_dir)), getattr(torch, dtype))
+    token = KV_BYTES[name] * (2 if dtype == "float32" else 1)
+    used = weights + (setup.kv_tokens + 16) * token  # the pool's padding page too
+    assert used <= 0.6 * 80 * GIB < used + 16 * token
+    assert setup.kv_tokens % 16 == 0
+
+
+def test_a_share_that_the_weights_alone_exceed(tmp_path, gpu):
+    share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.1"]
+    with pytest.raises(recipes.RecipeError, match=r"engine.mem_fraction_static=0.1: the weights alone.*raise it"):
+        prepare(recipes.load("qwen2.5-7b", share), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path, monkeypatch):
+    """A prompt takes as many tokens here as its problem has characters."""
+    tokenizer = toy_tokenizer(["a"])
+    describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
+    monkeypatch.setattr("recipes.preparation.encode_prompt", lambda _, question, __: question.rpartition(": ")[2])
+    real = [f"model.path={tmp_path}/model", "model.random_init=false", "task.name=chain_sum", "task.partial_credit=0"]
+    alone, beside = (
+        prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run") for words in ([], ["eval.also_digits=[3]"])
+    )
+    assert beside.max_request_tokens == alone.max_request_tokens + 4
+    assert not (tmp_path / "run").exists()

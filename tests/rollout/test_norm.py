@@ -1,0 +1,80 @@
+"""RMS norm: the reference against transformers, the Triton kernel against the reference."""
+
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from rollout.ops.norm import add_rms_norm, rms_norm
+
+EPS = 1e-6
+SHAPES = [(5, 896), (3, 64), (70, 16), (2, 100), (0, 64), (1, 4096)]
+
+
+def randn(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rows of very different size."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return (x * torch.logspace(-3, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))).to(device, dtype)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_only_without_a_gpu(device: str) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """fp32 to 1e-6. bf16: the order of the sum may move both roundings by an ulp, and the interpreter truncates."""
+    assert out.dtype == expected.dtype and out.shape == expected.shape and out.is_contiguous()
+    rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[out.dtype]
+    torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    x = randn(*shape, device=device, dtype=dtype)
+    weight = randn(1, shape[1], device=device, dtype=dtype)[0]
+    assert_close(rms_norm(x, weight, EPS, "triton"), rms_norm(x, weight, EPS, "torch"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sum_is_rounded_once_and_then_normed(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    x, residual = (randn(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = randn(1, shape[1], device=device, dtype=dtype)[0]
+    normed, total = add_rms_norm(x, residual, weight, EPS, "triton")
+    expected, expected_total = add_rms_norm(x, residual, weight, EPS, "torch")
+    if dtype == torch.float32 or x.is_cuda:
+        assert torch.equal(total, expected_total) and total.is_contiguous()
+    else:
+        assert_close(total, expected_total)
+    assert_close(normed, rms_norm(total, weight, EPS, "torch"))
+    assert torch.equal(expected_total, x + residual)
+    assert torch.equal(expected, rms_norm(x + residual, weight, EPS, "torch"))
+
+
+@pytest.mark.parametrize("head", [0, 3, 5])
+def test_heads_of_a_fused_product(head: int, device: str) -> None:
+    fused = randn(9, 7, 24, device=device, dtype=torch.float32)
+    view = fused[:, head : head + 2]
+    weight = torch.linspace(-1, 2, 24, device=device)
+    assert_close(rms_norm(view, weight, EPS, "triton"), rms_norm(view.contiguous(), weight, EPS, "torch"))
+    normed, total = add_rms_norm(view, fused[:, 2:4], weight, EPS, "triton")
+    assert torch.equal(total, view + fused[:, 2:4])
+    assert_close(normed, rms_norm(total, weight, EPS, "torch"))
+
+
+def test_rows_of_a_wider_matrix_and_more_dimensions(device: str) -> None:
+    wide = randn(6, 80, device=device, dtype=torch.float32)
+    weight = torch.linspace(-1, 2, 40, device=device)
+    expected = rms_norm(wide[:, :40], weight, EPS, "torch")
+    assert_close(rms_norm(wide[:, :40], weight, EPS, "triton"), expected)
+    assert_close(rms_norm(wide[:, :40].reshape(3, 1, 2, 40), weight, EPS, "triton"), expected.view(3, 1, 2, 40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_is_that_of_transformers(dtype: torch.dtype, device: str) -> None:
+    x = randn(5, 896, device=device, dtype=dtype)
+    norm = Qwen2RMSNorm(896, EPS).to(device, dtype)
+    norm.weight.data.copy_(randn(1, 896, device=device, dtype=dtype)[0])
+    assert torch.equal(rms_norm(x, norm.weight, EPS, "torch"), norm(x))

@@ -1,0 +1,76 @@
+"""Rotation and store in one: the Triton kernel against the reference."""
+
+import pytest
+import torch
+
+from rollout.model.config import RopeConfig
+from rollout.model.rotary import RotaryTables, apply_rotary
+from rollout.ops.rotary import rotate_and_store
+
+SLOTS = 50
+# query heads, KV heads, head dim, value dim, tokens
+CASES = [(14, 2, 64, 64, 5), (3, 3, 24, 24, 2), (40, 20, 128, 128, 2), (2, 1, 16, 40, 3), (4, 2, 16, 16, 0)]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_only_without_a_gpu(device: str) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+
+
+class Case:
+    """Views of one fused product, scattered slots, caches full of a marker."""
+
+    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
+        heads, kv_heads, dim, value_dim, tokens = shape
+        generator = torch.Generator().manual_seed(sum(shape))
+        widths = (heads * dim, kv_heads * dim, kv_heads * value_dim)
+        fused = torch.randn(tokens, sum(widths) + 8, generator=generator).to(device, dtype)
+        q, k, v = fused[:, : sum(widths)].split(widths, dim=1)
+        self.q, self.k = q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim)
+        self.v = v.view(tokens, kv_heads, value_dim)
+        self.positions = torch.randint(1000, (tokens,), generator=generator).to(device)
+        self.slots = torch.randperm(SLOTS, generator=generator)[:tokens].to(device)
+        self.tables = RotaryTables.build(RopeConfig(theta=10000.0), dim, 1000, torch.device(device))
+        self.caches = [
+            torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=device) for width in (dim, value_dim)
+        ]
+
+    def run(self, impl: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated q and the two caches afterwards."""
+        k_cache, v_cache = (cache.clone() for cache in self.caches)
+        tables = (self.tables.cos, self.tables.sin)
+        q = rotate_and_store(self.q, self.k, self.v, self.positions, self.slots, *tables, k_cache, v_cache, impl)  # type: ignore[arg-type]
+        return q, k_cache, v_cache
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_fp32_equals_the_reference(shape: tuple[int, int, int, int, int], device: str) -> None:
+    case = Case(shape, torch.float32, device)
+    inputs = case.q.clone(), case.k.clone(), case.v.clone()
+    for out, expected in zip(case.run("triton"), case.run("torch"), strict=True):
+        assert out.is_contiguous() and torch.equal(out, expected)
+    assert all(map(torch.equal, inputs, (case.q, case.k, case.v)))
+
+
+@pytest.mark.parametrize("shape", CASES[:3])
+def test_bf16_rounds_where_torch_does(shape: tuple[int, int, int, int, int], device: str) -> None:
+    case = Case(shape, torch.bfloat16, device)
+    outs, expected = case.run("triton"), case.run("torch")
+    assert torch.equal(outs[2], expected[2])  # values are copied
+    for out, reference in zip(outs[:2], expected[:2], strict=True):
+        if case.q.is_cuda:
+            assert torch.equal(out, reference)
+        else:  # the interpreter truncates cosine, sine, two products and their sum
+            torch.testing.assert_close(out.float(), reference.float(), rtol=2**-7, atol=2**-5)
+
+
+def test_reference_is_rotation_then_assignment(device: str) -> None:
+    case = Case(CASES[0], torch.bfloat16, device)
+    cos, sin = case.tables.at(case.positions, torch.bfloat16)
+    q, k_cache, v_cache = case.run("torch")
+    assert torch.equal(q, apply_rotary(case.q, cos, sin))
+    expected_k, expected_v = case.caches
+    expected_k[case.slots], expected_v[case.slots] = apply_rotary(case.k, cos, sin), case.v
+    assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
+    assert len(case.slots) == 5 and (k_cache != 7).any(-1).any(-1).sum() == 5

@@ -1,0 +1,164 @@
+"""Segment tables: how runs are cut, what the kernel writes and digests, and that the compiler widens its accesses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.ops import segments as segments_module
+from rollout.ops.digest import digest
+from rollout.ops.segments import Segment, SegmentTable
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments_module, "_MIN_CHUNK", 64)
+    sizes = {"dtype": torch.bfloat16, "source_dtype": torch.float32}
+    given = [
+        Segment(source=1600, target=0, count=200, index_base=10, **sizes),  # 192 in wide accesses, 8 left
+        Segment(source=8000, target=402, count=70, index_base=500, **sizes),  # misaligned target
+        Segment(source=9600, target=1024, count=0, index_base=600, **sizes),
+        Segment(source=9600, target=1024, count=128, index_base=700, **sizes),
+    ]
+    table = SegmentTable(given, torch.device("cpu"))
+    rows = {launch.kind.aligned: launch.rows.tolist() for launch in table._launches}
+    assert rows[True] == [
+        [1600, 0, 64, 10],
+        [1856, 128, 64, 74],
+        [2112, 256, 64, 138],
+        [9600, 1024, 64, 700],
+        [9856, 1152, 64, 764],
+    ]
+    assert rows[False] == [[2368, 384, 8, 202], [8000, 402, 64, 500], [8256, 530, 6, 564]]
+    ends = {launch.kind.aligned: launch.ends for launch in table._launches}
+    assert ends == {True: [0, 3, 3, 3, 5], False: [0, 1, 3, 3, 3]}
+
+
+@pytest.mark.parametrize("elements", [494_000_000, 7_600_000_000, 70_000_000_000])
+def test_tables_are_small_and_small_models_have_many_programs(elements: int) -> None:
+    count = elements // 160 // 16 * 16
+    segments = [Segment(dtype=torch.bfloat16, target=i * count * 2, count=count, index_base=0) for i in range(160)]
+    table = SegmentTable(segments, torch.device("cpu"))
+    assert table.nbytes < 16 << 20
+    assert len(table._partials) > 20_000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "source_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
+def test_a_launch_casts_copies_and_digests(dtype: torch.dtype, source_dtype: torch.dtype, device: str) -> None:
+    """Whole blocks, a masked end, an odd one, and misaligned runs. Small integers: the interpreter's casts truncate."""
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(-8, 9, (9000,), generator=generator).to(source_dtype).to(device)
+    width, source_width = dtype.itemsize, source_dtype.itemsize
+    runs = [(0, 0, 4096 + 160 + 5), (4272, 4288, 16), (4290, 4305, 3000), (8000, 7321, 1)]  # source, target, elements
+    blank = torch.full((9000,), 3.0).to(dtype).to(device)
+    expected, target, total, segments = blank.clone(), blank.clone(), 0, []
+    for number, (first, to, count) in enumerate(runs):
+        values = source[first : first + count].to(dtype)
+        expected[to : to + count] = values
+        total += digest(values, 1000 * number, impl="torch")
+        segments.append(
+            Segment(
+                dtype=dtype,
+                target=to * width,
+                count=count,
+                index_base=1000 * number,
+                source=source.data_ptr() + first * source_width,
+                source_dtype=source_dtype,
+            )
+        )
+    table = SegmentTable(segments, torch.device(device))
+    for cut in (1, 4):
+        target.copy_(blank)
+        table.launch(target.data_ptr(), 0, cut)
+        table.launch(target.data_ptr(), cut)
+        assert table.digest() == total % 2**64
+        assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
+    readers = [
+        Segment(dtype=dtype, target=segment.target + target.data_ptr(), count=segment.count, index_base=base)
+        for segment, base in zip(segments, range(0, 4000, 1000), strict=True)
+    ]
+    reader = SegmentTable(readers, torch.device(device))
+    reader.launch(0)
+    assert reader.digest() == total % 2**64
+
+
+@pytest.mark.gpu
+def test_casts_round_to_nearest_even_like_torch() -> None:
+    """Ties, denormals, infinities and numbers that overflow bf16, on a GPU (the interpreter truncates)."""
+    words = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(3))
+    ties = (torch.arange(1 << 15) << 16 | 0x8000).to(torch.int32)
+    source = torch.cat([words.to(torch.int32), ties]).view(torch.float32)
+    source = source[~source.isnan()].cuda()
+    target = torch.empty(len(source), dtype=torch.bfloat16, device="cuda")
+    segment = Segment(
+        dtype=torch.bfloat16,
+        target=0,
+        count=len(source),
+        index_base=0,
+        source=source.data_ptr(),
+        source_dtype=torch.float32,
+    )
+    table = SegmentTable([segment], source.device)
+    table.launch(target.data_ptr())
+    assert table.digest() == digest(source.bfloat16(), 0, impl="torch")
+    assert torch.equal(target.view(torch.int16), source.bfloat16().view(torch.int16))
+
+
+COMPILE = """
+import collections, json, re
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rollout.ops.segments import Kind
+from rollout.ops.segments_triton import WARPS, instance, run_segments
+
+INSTRUCTION = r"^\\s*(?:@!?%p\\d+ )?([a-z][\\w.]*)"
+found = {}
+for source, aligned in [("bfloat16", True), ("float32", True), (None, True), ("float32", False)]:
+    constants = instance(Kind(source and getattr(torch, source), torch.bfloat16, aligned))
+    types = {"rows": "*i64", "partials": "*i64", "base": "i64", "first": "i32", **dict.fromkeys(constants, "constexpr")}
+    source_code = ASTSource(run_segments, {n: types[n] for n in run_segments.arg_names}, constants)
+    compiled = triton.compile(source_code, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    ptx = compiled.asm["ptx"]
+    names = re.findall(INSTRUCTION, ptx, re.M)
+    after = {label: ptx.split(label + ":")[1] for label in re.findall(r"^(\\$L__BB\\w+):", ptx, re.M)}
+    (loop,) = [text.split(label + ";")[0] for label, text in after.items() if label + ";" in text]
+    body = re.findall(INSTRUCTION, loop, re.M)
+    elements = constants["BLOCK"] * constants["VECTOR"] // (32 * WARPS)
+    found[f"{source} {aligned}"] = {
+        "memory": collections.Counter(name for name in names if ".global." in name),
+        "loop": len(body) / elements,
+        "shared": compiled.metadata.shared,
+    }
+print(json.dumps(found))
+"""
+
+
+def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for kind, loads in {"bfloat16 True": 4, "float32 True": 8, "None True": 4}.items():
+        memory, stores = found[kind]["memory"], 0 if kind.startswith("None") else 4
+        assert memory["ld.global.v4.b32"] == loads and memory.get("st.global.v4.b32", 0) == stores, kind
+        assert all("v4.b32" in name or name.endswith(".b64") for name in memory), f"{kind}: {memory}"
+        assert found[kind]["loop"] < 20, "PTX instructions an element; ptxas makes fewer of them"
+        assert found[kind]["shared"] <= 64, "elements change threads"
+    assert "ld.global.b32" in found["float32 False"]["memory"]

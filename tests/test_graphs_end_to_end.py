@@ -1,0 +1,144 @@
+"""CUDA graphs over the whole cycle: captured once, right for every version of the weights, wherever memory comes from.
+
+In between another process fills what was freed with 0xFF.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import MemorySaver
+from rollout import Completion, Engine, SamplingParams
+from tests.helpers.memory import Scribbler, process_bytes
+from tests.trainer_bridge.models import config, write_model
+from trainer_bridge import Cycle, Trainer, open_inprocess
+
+pytestmark = pytest.mark.gpu
+
+SHAPE: dict[str, Any] = {"max_position_embeddings": 640, "hidden_size": 64, "intermediate_size": 96}
+ENGINE: dict[str, Any] = {"kv_tokens": 4096, "max_prefill_tokens": 96, "max_running": 12}
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=5, n=3)
+
+
+@pytest.fixture
+def scribbler() -> Iterator[Scribbler]:
+    other = Scribbler("cuda:0")
+    yield other
+    other.close()
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(96) for _ in range(length)] for length in (1, 17, 64, 300)]
+
+
+def tokens_of(out: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in group] for group in out]
+
+
+@torch.no_grad()
+def randomize(trainer: Trainer, version: int) -> None:
+    generator = torch.Generator("cuda:0").manual_seed(version)
+    for name, shard in trainer.shards().items():
+        noise = torch.empty_like(shard).normal_(0, 0.2, generator=generator)
+        shard.copy_(noise if shard.ndim > 1 or name.endswith("bias") else 1 + noise)
+
+
+def fresh_engine(path: str, trainer: Trainer) -> Engine:
+    """An engine that has never slept nor seen other weights, without graphs."""
+    saver = MemorySaver("cuda:0")
+    engine = Engine.from_pretrained(path, "cuda:0", saver=saver, load_weights=False, cuda_graphs=False, **ENGINE)
+    engine._store.load(trainer.shards().items(), "the trainer")
+    return engine
+
+
+@pytest.mark.soak
+def test_cycles_with_new_weights_each(
+    tmp_path: Path, scribbler: Scribbler, rounds: Callable[[int, int], int], record_property: Callable[..., None]
+) -> None:
+    path = write_model(tmp_path / "model", "qwen3", **SHAPE)
+    count = rounds(8, 100)
+    with open_inprocess(config(path, device="cuda:0"), ENGINE) as (trainer, rollout):
+        graphs = rollout.graphs
+        assert graphs is not None
+        captured, addresses = graphs.captures, graphs.addresses()
+        scribbler.fill(64 << 20)  # starts its process, and its context, before bytes are counted
+        cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(64 << 20))
+        floors = set()
+        for version in range(1, count + 1):
+            randomize(trainer, version)
+            fresh = fresh_engine(path, trainer)
+            inputs = prompts(version)
+            wanted = tokens_of(fresh.generate(inputs, GREEDY)), tokens_of(fresh.generate(inputs, SAMPLED))
+            fresh.saver.close()
+            del fresh
+            cycle.to_rollout(version)
+            got = tokens_of(rollout.generate(inputs, GREEDY)), tokens_of(rollout.generate(inputs, SAMPLED))
+            assert got == wanted, f"version {version}"
+            torch.cuda.empty_cache()
+            committed, before = rollout.report().committed_bytes, process_bytes("cuda:0")
+            assert rollout.report().tags["cuda_graph"].committed_bytes > 0
+            rollout.sleep(level=2)
+            assert before - process_bytes("cuda:0") == committed
+            rollout.wake_up()
+            assert process_bytes("cuda:0") == before
+            cycle.to_train()
+            assert rollout.report().committed_bytes == 0
+            torch.cuda.empty_cache()
+            floors.add(process_bytes("cuda:0") - trainer.report().committed_bytes)
+            trainer.saver.check_integrity()
+            rollout.saver.check_integrity()
+            rollout.check_integrity()
+        assert graphs.captures == captured == len(graphs.sizes) and graphs.addresses() == addresses
+        assert graphs.replays > 20 * count
+        assert max(floors) - min(floors) <= 4 << 20, "memory grew over the cycles"
+    record_property("cycles", count)
+
+
+def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
+    """Every batch from 1 to beyond the ladder, against the same engine without graphs; padded rows change nothing."""
+    path = write_model(tmp_path / "model", "llama", **SHAPE, num_key_value_heads=1)
+    engines = [
+        Engine.from_pretrained(path, "cuda:0", **{**ENGINE, "max_running": 40}, cuda_graphs=graphs, **sizes)
+        for graphs, sizes in ((True, {"graph_batch_sizes": (1, 2, 4, 8, 16)}), (False, {}))
+    ]
+    assert engines[1].graphs is None and engines[0].graphs is not None
+    rng = random.Random(0)
+    for batch in [1, 2, 3, 5, 8, 9, 16, 17, 33]:
+        inputs = [[rng.randrange(96) for _ in range(rng.randint(1, 70))] for _ in range(batch)]
+        one, other = (engine.generate(inputs, SAMPLED if batch < 6 else GREEDY) for engine in engines)
+        assert tokens_of(one) == tokens_of(other), f"batch {batch}"
+        for mine, theirs in zip((s for g in one for s in g), (s for g in other for s in g), strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=5e-5)
+        for engine in engines:
+            engine.check_integrity()
+            assert not engine._pool._k[:, 1:16].isnan().any()
+    assert engines[0].graphs.replays > 0
+
+
+def test_the_graphs_are_why_an_engine_that_half_sleeps_refuses(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "qwen2", **SHAPE)
+    engine = Engine.from_pretrained(path, "cuda:0", **ENGINE)
+    before = engine.generate(prompts(0), GREEDY)
+    engine.sleep(tags=["cuda_graph"])
+    with pytest.raises(RuntimeError, match="paused: cuda_graph"):
+        engine.generate(prompts(0), GREEDY)
+    engine.wake_up(["cuda_graph"])
+    assert engine.generate(prompts(0), GREEDY) == before
+
+
+def test_capture_without_room_says_what_to_lower(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "qwen2", **SHAPE)
+    saver = MemorySaver("cuda:0", limit_bytes=8 << 20)
+    with pytest.raises((torch.OutOfMemoryError, MemoryError)) as caught:
+        Engine.from_pretrained(path, "cuda:0", saver=saver, **ENGINE)
+    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "limit" in text or "max_running" in text
+    torch.cuda.synchronize()

@@ -1,0 +1,90 @@
+"""A side that dies, and memory that is not there: clear errors, the other side unharmed, nothing left on the device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memsaver import LeaseError, OutOfMemory
+from rollout import SamplingParams
+from tests.helpers.faults import wait_gone
+from tests.helpers.memory import machine_bytes
+from tests.trainer_bridge.models import config, make_batch
+from trainer_bridge import ActorDied, Cycle, CycleError, open_inprocess, open_ray
+
+ENGINE = {"kv_tokens": 256, "page_size": 16}
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def nothing_stays(device: str) -> Iterator[None]:
+    """Memory of the whole device (or the machine's shared memory) comes back to where it was."""
+    machine_bytes(device)  # makes this process's own context
+    before = machine_bytes(device)
+    yield
+    deadline = time.monotonic() + 20
+    while (left := machine_bytes(device) - before) > 512 * 1024:
+        assert time.monotonic() < deadline, f"{left} bytes were left behind"
+        time.sleep(0.1)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("after", "stage", "cause", "text"),
+    [
+        ("begin_update", "sync_weights", LeaseError, "does not answer"),
+        ("sync_weights", "commit_update", ActorDied, "the rollout actor died"),
+    ],
+)
+def test_a_killed_rollout(
+    after: str, stage: str, cause: type, text: str, device: str, model_path: str, nothing_stays: None
+) -> None:
+    pytest.importorskip("ray")
+    batch = make_batch(4)
+    with open_ray(config(model_path, device=device), ENGINE) as (trainer, rollout):
+        pids = [trainer.call("pid"), rollout.call("pid")]
+        scores = trainer.compute_log_prob(batch)
+
+        def kill(name: str, start: float, end: float) -> None:
+            if name == after:
+                os.kill(pids[1], signal.SIGKILL)
+                wait_gone(pids[1:])
+
+        cycle = Cycle(trainer, rollout, on_stage=kill)
+        with pytest.raises(CycleError, match=f"stage '{stage}' failed: .*{text}") as caught:
+            cycle.to_rollout(1)
+        assert isinstance(caught.value.cause, cause)
+        assert "the rollout could not be told" in caught.value.__notes__[0]
+        trainer.restore()
+        assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
+    wait_gone(pids)
+
+
+@pytest.mark.gpu
+def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: str) -> None:
+    engine = {**ENGINE, "kv_tokens": 1 << 20}  # 512 MiB
+    batch = make_batch(4)
+    with open_inprocess(config(model_path, device="cuda:0"), engine) as (trainer, rollout):
+        scores = trainer.compute_log_prob(batch)
+        cycle = Cycle(trainer, rollout)
+        trainer.empty_cache()
+        hog = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda:0")
+        with pytest.raises(CycleError, match=r"stage 'wake_kv_cache' failed: .*needs 5\d\d.* MiB") as caught:
+            cycle.to_rollout(1)
+        cause = caught.value.cause
+        assert isinstance(cause, OutOfMemory)
+        assert cause.holders["torch's tensors"] >= hog.nbytes and cause.requested_bytes >= 512 << 20
+        tags = rollout.report().tags
+        assert [tags[tag].state for tag in ("weights", "kv_cache", "cuda_graph")] == ["active", "paused", "paused"]
+        del hog
+        torch.cuda.empty_cache()
+        rollout.wake_up()
+        assert len(rollout.generate([[5, 6, 7]], GREEDY)[0][0].token_ids) == 8
+        rollout.sleep(level=2)
+        trainer.restore()
+        assert trainer.compute_log_prob(batch) == scores
