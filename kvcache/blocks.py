@@ -189,7 +189,7 @@ class BlockManager:
             self.pool.move_kv_cache(target, source)
         flat = rows * self.req_to_token.max_context_len + positions
         # the new tokens' ids come last, so that they are a view of what is sent
-        order = np.concatenate([np.flatnonzero(moved), np.flatnonzero(~moved)]) if moved.any() else slice(None)
+        order = np.argsort(~moved, kind="stable")
         sent = to_device(np.stack([flat[order], loc[order]]), self.allocator.device)
         self.req_to_token.write_flat(sent[0], sent[1])
         return sent[1, int(moved.sum()) :]

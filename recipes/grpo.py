@@ -16,7 +16,6 @@ Prompts and sampling seeds are functions of (recipe.seed, step), so that a resum
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import statistics
@@ -30,6 +29,7 @@ from recipes.monitor import Monitor
 from recipes.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from rollout import Rollout, SamplingParams
+from rollout.ops.hash import hash_text
 from trainer_bridge import Cycle, SequenceBatch
 
 
@@ -220,8 +220,7 @@ def pick_problems(problems: Sequence[Problem], count: int, seed: int, step: int)
 
 def sampling_seed(seed: int, step: int, index: int) -> int:
     """A seed below 2**63 for the samples of one prompt of one step."""
-    head = hashlib.sha256(f"{seed}/sampling/{step}/{index}".encode()).digest()[:8]
-    return int.from_bytes(head, "big") >> 1
+    return hash_text(f"{seed}/sampling/{step}/{index}") >> 1
 
 
 def _answers(rollout: Rollout, setup: Setup, problems: list[Problem], params: list[SamplingParams]) -> Samples:

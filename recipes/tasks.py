@@ -6,7 +6,6 @@ or resume can bring a held-out question into training.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from recipes.config import TaskSection
 from recipes.errors import RecipeError
+from rollout.ops.hash import hash_text
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
@@ -65,16 +65,12 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
 
 def is_held_out(question: str, fraction: float) -> bool:
     """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
-    return _hash(question) < fraction * 2**64
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return hash_text(question) < fraction * 2**64
 
 
 def _shuffled(problems: list[Problem]) -> tuple[Problem, ...]:
     """The same order on every machine, and the first few are a fair sample."""
-    return tuple(sorted(problems, key=lambda problem: _hash(problem.question)))
+    return tuple(sorted(problems, key=lambda problem: hash_text(problem.question)))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:

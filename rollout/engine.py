@@ -10,7 +10,6 @@ from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToK
 from kvcache.ops.dispatch import use_triton
 from memsaver import Event, MemorySaver, Report, StateError
 from rollout.config import EngineConfig
-from rollout.graphs import TAG as CUDA_GRAPH
 from rollout.graphs import DecodeGraphs, ladder
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases, parameter_groups
@@ -19,13 +18,11 @@ from rollout.ops.hash import splitmix64_int
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
 from rollout.scheduler import Sample, Scheduler, Step
+from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, Completion, Manifest, SamplingParams, WeightOffer, WriteReceipt
 from rollout.update import WeightUpdate
-from rollout.weights import TAG as WEIGHTS
 from rollout.weights import WeightStore
 
-KV_CACHE = "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 UNFINISHED = ("raise", "preempt", "abort")
 
 
@@ -99,8 +96,6 @@ class Engine:
         engine = cls(model, config, dtype=dtype, saver=saver)
         if load_weights:
             engine.load(path)
-        else:
-            engine.abort_update("the weights were never loaded; commit a weight update")
         return engine
 
     def load(self, path: str | Path) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.tags import CUDA_GRAPH
+
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
-TAG = "cuda_graph"
 _INPUTS = 3  # token ids, positions, rows of the request table
 
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -46,9 +47,9 @@ class DecodeGraphs:
         self._host = torch.zeros((_INPUTS, largest), dtype=torch.int64, pin_memory=True)
         self._staged = self._host.numpy()
         self._inputs = torch.zeros((_INPUTS, largest), dtype=torch.int64, device=saver.device)
-        self._logits = saver.empty((largest, vocab_size), dtype, tag=TAG)
+        self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool = saver.mem_pool(TAG)  # after the graphs: they are dropped before it
+        self._pool = saver.mem_pool(CUDA_GRAPH)  # after the graphs: they are dropped before it
         self.captures = self.replays = 0
         stream = torch.cuda.Stream(saver.device)
         for size in reversed(self.sizes):  # the largest first: the smaller ones fit into the memory it leaves

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rollout.model.layout import Group
 from rollout.ops.digest import Digest
+from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
-TAG = "weights"
 ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")  # buffers of old checkpoints
 
@@ -76,7 +76,12 @@ class WeightStore:
     """
 
     def __init__(
-        self, groups: Sequence[Group], aliases: dict[str, str], dtype: torch.dtype, saver: "MemorySaver", tag: str = TAG
+        self,
+        groups: Sequence[Group],
+        aliases: dict[str, str],
+        dtype: torch.dtype,
+        saver: "MemorySaver",
+        tag: str = WEIGHTS,
     ) -> None:
         self.tag = tag
         self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
@@ -86,7 +91,7 @@ class WeightStore:
         self._slices = {piece.name: piece for piece in self.manifest.slices}
         self.version: int | None = None
         self.last_version = 0
-        self.undefined_reason = "the weights were never loaded"
+        self.undefined_reason = "the weights were never loaded; commit a weight update"
         self._digest: Digest | None = None
 
     def tensor(self, name: str) -> Tensor:

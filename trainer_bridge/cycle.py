@@ -22,6 +22,7 @@ from typing import Protocol
 
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
+from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
 from trainer_bridge.errors import CycleError
 
@@ -48,7 +49,7 @@ TRANSITIONS = {
     "failed": {},
 }
 TRAINER_TAGS = ("params", "optim")
-ROLLOUT_TAGS = ("weights", "kv_cache", "cuda_graph")
+KEEPABLE = (*TRAINER_TAGS, *TAGS)
 POISONING = ("begin_update", "sync_weights", "commit_update")  # from the first to the last the weights are undefined
 
 
@@ -70,11 +71,11 @@ class Cycle:
         one.
         """
         kept = set(keep)
-        if unknown := sorted(kept - {*TRAINER_TAGS, *ROLLOUT_TAGS}):
-            raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(TRAINER_TAGS + ROLLOUT_TAGS)}")
+        if unknown := sorted(kept.difference(KEEPABLE)):
+            raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
         self.state = "train"
         self._parked = set(TRAINER_TAGS) - kept
-        self._sleeping = [tag for tag in ROLLOUT_TAGS if tag not in kept]
+        self._sleeping = [tag for tag in TAGS if tag not in kept]
         self._trainer = trainer
         self._rollout = rollout
         self._on_stage = on_stage
@@ -86,7 +87,7 @@ class Cycle:
         after = self._enter("to_rollout")
         self._make_room()
         with self._stage("wake_weights"):
-            self._rollout.wake_up(["weights"])
+            self._rollout.wake_up([WEIGHTS])
         with self._stage("begin_update"):
             offer = self._rollout.begin_update(version)
         with self._stage("sync_weights"):
@@ -97,7 +98,7 @@ class Cycle:
             with self._stage("park_params"):  # not before the rollout has confirmed what it holds
                 self._trainer.park("params")
         with self._stage("wake_kv_cache"):
-            self._rollout.wake_up(["kv_cache", "cuda_graph"])
+            self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
         self.state = after
         return committed
 

@@ -6,7 +6,6 @@ Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a ta
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rollout.ops.hash import hash_text
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side
@@ -179,8 +179,7 @@ def _randomise_weights(model: nn.Module, seed: int) -> None:
 def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:
     assert isinstance(param, DTensor)
     text = f"{seed}/{name}/{param.device_mesh.get_local_rank()}"
-    head = hashlib.sha256(text.encode()).digest()[:8]
-    return torch.Generator(param.device).manual_seed(int.from_bytes(head, "big") >> 1)
+    return torch.Generator(param.device).manual_seed(hash_text(text) >> 1)
 
 
 def first_row(param: Tensor) -> int:

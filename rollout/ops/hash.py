@@ -1,5 +1,7 @@
 """splitmix64 on int64 tensors (two's complement stands for uint64) and Python integers. Same bits on every device."""
 
+import hashlib
+
 from torch import Tensor
 
 MASK64 = (1 << 64) - 1
@@ -7,6 +9,11 @@ GOLDEN = 0x9E3779B97F4A7C15
 MUL32 = 0x85EBCA6B  # odd, from murmur3's finalizer; the digest's
 _MUL1 = 0xBF58476D1CE4E5B9
 _MUL2 = 0x94D049BB133111EB
+
+
+def hash_text(text: str) -> int:
+    """The first 64 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def signed(value: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout import SamplingParams
-from tests.benchmarks.common import conditions, print_table, save, write_config
+from tests.benchmarks.common import conditions, print_table, random_model, save
 from trainer_bridge import Cycle, SequenceBatch, TrainerConfig, open_inprocess
 
 SAMPLES, PROMPT, ANSWER = 64, 64, 256
@@ -90,8 +90,8 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        path = write_config(Path(folder) / "random", "0.5b")
-        save_random(path)
+        path = Path(folder) / "random"
+        random_model(path, "0.5b", torch.float32)
         cases = [("Qwen2.5-0.5B shape, random", path)] + ([(args.model.name, args.model)] if args.model else [])
         for name, where in cases:
             for dtype in ("float32", "bfloat16"):
@@ -104,15 +104,6 @@ def main() -> None:
         head, [[r["model"], r["dtype"], r["pair"]] + [f"{r[k]:.2e}" for k in ("mean", "p99.9", "max")] for r in rows]
     )
     save(args.out, "bench_gap", {"rows": rows})
-
-
-def save_random(path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
-    model.save_pretrained(path)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from tests.benchmarks.common import conditions, print_table, save, write_config
+from tests.benchmarks.common import conditions, print_table, random_model, save
 
 BATCH, PROMPT, ANSWER = 256, 128, 128
 REPEATS = 3
@@ -26,18 +26,6 @@ REPEATS = 3
 def prompts(vocab: int) -> list[list[int]]:
     rng = random.Random(0)
     return [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(BATCH)]
-
-
-def build(folder: Path) -> tuple[Path, Any]:
-    """The model on the device, and the same weights in a directory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = write_config(folder / "model", "0.5b")
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
-    model.save_pretrained(path)
-    return path, model.eval()
 
 
 def seconds(run: Any) -> float:
@@ -68,7 +56,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path, model = build(Path(folder))
+        path = Path(folder) / "model"
+        model = random_model(path, "0.5b", torch.bfloat16)
         inputs = prompts(model.config.vocab_size)
         result: dict[str, float] = {}
         for name, graphs in (("engine", True), ("engine without CUDA graphs", False)):

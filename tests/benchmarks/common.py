@@ -61,6 +61,18 @@ def write_config(directory: Path, size: str, **changes: Any) -> Path:
     return directory
 
 
+def random_model(directory: Path, size: str, dtype: torch.dtype) -> Any:
+    """A model of that shape with random weights on the GPU, saved to `directory`, in eval mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(write_config(directory, size))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
 def median_ms(run: Callable[[], object], repeats: int = 10, warmup: int = 3) -> float:
     """Median wall time of `run` in milliseconds, the device being idle before and after."""
     times = []

@@ -56,7 +56,7 @@ def save_tiny(path: str | Path, kind: str = "llama", seed: int = 0, **overrides:
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """transformers' own greedy answer, its end token included if it gives one."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
     )
@@ -66,6 +66,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
 def forward_logprobs(
     model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """fp32 [len(answer)]: log-probabilities of the answer in one full forward, as a trainer computes them."""
-    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+    """fp32 [len(answer)] on the CPU: log-probabilities of the answer in one full forward, as a trainer computes them."""
+    ids = torch.tensor([prompt + answer], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()

@@ -7,7 +7,9 @@ import pytest
 
 import recipes
 from recipes.cli import main
+from recipes.config import TAGS
 from recipes.loading import save_recipe
+from trainer_bridge.cycle import KEEPABLE
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
 
@@ -192,3 +194,7 @@ def test_the_resolved_recipe_loads_as_the_same(name, tmp_path):
 
 def test_interpolation_resolves():
     assert recipes.load("tiny", ["seed=${steps}"]).seed == recipes.load("tiny").steps
+
+
+def test_the_tags_that_may_be_kept_are_the_cycles() -> None:
+    assert TAGS == KEEPABLE

@@ -14,7 +14,8 @@ from memsaver import MemorySaver
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.ops.digest import digest
-from rollout.weights import ALIGNMENT, TAG, WeightStore, arena_nbytes, build_manifest
+from rollout.tags import WEIGHTS
+from rollout.weights import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -77,7 +78,7 @@ def test_tied_names_are_aliases(tmp_path: Path) -> None:
 def test_offsets_count_from_the_start_of_the_tag(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     saver = MemorySaver(device="cpu")
-    other = saver.empty((1000,), torch.uint8, tag=TAG)
+    other = saver.empty((1000,), torch.uint8, tag=WEIGHTS)
     store = store_for(tmp_path, saver)
     for piece in store.manifest.slices:
         assert saver.offset_of(store.tensor(piece.name)) == piece.offset
