@@ -1,10 +1,11 @@
 """Shared by all tests: the interpreter where there is no GPU, and ``gpu`` tests skipped there."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
+
+from tests.helpers import soak
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
@@ -15,11 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="full counts of every soak test, not the short forms")
 
 
-@pytest.fixture
-def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
-    """rounds(short, full): how often a soak test goes round; full with --soak."""
-    soak = request.config.getoption("--soak")
-    return lambda short, full: full if soak else short
+def pytest_configure(config: pytest.Config) -> None:
+    soak.choose(config.getoption("--soak"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from rollout import Completion, SamplingParams
 from tests.helpers.memory import Scribbler, memory_maps, open_fds
+from tests.helpers.soak import rounds
 from tests.trainer_bridge.models import config, make_batch, reference, write_model
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
 
@@ -68,8 +69,9 @@ def gap(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) 
     return float(difference.mean()), float(difference.max())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", MODELS)
-def test_twenty_rounds_match_transformers(family: str, device: str, tmp_path: Path, scribbler: Scribbler) -> None:
+def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scribbler: Scribbler) -> None:
     shape: dict[str, Any] = {"max_position_embeddings": 640, **MODELS[family]}
     path = write_model(tmp_path / family, family, **shape)
     engine = {"kv_tokens": 2048, "page_size": 16, "max_prefill_tokens": 96}
@@ -77,9 +79,10 @@ def test_twenty_rounds_match_transformers(family: str, device: str, tmp_path: Pa
     with open_inprocess(trainer_config, engine) as (trainer, rollout):
         cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(8 << 20))
         counts = []
-        for version in range(1, 21):
+        last = rounds(20, 100)
+        for version in range(1, last + 1):
             before = {name: shard.clone() for name, shard in trainer.shards().items()}
-            thorough = version in (1, 20)
+            thorough = version in (1, last)
             inputs, tokens = (prompts(version), 12) if thorough else (prompts(version)[1:5:2], 4)
             wanted = expected(trainer, path, inputs, tokens)
             cycle.to_rollout(version)

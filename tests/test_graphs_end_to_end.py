@@ -16,6 +16,7 @@ import torch
 from memsaver import MemorySaver
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.memory import Scribbler, process_bytes
+from tests.helpers.soak import rounds
 from tests.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
 
@@ -61,7 +62,7 @@ def fresh_engine(path: str, trainer: Trainer) -> Engine:
 
 @pytest.mark.soak
 def test_cycles_with_new_weights_each(
-    tmp_path: Path, scribbler: Scribbler, rounds: Callable[[int, int], int], record_property: Callable[..., None]
+    tmp_path: Path, scribbler: Scribbler, record_property: Callable[..., None]
 ) -> None:
     path = write_model(tmp_path / "model", "qwen3", **SHAPE)
     count = rounds(8, 100)

@@ -66,7 +66,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
 def forward_logprobs(
     model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """fp32 [len(answer)] on the CPU: log-probabilities of the answer in one full forward, as a trainer computes them."""
+    """fp32 [len(answer)], on the CPU: the answer in one full forward, as a trainer computes it."""
     ids = torch.tensor([prompt + answer], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import ReqHandle
+from tests.helpers.soak import rounds
 from tests.kvcache.support import make_blocks
 
 ROWS = 6
@@ -153,8 +154,8 @@ class ForestMachine(RuleBasedStateMachine):
         self.forest.check()
 
 
-TestForest = ForestMachine.TestCase
-TestForest.settings = settings(max_examples=100, stateful_step_count=30, derandomize=True, deadline=None)
+TestForest = pytest.mark.soak(ForestMachine.TestCase)
+TestForest.settings = settings(max_examples=rounds(100, 3000), stateful_step_count=30, derandomize=True, deadline=None)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import PagedTokenToKVPoolAllocator
+from tests.helpers.soak import rounds
 from tests.kvcache.support import DEVICE, ledger_state
 
 PAGES = 9
@@ -117,5 +118,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.available_size() == self._free_pages() * self.ps
 
 
-TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=150, stateful_step_count=30, derandomize=True, deadline=None)
+TestLedger = pytest.mark.soak(LedgerMachine.TestCase)
+TestLedger.settings = settings(max_examples=rounds(150, 3000), stateful_step_count=30, derandomize=True, deadline=None)

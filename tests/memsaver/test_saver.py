@@ -9,6 +9,7 @@ import torch
 
 import memsaver
 from tests.helpers.memory import machine_bytes, memory_maps, open_fds, process_bytes, scribble
+from tests.helpers.soak import rounds
 
 
 def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
@@ -48,6 +49,7 @@ def test_host_content_comes_back_bit_identical_at_the_same_addresses(device: str
     assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(after, kept, strict=True))
 
 
+@pytest.mark.soak
 def test_a_hundred_cycles_grow_nothing(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     with saver.region("weights", content="host"):
@@ -63,7 +65,7 @@ def test_a_hundred_cycles_grow_nothing(device: str) -> None:
         cycle()
     gc.collect()
     before = process_bytes(device), open_fds(), memory_maps(), saver.report().committed_bytes
-    for _ in range(100):
+    for _ in range(rounds(100, 5000)):
         cycle()
     gc.collect()
     after = process_bytes(device), open_fds(), memory_maps(), saver.report().committed_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 import memsaver
 from tests.helpers.memory import process_bytes
+from tests.helpers.soak import rounds
 
 LIMIT = 1 << 20
 TAGS = {"weights": "host", "kv_cache": "discard", "optim": "host"}
@@ -122,5 +124,5 @@ class SaverMachine(RuleBasedStateMachine):
                 assert bool((item["tensor"] == item["value"]).all())
 
 
-TestSaver = SaverMachine.TestCase
-TestSaver.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+TestSaver = pytest.mark.soak(SaverMachine.TestCase)
+TestSaver.settings = settings(max_examples=rounds(25, 300), stateful_step_count=25, deadline=None, derandomize=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from memsaver import StateError
 from rollout.types import CommitReceipt, Manifest, ParamSlice, WeightOffer, WriteReceipt
+from tests.helpers.soak import rounds
 from trainer_bridge import ActorDied, Cycle, CycleError
 from trainer_bridge.cycle import POISONING, TRANSITIONS
 
@@ -286,5 +287,7 @@ class Walk(RuleBasedStateMachine):
         assert (self.world.version == self.version) == (self.cycle.state == "rollout")
 
 
-Walk.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=20)
-TestWalk = Walk.TestCase
+Walk.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=rounds(40, 3000), stateful_step_count=20
+)
+TestWalk = pytest.mark.soak(Walk.TestCase)
