@@ -20,7 +20,7 @@ from tests.benchmarks.common import QWEN25, conditions, copy_bandwidth, print_ta
 from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 
-CASES = [("bfloat16", "7b", 28), ("float32", "7b", 14), ("float32", "0.5b", 24)]
+CASES = {"7b": ("bfloat16", "7b", 28), "half-7b": ("float32", "7b", 14), "0.5b": ("float32", "0.5b", 24)}
 ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
 
 
@@ -109,11 +109,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        results = [measure(*case, args.repeats, bandwidth, Path(folder)) for case in CASES]
+        results = []
+        for name in args.cases:
+            results.append(measure(*CASES[name], args.repeats, bandwidth, Path(folder)))
+            print(f"{name}: {results[-1]['copy']:.2f} ms, floor {results[-1]['floor']:.2f} ms", flush=True)
     print(conditions())
     print(f"device-to-device copy of 4 GiB in the same run: {bandwidth / 1e12:.2f} TB/s, read and write counted")
     head = ["sync", "G params", "floor ms", "cast-copy + digest ms", "x floor", "whole write ms", "x floor"]
