@@ -1,6 +1,9 @@
 """Plain data that crosses the engine's boundary: requests, answers, and the weight-update messages."""
 
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -120,6 +123,18 @@ class Manifest:
         for alias, target in self.aliases.items():
             if alias in names or target not in names:
                 raise ValueError(f"alias {alias} -> {target} must go from a name that is not stored to one that is")
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Manifest"], tuple[bytes]]:
+        """One string of bytes, made once: hundreds of slices in each message of an update cost milliseconds."""
+        if (packed := self.__dict__.get("_packed")) is None:
+            packed = pickle.dumps({field.name: getattr(self, field.name) for field in fields(self)})
+            object.__setattr__(self, "_packed", packed)
+        return _unpack_manifest, (packed,)
+
+
+@lru_cache(maxsize=4)
+def _unpack_manifest(packed: bytes) -> Manifest:
+    return Manifest(**pickle.loads(packed))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Validation of what users write."""
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -75,3 +76,11 @@ def test_manifest_refuses_repeated_names_and_dangling_aliases() -> None:
 def test_receipt_digest_is_64_bits() -> None:
     with pytest.raises(ValueError, match="digest"):
         WriteReceipt(version=1, layout_hash="", digest=2**64, nbytes=0, seconds=0.0)
+
+
+def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
+    manifest = Manifest(nbytes=8, slices=(piece(),), aliases={"tied": "w"}, modules={}, layout_hash="one")
+    first, second = (pickle.loads(pickle.dumps(manifest)) for _ in range(2))
+    assert first == manifest and second is first
+    other = dataclasses.replace(first, layout_hash="two")  # carries no bytes of the one it was made from
+    assert pickle.loads(pickle.dumps(other)) == other != manifest
