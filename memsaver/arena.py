@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +58,7 @@ class Arena:
             raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
         self.paused = False
         self.committed_when_paused = 0
+        self.whole = True  # resume with one extent: another tag is not to use it
         self.backup: Backup | None = None
         self.open_regions = 0
         self.last_pause_seconds = 0.0
@@ -137,25 +139,26 @@ class Arena:
             done += nbytes
         self.backend.synchronize()
 
-    def decommit(self) -> None:
-        """Unmap everything in one call and release the extents."""
-        self.committed_when_paused = self.stats.committed
-        _decommit(self.backend, self.address, self.slot)
+    def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Take all extents from behind the tag, in one call; they keep their content until they are released."""
+        extents, committed = shim.extents(self.slot), self.stats.committed
+        if committed:
+            self.backend.unmap(self.address, committed)
+            undo.callback(self.put, extents, contextlib.ExitStack())
+        shim.set_extents(self.slot, [])
+        return extents
 
-    def commit(self, undo: contextlib.ExitStack) -> None:
-        """Put one new extent behind the prefix that was committed at the pause.
-
-        Raises ``ShortOfMemory`` or ``BackendError``; each step's undo goes on ``undo`` after the step succeeded.
-        """
-        nbytes = self.committed_when_paused
-        if not nbytes:
-            return
-        handle = self.backend.create(nbytes)
-        undo.callback(self.backend.release, handle, nbytes)
-        self.backend.map(self.address, nbytes, handle)
-        undo.callback(self.backend.unmap, self.address, nbytes)
-        self.backend.set_access(self.address, nbytes)
-        shim.set_extents(self.slot, [shim.Extent(handle, 0, nbytes)])
+    def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
+        """Map extents, one after the other, from the tag's first byte on; the tag has none."""
+        placed, end = [], 0
+        for extent in extents:
+            self.backend.map(self.address + end, extent.nbytes, extent.handle)
+            undo.callback(self.backend.unmap, self.address + end, extent.nbytes)
+            placed.append(replace(extent, offset=end))
+            end += extent.nbytes
+        if end:
+            self.backend.set_access(self.address, end)
+        shim.set_extents(self.slot, placed)
         undo.callback(shim.set_extents, self.slot, [])
 
     def close(self) -> None:

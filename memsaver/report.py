@@ -34,6 +34,8 @@ class Report:
     device: str
     limit_bytes: int | None
     committed_bytes: int
+    """Of all tags, and what the page pool keeps."""
+    pool_bytes: int
     backup_bytes: int
     tags: dict[str, TagReport]
     others: dict[str, int] = field(default_factory=dict)

@@ -7,15 +7,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from memsaver.allocator import shim
-from memsaver.arena import CONTENTS, Arena, Backup
+from memsaver.arena import CONTENTS, Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
 from memsaver.errors import StateError, TagError
+from memsaver.page_pool import PagePool
 from memsaver.report import Event, Report, TagReport
 from memsaver.shortage import explain
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _LEASE_GRACE_SECONDS = 1.0
 _EVENTS_KEPT = 100_000
+RELEASES = ("driver", "keep")
 
 
 class MemorySaver:
@@ -51,6 +53,7 @@ class MemorySaver:
         granularity = self._backend.granularity
         reserve = reserve_bytes or self._backend.total_bytes
         self._reserve_bytes = -(-reserve // granularity) * granularity
+        self._pool = PagePool(self._backend)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.RLock()
         self._server: LeaseServer | None = None
@@ -171,14 +174,24 @@ class MemorySaver:
 
     # ---------------------------------------------------------------- pause and resume
 
-    def pause(self, *tags: str, content: str | None = None) -> None:
-        """Give the memory of the tags back (no tag: all). Paused tags are skipped; all or nothing.
+    def pause(
+        self,
+        *tags: str,
+        content: str | None = None,
+        release: str = "driver",
+        streams: Sequence[torch.cuda.Stream] | None = None,
+    ) -> None:
+        """Take the memory of the tags away (no tag: all). Paused tags are skipped; all or nothing.
 
-        ``content`` overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
-        next resume restores them; after ``"discard"`` they are undefined. Raises ``TagError`` (unknown tag),
-        ``StateError`` (a region is open), ``LeaseError`` (another process maps the tag).
+        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
+        next resume restores them; after ``"discard"`` they are undefined. release: where the memory goes, ``"driver"``
+        or ``"keep"``: into this saver's page pool, from which any of its tags is resumed without the driver.
+        streams: wait for the work on these only, not for all of the device's; the caller answers for the rest.
+        Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another process maps it).
         """
         _check_content(content)
+        if release not in RELEASES:
+            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
         with self._lock:
             arenas = [arena for arena in self._select(tags) if not arena.paused]
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
@@ -190,25 +203,34 @@ class MemorySaver:
                 for arena in arenas:
                     arena.freeze()
                     undo.callback(self._thaw_unless_paused, arena)
-                self._backend.synchronize()  # no unmapping while work is in flight
+                self._drain(streams)  # no unmapping while work is in flight
                 backups = {arena.tag: arena.save() for arena in arenas if (content or arena.content) == "host"}
-                saved = (time.perf_counter() - started) / max(1, len(arenas))
-                for arena in arenas:
-                    self._pause_one(arena, backups.get(arena.tag), saved)
+                extents = {arena.tag: arena.unmap(undo) for arena in arenas}
+                if release == "keep":
+                    self._pool.keep([extent for items in extents.values() for extent in items])
                 undo.pop_all()
+            for arena in arenas:
+                arena.paused = True
+                arena.backup = backups.get(arena.tag)
+                arena.whole = release == "driver"
+                arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag])
+                if release == "driver":
+                    self._pool.give_back(extents[arena.tag])
+            seconds = (time.perf_counter() - started) / max(1, len(arenas))
+            for arena in arenas:
+                arena.last_pause_seconds = seconds
+                self._record("pause", arena, seconds)
+
+    def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
+        if streams is None:
+            self._backend.synchronize()
+        for stream in streams or ():
+            stream.synchronize()
 
     @staticmethod
     def _thaw_unless_paused(arena: Arena) -> None:
         if not arena.paused:
             arena.thaw()
-
-    def _pause_one(self, arena: Arena, backup: Backup | None, seconds_before: float) -> None:
-        started = time.perf_counter()
-        arena.decommit()
-        arena.paused = True
-        arena.backup = backup
-        arena.last_pause_seconds = seconds_before + time.perf_counter() - started
-        self._record("pause", arena, arena.last_pause_seconds)
 
     def resume(self, *tags: str) -> None:
         """Put memory behind the tags again (no tag: all), at the same addresses. Active tags are skipped.
@@ -233,10 +255,20 @@ class MemorySaver:
                 arena.last_resume_seconds = seconds
                 self._record("resume", arena, seconds)
 
+    def trim(self, tag: str | None = None) -> int:
+        """Give memory that no tensor uses back to the driver: kept extents and the tags' unused ends; returns bytes.
+
+        tag: only this one's unused end.
+        """
+        with self._lock:
+            arenas = self._select(() if tag is None else (tag,))
+            ends = sum(arena.trim() for arena in arenas if not arena.open_regions and not self._leases(arena.tag))
+            return ends + (self._pool.trim() if tag is None else 0)
+
     def _resume_all(self, arenas: list[Arena]) -> None:
         with contextlib.ExitStack() as undo:
             for arena in arenas:
-                arena.commit(undo)
+                arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
             for arena in arenas:
                 if arena.backup is not None:
                     arena.restore(arena.backup)
@@ -249,6 +281,7 @@ class MemorySaver:
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
         needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._arenas.values()}
+        holders["the page pool"] = self._pool.held_bytes
         return explain(what, cause, needed or cause.requested, self._reserve_bytes, holders, self._backend)
 
     # ---------------------------------------------------------------- sharing and reporting
@@ -271,6 +304,7 @@ class MemorySaver:
                 device=str(self.device),
                 limit_bytes=self.limit_bytes,
                 committed_bytes=self._backend.committed_bytes,
+                pool_bytes=self._pool.held_bytes,
                 backup_bytes=sum(tag.backup_bytes for tag in tags.values()),
                 tags=tags,
                 others=self._backend.other_holders(),
@@ -323,7 +357,10 @@ class MemorySaver:
                 assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
                 assert arena.paused or stats.top <= stats.committed, f"{arena.tag}: blocks beyond the committed end"
                 total += end
-            assert total <= self._backend.committed_bytes, "more bytes mapped than were made"
+            total += self._pool.held_bytes
+            assert total == self._backend.committed_bytes, f"{total} bytes known, {self._backend.committed_bytes} made"
+            ids = [e.id for a in self._arenas.values() for e in shim.extents(a.slot)] + [e.id for e in self._pool.extents]
+            assert len(ids) == len(set(ids)), "an extent is in two places"
 
     def close(self) -> None:
         """Give everything back. Tensors still alive must not be touched: their addresses stay without memory."""
@@ -336,6 +373,7 @@ class MemorySaver:
             self._backend.synchronize()
             for arena in self._arenas.values():
                 arena.close()
+            self._pool.trim()
             self._closed = True
 
     def _require_open(self) -> None:

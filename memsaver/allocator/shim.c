@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 struct ms_phys {
@@ -13,6 +14,10 @@ struct ms_phys {
     size_t granularity, limit, committed;
     ms_driver driver;
     pid_t owner;
+    ms_extent *kept; /* the page pool */
+    size_t n_kept, cap_kept;
+    long calls, fault_at;
+    int fault_error;
     pthread_mutex_t lock;
 };
 
@@ -37,6 +42,17 @@ static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static int forked(const ms_phys *phys) { return getpid() != phys->owner; }
 
+static int reserve_array(void **array, size_t *capacity, size_t count, size_t item) {
+    if (count <= *capacity) return 1;
+    size_t grown = *capacity ? *capacity * 2 : 16;
+    while (grown < count) grown *= 2;
+    void *p = realloc(*array, grown * item);
+    if (!p) return 0;
+    *array = p;
+    *capacity = grown;
+    return 1;
+}
+
 /* ------------------------------------------------------------------ physical memory */
 
 ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver *driver) {
@@ -53,7 +69,20 @@ ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver
 
 void ms_phys_free(ms_phys *phys) {
     pthread_mutex_destroy(&phys->lock);
+    free(phys->kept);
     free(phys);
+}
+
+long ms_inject(ms_phys *phys, long after, int error) {
+    long calls = __atomic_exchange_n(&phys->calls, 0, __ATOMIC_RELAXED);
+    phys->fault_at = after;
+    phys->fault_error = error;
+    return calls;
+}
+
+int ms_fault(ms_phys *phys) {
+    long call = __atomic_add_fetch(&phys->calls, 1, __ATOMIC_RELAXED);
+    return call == phys->fault_at ? phys->fault_error : 0;
 }
 
 size_t ms_phys_limit(ms_phys *phys) { return phys->limit; }
@@ -92,6 +121,8 @@ static void discharge(ms_phys *phys, size_t nbytes) {
 }
 
 static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
+    int fault = ms_fault(phys);
+    if (fault) return fault;
     if (phys->kind == MS_CUDA) return phys->driver.create(handle, nbytes, phys->driver.prop, 0);
     int fd = memfd_create("memsaver", MFD_CLOEXEC);
     if (fd < 0) return errno;
@@ -104,25 +135,59 @@ static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
     return 0;
 }
 
-int ms_create(ms_phys *phys, size_t nbytes, uint64_t *handle, ms_cause *cause) {
+/* Unique among all processes of a machine: a random half chosen by each process, and a count. */
+static uint64_t new_id(void) {
+    static uint64_t next;
+    static pid_t owner;
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&lock);
+    if (owner != getpid()) {
+        uint32_t random = 0;
+        if (getrandom(&random, sizeof random, 0) != sizeof random) random = (uint32_t)getpid();
+        next = (uint64_t)random << 32;
+        owner = getpid();
+    }
+    uint64_t id = ++next;
+    pthread_mutex_unlock(&lock);
+    return id;
+}
+
+static int try_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause) {
     memset(cause, 0, sizeof *cause);
-    if (forked(phys)) return cause->code = MS_E_FORKED;
     if (charge(phys, nbytes, cause)) return cause->code;
-    int error = driver_create(phys, nbytes, handle);
-    if (!error) return MS_OK;
+    int error = driver_create(phys, nbytes, &out->handle);
+    if (!error) {
+        *out = (ms_extent){out->handle, new_id(), 0, nbytes, 0};
+        return MS_OK;
+    }
     discharge(phys, nbytes);
     cause->driver = error;
     return cause->code = MS_E_DRIVER;
 }
 
+int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause) {
+    if (forked(phys)) {
+        memset(cause, 0, sizeof *cause);
+        return cause->code = MS_E_FORKED;
+    }
+    int error = try_create(phys, nbytes, out, cause);
+    if (error && ms_pool_drop(phys, cause->missing ? cause->missing : nbytes))
+        error = try_create(phys, nbytes, out, cause);
+    return error;
+}
+
 int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes) {
     if (forked(phys)) return 0;
-    int error = phys->kind == MS_CUDA ? phys->driver.release(handle) : (close((int)handle) ? errno : 0);
+    int error = ms_fault(phys);
+    if (error) return error;
+    error = phys->kind == MS_CUDA ? phys->driver.release(handle) : (close((int)handle) ? errno : 0);
     if (!error) discharge(phys, nbytes);
     return error;
 }
 
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable) {
+    int fault = ms_fault(phys);
+    if (fault) return fault;
     if (phys->kind == MS_CUDA) return phys->driver.map(address, nbytes, offset, handle, 0);
     int prot = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     void *p = mmap((void *)address, nbytes, prot, MAP_SHARED | MAP_FIXED, (int)handle, (off_t)offset);
@@ -131,14 +196,99 @@ int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t
 }
 
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes) {
-    if (phys->kind != MS_CUDA) return 0;
+    int fault = ms_fault(phys);
+    if (fault || phys->kind != MS_CUDA) return fault;
     return phys->driver.set_access(address, nbytes, phys->driver.access, 1);
 }
 
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes) {
+    int fault = ms_fault(phys);
+    if (fault) return fault;
     if (phys->kind == MS_CUDA) return phys->driver.unmap(address, nbytes);
     void *p = mmap((void *)address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return p == MAP_FAILED ? errno : 0;
+}
+
+static int resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes) {
+    int fault = ms_fault(phys);
+    if (fault) return fault;
+    return ftruncate((int)handle, (off_t)nbytes) ? errno : 0;
+}
+
+/* ------------------------------------------------------------------ the page pool, largest first */
+
+int ms_pool_put(ms_phys *phys, const ms_extent *extents, size_t count) {
+    pthread_mutex_lock(&phys->lock);
+    int ok = reserve_array((void **)&phys->kept, &phys->cap_kept, phys->n_kept + count, sizeof *extents);
+    for (size_t i = 0; ok && i < count; i++) {
+        size_t at = phys->n_kept++;
+        for (; at > 0 && phys->kept[at - 1].nbytes < extents[i].nbytes; at--) phys->kept[at] = phys->kept[at - 1];
+        phys->kept[at] = extents[i];
+        phys->kept[at].offset = 0;
+    }
+    pthread_mutex_unlock(&phys->lock);
+    return ok ? MS_OK : MS_E_TABLE;
+}
+
+static ms_extent pool_remove(ms_phys *phys, size_t at) {
+    ms_extent taken = phys->kept[at];
+    phys->n_kept--;
+    memmove(&phys->kept[at], &phys->kept[at + 1], (phys->n_kept - at) * sizeof taken);
+    return taken;
+}
+
+size_t ms_pool_take(ms_phys *phys, size_t nbytes, ms_extent *out, size_t capacity) {
+    size_t n = 0;
+    pthread_mutex_lock(&phys->lock);
+    for (size_t i = 0; i < phys->n_kept && n < capacity;) {
+        if (phys->kept[i].nbytes <= nbytes) {
+            nbytes -= phys->kept[i].nbytes;
+            out[n++] = pool_remove(phys, i);
+        } else
+            i++;
+    }
+    pthread_mutex_unlock(&phys->lock);
+    return n;
+}
+
+/* The smallest kept extent of at least `need` and at most `most` bytes. */
+static int pool_fit(ms_phys *phys, size_t need, size_t most, ms_extent *out) {
+    int found = 0;
+    pthread_mutex_lock(&phys->lock);
+    for (size_t i = phys->n_kept; i-- > 0 && !found;)
+        if (phys->kept[i].nbytes >= need) {
+            if (phys->kept[i].nbytes > most) break;
+            *out = pool_remove(phys, i);
+            found = 1;
+        }
+    pthread_mutex_unlock(&phys->lock);
+    return found;
+}
+
+size_t ms_pool_get(ms_phys *phys, ms_extent *out, size_t capacity) {
+    pthread_mutex_lock(&phys->lock);
+    size_t n = phys->n_kept;
+    for (size_t i = 0; i < n && i < capacity; i++) out[i] = phys->kept[i];
+    pthread_mutex_unlock(&phys->lock);
+    return n;
+}
+
+size_t ms_pool_drop(ms_phys *phys, size_t nbytes) {
+    size_t dropped = 0;
+    for (;;) {
+        ms_extent last;
+        int found = 0;
+        pthread_mutex_lock(&phys->lock);
+        for (size_t i = phys->n_kept; i-- > 0 && dropped < nbytes && !found;)
+            if ((found = !phys->kept[i].shared)) last = pool_remove(phys, i);
+        pthread_mutex_unlock(&phys->lock);
+        if (!found) return dropped;
+        if (ms_release(phys, last.handle, last.nbytes)) {
+            ms_pool_put(phys, &last, 1); /* its room is still there */
+            return dropped;
+        }
+        dropped += last.nbytes;
+    }
 }
 
 /* ------------------------------------------------------------------ arenas */
@@ -180,52 +330,50 @@ static int fail(ms_arena *a, int code, int driver, size_t requested, size_t miss
     return code;
 }
 
-static int reserve_array(void **array, size_t *capacity, size_t count, size_t item) {
-    if (count <= *capacity) return 1;
-    size_t grown = *capacity ? *capacity * 2 : 16;
-    while (grown < count) grown *= 2;
-    void *p = realloc(*array, grown * item);
-    if (!p) return 0;
-    *array = p;
-    *capacity = grown;
-    return 1;
-}
-
 /* A memfd can grow in place: one extent serves a whole host arena, committed to the page. */
 static int grow_last(ms_arena *a, size_t more) {
     ms_extent *last = &a->extents[a->n_extents - 1];
     ms_cause cause = {0};
-    if (charge(a->phys, more, &cause)) return fail(a, cause.code, 0, more, cause.missing);
-    int error = ftruncate((int)last->handle, (off_t)(last->nbytes + more)) ? errno : 0;
+    if (charge(a->phys, more, &cause)) {
+        ms_pool_drop(a->phys, cause.missing);
+        if (charge(a->phys, more, &cause)) return fail(a, cause.code, 0, more, cause.missing);
+    }
+    int error = resize_memfd(a->phys, last->handle, last->nbytes + more);
     if (!error) {
         error = ms_map(a->phys, a->base + a->committed, more, last->handle, last->nbytes, 1);
-        if (error && ftruncate((int)last->handle, (off_t)last->nbytes)) error = errno;
+        if (error) resize_memfd(a->phys, last->handle, last->nbytes);
     }
     if (error) {
         discharge(a->phys, more);
         return fail(a, MS_E_DRIVER, error, more, 0);
     }
     last->nbytes += more;
+    a->committed += more;
     return MS_OK;
 }
 
-static int add_extent(ms_arena *a, size_t nbytes) {
+/* Put `nbytes` more behind the arena, or a kept extent of at least `need` bytes. */
+static int add_extent(ms_arena *a, size_t need, size_t nbytes) {
     if (!reserve_array((void **)&a->extents, &a->cap_extents, a->n_extents + 1, sizeof *a->extents))
         return fail(a, MS_E_TABLE, 0, nbytes, 0);
-    uint64_t handle;
+    ms_extent extent;
     ms_cause cause;
-    if (ms_create(a->phys, nbytes, &handle, &cause)) {
+    int kept = pool_fit(a->phys, need, nbytes, &extent);
+    if (!kept && ms_create(a->phys, nbytes, &extent, &cause)) {
         a->cause = cause;
         return cause.code;
     }
     size_t address = a->base + a->committed;
-    int error = ms_map(a->phys, address, nbytes, handle, 0, 1);
-    if (!error && (error = ms_set_access(a->phys, address, nbytes))) ms_unmap(a->phys, address, nbytes);
+    int error = ms_map(a->phys, address, extent.nbytes, extent.handle, 0, 1);
+    if (!error && (error = ms_set_access(a->phys, address, extent.nbytes)))
+        ms_unmap(a->phys, address, extent.nbytes);
     if (error) {
-        ms_release(a->phys, handle, nbytes);
-        return fail(a, MS_E_DRIVER, error, nbytes, 0);
+        if (!kept || ms_pool_put(a->phys, &extent, 1)) ms_release(a->phys, extent.handle, extent.nbytes);
+        return fail(a, MS_E_DRIVER, error, extent.nbytes, 0);
     }
-    a->extents[a->n_extents++] = (ms_extent){handle, a->committed, nbytes};
+    extent.offset = a->committed;
+    a->extents[a->n_extents++] = extent;
+    a->committed += extent.nbytes;
     return MS_OK;
 }
 
@@ -242,16 +390,10 @@ static int commit_to(ms_arena *a, size_t end) {
     size_t need = round_up(end - a->committed, a->phys->granularity);
     if (a->committed + need > a->reserved)
         return fail(a, MS_E_RESERVATION, 0, need, a->committed + need - a->reserved);
-    size_t got = need;
-    int error;
-    if (a->phys->kind == MS_HOST)
-        error = a->n_extents ? grow_last(a, need) : add_extent(a, need);
-    else {
-        got = growth_step(a, need);
-        error = add_extent(a, got);
-        if (error && got > need) error = add_extent(a, got = need);
-    }
-    if (!error) a->committed += got;
+    if (a->phys->kind == MS_HOST) return a->n_extents ? grow_last(a, need) : add_extent(a, need, need);
+    size_t step = growth_step(a, need);
+    int error = add_extent(a, need, step);
+    if (error && step > need) error = add_extent(a, need, need);
     return error;
 }
 
@@ -434,13 +576,15 @@ static size_t trim_last(ms_arena *a, size_t keep) {
     ms_extent *last = &a->extents[a->n_extents - 1];
     size_t from = last->offset > keep ? last->offset : keep;
     size_t give = a->committed - from;
+    if (last->shared) return 0;
     if (from != last->offset && a->phys->kind == MS_CUDA) return 0; /* a CUDA extent cannot be split */
-    if (ms_unmap(a->phys, a->base + from, give)) return 0;
     if (from == last->offset) {
-        ms_release(a->phys, last->handle, last->nbytes);
+        if (ms_unmap(a->phys, a->base + from, give)) return 0;
+        if (ms_release(a->phys, last->handle, last->nbytes)) ms_pool_put(a->phys, last, 1);
         a->n_extents--;
     } else {
-        if (ftruncate((int)last->handle, (off_t)(last->nbytes - give))) return 0;
+        if (resize_memfd(a->phys, last->handle, last->nbytes - give)) return 0;
+        ms_unmap(a->phys, a->base + from, give); /* what stays mapped has no memory, and the next growth maps over it */
         last->nbytes -= give;
         discharge(a->phys, give);
     }

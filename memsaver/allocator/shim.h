@@ -31,8 +31,10 @@ typedef struct {
 
 typedef struct {
     uint64_t handle; /* memfd or CUmemGenericAllocationHandle */
-    size_t offset;   /* in the arena */
+    uint64_t id;     /* of this piece of memory, in every process, for life */
+    size_t offset;   /* in the arena; 0 in the page pool */
     size_t nbytes;
+    int shared; /* another process has imported it: only Python, which can revoke that, may release it */
 } ms_extent;
 
 typedef struct {
@@ -65,12 +67,24 @@ size_t ms_phys_committed(ms_phys *phys);
 size_t ms_phys_limit(ms_phys *phys);
 void ms_phys_set_limit(ms_phys *phys, size_t limit);
 
-/* Extents and mappings. nbytes of ms_release is what ms_create counted (0 for an imported handle). */
-int ms_create(ms_phys *phys, size_t nbytes, uint64_t *handle, ms_cause *cause);
+/* Extents and mappings. nbytes of ms_release is what ms_create counted (0 for an imported handle).
+ * ms_create takes from the page pool's bytes when limit or driver refuse. */
+int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause);
 int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes);
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable);
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes);
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes);
+
+/* The page pool: extents without a place, counted as committed. */
+int ms_pool_put(ms_phys *phys, const ms_extent *extents, size_t count); /* all or none */
+size_t ms_pool_take(ms_phys *phys, size_t nbytes, ms_extent *out, size_t capacity); /* together at most nbytes */
+size_t ms_pool_get(ms_phys *phys, ms_extent *out, size_t capacity);
+size_t ms_pool_drop(ms_phys *phys, size_t nbytes); /* to the driver, at least nbytes if there are; returns bytes */
+
+/* Fault injection, for tests: driver call number `after` from now (1: the next one) fails with `error`, once.
+ * Python counts its own calls with ms_fault. Returns how many calls have been counted since the last ms_inject. */
+long ms_inject(ms_phys *phys, long after, int error);
+int ms_fault(ms_phys *phys); /* 0, or the error that this call must fail with */
 
 /* Arenas: a slot is the index behind the ms_cuda_alloc_XX / ms_cuda_free_XX symbols. */
 int ms_arena_new(ms_phys *phys, size_t base, size_t reserved, size_t unit);

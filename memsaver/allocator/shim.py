@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,7 +28,8 @@ class Cause(ctypes.Structure):
 
 
 class _Extent(ctypes.Structure):
-    _fields_ = [("handle", ctypes.c_uint64), ("offset", _size), ("nbytes", _size)]
+    _fields_ = [("handle", ctypes.c_uint64), ("id", ctypes.c_uint64), ("offset", _size), ("nbytes", _size)]
+    _fields_ += [("shared", ctypes.c_int)]
 
 
 class _Block(ctypes.Structure):
@@ -59,11 +60,17 @@ class Driver(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of physical memory: handle (memfd or CUDA handle), offset in the arena and size in bytes."""
+    """A piece of physical memory.
+
+    handle: memfd or CUDA handle, of this process. id: the piece's own, in every process. offset: in the arena. nbytes:
+    its size. shared: other processes have imported it.
+    """
 
     handle: int
+    id: int
     offset: int
     nbytes: int
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,18 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_phys_set_limit": (None, [ctypes.c_void_p, _size]),
     "ms_create": (
         ctypes.c_int,
-        [ctypes.c_void_p, _size, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Cause)],
+        [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
     ),
     "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
     "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
     "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_pool_put": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_drop": (_size, [ctypes.c_void_p, _size]),
+    "ms_inject": (ctypes.c_long, [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]),
+    "ms_fault": (ctypes.c_int, [ctypes.c_void_p]),
     "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
     "ms_arena_free": (ctypes.c_int, [ctypes.c_int]),
     "ms_alloc": (ctypes.c_void_p, [ctypes.c_int, _size]),
@@ -132,16 +145,57 @@ def cause(slot: int, clear: bool = False) -> Cause:
 
 
 def extents(slot: int) -> list[Extent]:
-    count = library().ms_get_extents(slot, None, 0)
-    array = (_Extent * count)()
-    count = min(count, library().ms_get_extents(slot, array, count))
-    return [Extent(item.handle, item.offset, item.nbytes) for item in array[:count]]
+    return _read(library().ms_get_extents, slot)
 
 
 def set_extents(slot: int, items: Sequence[Extent]) -> None:
-    array = (_Extent * len(items))(*[_Extent(item.handle, item.offset, item.nbytes) for item in items])
-    if library().ms_set_extents(slot, array, len(items)):
+    if library().ms_set_extents(slot, _array(items), len(items)):
         raise MemoryError("no host memory for the table of extents")
+
+
+def create(phys: int, nbytes: int) -> Extent | Cause:
+    """A new extent, or why there is none."""
+    out, cause = _Extent(), Cause()
+    if library().ms_create(phys, nbytes, ctypes.byref(out), ctypes.byref(cause)):
+        return cause
+    return _extent(out)
+
+
+def pool_put(phys: int, items: Sequence[Extent]) -> None:
+    if library().ms_pool_put(phys, _array(items), len(items)):
+        raise MemoryError("no host memory for the page pool's table")
+
+
+def pool_take(phys: int, nbytes: int) -> list[Extent]:
+    """Kept extents, large ones first, that together have at most ``nbytes``."""
+    capacity = library().ms_pool_get(phys, None, 0)
+    array = (_Extent * capacity)()
+    return [_extent(item) for item in array[: library().ms_pool_take(phys, nbytes, array, capacity)]]
+
+
+def pool_drop(phys: int, nbytes: int) -> int:
+    """Release kept extents of at least ``nbytes``, if there are, to the driver; bytes released."""
+    dropped: int = library().ms_pool_drop(phys, nbytes)
+    return dropped
+
+
+def pool(phys: int) -> list[Extent]:
+    return _read(library().ms_pool_get, phys)
+
+
+def _read(get: Callable[..., int], owner: int) -> list[Extent]:
+    count = get(owner, None, 0)
+    array = (_Extent * count)()
+    count = min(count, get(owner, array, count))
+    return [_extent(item) for item in array[:count]]
+
+
+def _extent(item: _Extent) -> Extent:
+    return Extent(item.handle, item.id, item.offset, item.nbytes, bool(item.shared))
+
+
+def _array(items: Sequence[Extent]) -> ctypes.Array[_Extent]:
+    return (_Extent * len(items))(*[_Extent(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items])
 
 
 def blocks(slot: int) -> list[Block]:

@@ -36,7 +36,7 @@ class Backend(Protocol):
     def committed_bytes(self) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def unreserve(self, address: int, nbytes: int) -> None: ...
-    def create(self, nbytes: int) -> int: ...
+    def create(self, nbytes: int) -> shim.Extent: ...
     def release(self, handle: int, nbytes: int) -> None: ...
     def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None: ...
     def set_access(self, address: int, nbytes: int) -> None: ...
@@ -77,12 +77,12 @@ class ShimBackend:
         committed: int = shim.library().ms_phys_committed(self.phys)
         return committed
 
-    def create(self, nbytes: int) -> int:
-        """A new extent; raises ``ShortOfMemory``."""
-        handle, cause = ctypes.c_uint64(), shim.Cause()
-        if shim.library().ms_create(self.phys, nbytes, ctypes.byref(handle), ctypes.byref(cause)):
-            raise ShortOfMemory(cause)
-        return handle.value
+    def create(self, nbytes: int) -> shim.Extent:
+        """A new extent, for which the page pool makes room where it must; raises ``ShortOfMemory``."""
+        made = shim.create(self.phys, nbytes)
+        if isinstance(made, shim.Cause):
+            raise ShortOfMemory(made)
+        return made
 
     def release(self, handle: int, nbytes: int) -> None:
         """Give an extent back; ``nbytes`` is 0 for an imported one."""
