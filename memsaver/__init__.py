@@ -9,14 +9,15 @@ from memsaver.errors import (
     BackendError,
     CompilerError,
     LeaseError,
+    LockTimeout,
     MemSaverError,
     OutOfMemory,
     StateError,
     TagError,
 )
+from memsaver.lease import Lease, PoolTicket, Ticket, attach
 from memsaver.report import Event, Report, TagReport
 from memsaver.saver import MemorySaver
-from memsaver.share import Lease, Ticket, attach
 from memsaver.timeline import Timeline
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "Event",
     "Lease",
     "LeaseError",
+    "LockTimeout",
     "MemSaverError",
     "MemorySaver",
     "OutOfMemory",
+    "PoolTicket",
     "Report",
     "StateError",
     "TagError",

@@ -90,6 +90,11 @@ class Arena:
         """Why the last allocation failed (code 0: none did); clears it."""
         return shim.cause(self.slot, clear=True)
 
+    def unused(self) -> list[shim.Extent]:
+        """Extents, or their ends, that a trim would give back."""
+        top = self.stats.top
+        return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
+
     def trim(self) -> int:
         """Give back the extents behind the unused tail; bytes given back."""
         stats = self.stats

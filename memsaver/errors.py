@@ -21,6 +21,10 @@ class LeaseError(MemSaverError):
     """A lease is in the way, was refused, or its owner is gone."""
 
 
+class LockTimeout(MemSaverError):
+    """Another process, or thread, maps or unmaps memory of the same GPU, and was not done in time."""
+
+
 class CompilerError(MemSaverError):
     """A C or C++ compiler is missing or failed."""
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
-from memsaver.errors import BackendError
+from memsaver.errors import BackendError, LeaseError, format_bytes
+from memsaver.imports import imports
 
 LARGEST = 1 << 30  # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
 
@@ -53,6 +54,44 @@ class PagePool:
                 self.retained += extent.nbytes
                 self.keep([extent])
 
+    def mark_shared(self, ids: Sequence[int], shared: bool) -> None:
+        """Note whether peers have imported these extents, wherever in this saver they are."""
+        shim.mark_shared(self._backend.phys, ids, shared)
+
+    def check_room(self, nbytes: int) -> None:
+        """``LeaseError`` if a peer's extents of so many bytes would pass the limit."""
+        limit = self._backend.limit_bytes
+        if limit is not None and self._backend.committed_bytes + nbytes > limit:
+            raise LeaseError(
+                f"{format_bytes(nbytes)} more would pass the limit of {format_bytes(limit)}: "
+                f"{format_bytes(self._backend.committed_bytes)} are held; trim() or pause there first"
+            )
+
+    def adopt(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
+        """Become the owner of a peer's extents (id, nbytes), all or none.
+
+        fds: descriptors of those that this process has not imported; each leaves the dictionary when it is used.
+        """
+        backend, nbytes = self._backend, sum(nbytes for _, nbytes in extents)
+        backend.bind_thread()
+        with contextlib.ExitStack() as undo:
+            if shim.charge(backend.phys, nbytes) is not None:
+                self.check_room(nbytes)
+            undo.callback(shim.discharge, backend.phys, nbytes)
+            handles: dict[int, int] = {}
+            for extent_id in list(fds):
+                handles[extent_id] = backend.import_fd(fds.pop(extent_id))
+                undo.callback(backend.release, handles[extent_id], 0)
+            here = [extent_id for extent_id, _ in extents if extent_id not in handles]
+            if gone := imports.missing(here):
+                raise LeaseError(f"{len(gone)} extents were revoked meanwhile; hand them over again")
+            for extent_id in here:
+                handle = imports.take(extent_id)
+                assert handle is not None
+                handles[extent_id] = handle
+            self.keep([shim.Extent(handles[extent_id], extent_id, 0, size, shared=True) for extent_id, size in extents])
+            undo.pop_all()
+
     def obtain(self, nbytes: int, undo: contextlib.ExitStack, whole: bool) -> list[shim.Extent]:
         """Extents of ``nbytes`` together: kept ones, and new ones for the rest.
 
@@ -68,6 +107,6 @@ class PagePool:
             made.append(self._backend.create(size))
         return taken + made
 
-    def trim(self, nbytes: int | None = None) -> int:
-        """Give at least ``nbytes`` (None: all) of the kept memory back to the driver; bytes given back."""
-        return shim.pool_drop(self._backend.phys, self.held_bytes if nbytes is None else nbytes)
+    def drop(self, nbytes: int) -> int:
+        """Give kept memory of at least ``nbytes``, if there is, that no peer has imported, back to the driver."""
+        return shim.pool_drop(self._backend.phys, nbytes)

@@ -15,17 +15,18 @@ import torch
 from memsaver.allocator import shim
 from memsaver.arena import CONTENTS, Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
-from memsaver.errors import StateError, TagError
+from memsaver.errors import LeaseError, StateError, TagError
 from memsaver.page_pool import PagePool
 from memsaver.report import Event, Report, TagReport
 from memsaver.shortage import explain
 
 if TYPE_CHECKING:
-    from memsaver.share import LeaseServer, Ticket
+    from memsaver.lease import PoolTicket, Ticket
+    from memsaver.share import ShareServer
 
 _LEASE_GRACE_SECONDS = 1.0
 _EVENTS_KEPT = 100_000
-RELEASES = ("driver", "keep")
+RELEASES = ("driver", "keep", "hand_over")
 
 
 class MemorySaver:
@@ -56,7 +57,7 @@ class MemorySaver:
         self._pool = PagePool(self._backend)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.RLock()
-        self._server: LeaseServer | None = None
+        self._server: ShareServer | None = None
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._closed = False
         self._pid = os.getpid()
@@ -179,25 +180,29 @@ class MemorySaver:
         *tags: str,
         content: str | None = None,
         release: str = "driver",
+        to: PoolTicket | None = None,
         streams: Sequence[torch.cuda.Stream] | None = None,
     ) -> None:
         """Take the memory of the tags away (no tag: all). Paused tags are skipped; all or nothing.
 
         content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
-        next resume restores them; after ``"discard"`` they are undefined. release: where the memory goes, ``"driver"``
-        or ``"keep"``: into this saver's page pool, from which any of its tags is resumed without the driver.
+        next resume restores them; after ``"discard"`` they are undefined.
+        release: where the memory goes. ``"driver"``; ``"keep"``: into this saver's page pool, from which any of its
+        tags is resumed without the driver; ``"hand_over"``: into the page pool of the saver whose ticket is ``to``.
         streams: wait for the work on these only, not for all of the device's; the caller answers for the rest.
-        Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another process maps it).
+        Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another process maps the
+        tag, or does not let go of it, or does not take it over).
         """
         _check_content(content)
-        if release not in RELEASES:
-            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
+        self._check_release(release, to)
         with self._lock:
             arenas = [arena for arena in self._select(tags) if not arena.paused]
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
                 raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
             if self._server is not None:
                 self._server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
+            if release != "keep":
+                self._revoke([extent for arena in arenas for extent in shim.extents(arena.slot)], to)
             with contextlib.ExitStack() as undo:
                 started = time.perf_counter()
                 for arena in arenas:
@@ -206,8 +211,10 @@ class MemorySaver:
                 self._drain(streams)  # no unmapping while work is in flight
                 backups = {arena.tag: arena.save() for arena in arenas if (content or arena.content) == "host"}
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
+                everything = [extent for items in extents.values() for extent in items]
                 if release == "keep":
-                    self._pool.keep([extent for items in extents.values() for extent in items])
+                    self._pool.keep(everything)
+                lost = self._hand_over(everything, to) if to is not None else None
                 undo.pop_all()
             for arena in arenas:
                 arena.paused = True
@@ -220,6 +227,40 @@ class MemorySaver:
             for arena in arenas:
                 arena.last_pause_seconds = seconds
                 self._record("pause", arena, seconds)
+            if lost is not None:
+                raise lost
+
+    def _check_release(self, release: str, to: PoolTicket | None) -> None:
+        if release not in RELEASES:
+            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
+        if (release == "hand_over") != (to is not None):
+            raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
+        if to is not None and to.device_key != self._backend.device_key:
+            raise ValueError(f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}")
+
+    def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
+        """Peers let go of what they imported of these; the one that gets them keeps it."""
+        if self._server is not None and (ids := [extent.id for extent in extents if extent.shared]):
+            self._server.revoke(ids, None if to is None else to.pid)
+
+    def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
+        """The error to raise when all is done: the peer fell silent, and nobody knows what it has."""
+        from memsaver.lease import Lost, hand_over
+
+        lost = None
+        try:
+            hand_over(extents, to, self._backend)
+        except Lost as error:
+            lost = LeaseError(
+                f"the memory was given to process {to.pid}, which fell silent ({error}): the tags are paused, and what "
+                f"it did not take is the driver's again"
+            )
+            for extent in extents:
+                self._backend.release(extent.handle, 0)
+        shim.discharge(self._backend.phys, sum(extent.nbytes for extent in extents))
+        if self._server is not None:
+            self._server.disown([extent.id for extent in extents])
+        return lost
 
     def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
         if streams is None:
@@ -262,8 +303,10 @@ class MemorySaver:
         """
         with self._lock:
             arenas = self._select(() if tag is None else (tag,))
-            ends = sum(arena.trim() for arena in arenas if not arena.open_regions and not self._leases(arena.tag))
-            return ends + (self._pool.trim() if tag is None else 0)
+            arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
+            kept = self._pool.extents if tag is None else []
+            self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
+            return sum(arena.trim() for arena in arenas) + self._pool.drop(sum(extent.nbytes for extent in kept))
 
     def _resume_all(self, arenas: list[Arena]) -> None:
         with contextlib.ExitStack() as undo:
@@ -289,12 +332,20 @@ class MemorySaver:
     def share(self, tag: str, writable: bool = False) -> Ticket:
         """A ticket with which another process of this user maps the tag (``memsaver.attach``)."""
         with self._lock:
-            arena = self._arena(tag)
-            if self._server is None:
-                from memsaver.share import LeaseServer
+            return self._sharing().ticket(self._arena(tag), writable)
 
-                self._server = LeaseServer(self._lock, self._arena)
-            return self._server.ticket(arena, writable)
+    def pool_ticket(self) -> PoolTicket:
+        """A ticket with which a saver of this user hands its memory over to this one (``pause(to=...)``)."""
+        with self._lock:
+            self._require_open()
+            return self._sharing().pool_ticket(self._backend.device_key)
+
+    def _sharing(self) -> ShareServer:
+        if self._server is None:
+            from memsaver.share import ShareServer
+
+            self._server = ShareServer(self._lock, self._pool, self._arena)
+        return self._server
 
     def report(self) -> Report:
         """What every tag holds now."""
@@ -359,7 +410,9 @@ class MemorySaver:
                 total += end
             total += self._pool.held_bytes
             assert total == self._backend.committed_bytes, f"{total} bytes known, {self._backend.committed_bytes} made"
-            ids = [e.id for a in self._arenas.values() for e in shim.extents(a.slot)] + [e.id for e in self._pool.extents]
+            ids = [e.id for a in self._arenas.values() for e in shim.extents(a.slot)] + [
+                e.id for e in self._pool.extents
+            ]
             assert len(ids) == len(set(ids)), "an extent is in two places"
 
     def close(self) -> None:
@@ -369,11 +422,12 @@ class MemorySaver:
                 return
             if self._server is not None:
                 self._server.wait_free(list(self._arenas), _LEASE_GRACE_SECONDS)
-                self._server.close()
+                self._server.close()  # peers see that, and let go of what they imported
             self._backend.synchronize()
             for arena in self._arenas.values():
                 arena.close()
-            self._pool.trim()
+            self._pool.mark_shared([extent.id for extent in self._pool.extents], False)
+            self._pool.drop(self._pool.held_bytes)
             self._closed = True
 
     def _require_open(self) -> None:

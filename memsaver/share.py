@@ -1,106 +1,130 @@
-"""Leases: a tag's extents mapped in another process of the same user, by file descriptor.
+"""The owner's side of sharing: who may map which tag, who does, and who has imported which extent.
 
-The owner listens on an abstract unix socket (nothing in the file system to leave behind), checks the peer's user and
-a random token, and sends the extents' fds. The connection is the lease's lifetime: it ends when the peer closes it,
-or dies.
+The owner listens on an abstract unix socket (nothing in the file system to leave behind). A connection must come from
+the same user, a request must carry the token of a ticket. What a connection was granted ends with it, so a dead peer
+holds nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import torch
-
+from memsaver import rpc
 from memsaver.allocator import shim
-from memsaver.arena import Arena, Reservation
-from memsaver.backends.base import Backend, make_backend
+from memsaver.arena import Arena
 from memsaver.errors import LeaseError
+from memsaver.imports import imports
+from memsaver.lease import PoolTicket, Ticket
+from memsaver.page_pool import PagePool
 
-_FDS_PER_MESSAGE = 200  # the kernel takes 253
-_MESSAGE_BYTES = 1 << 16
-_TIMEOUT_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """Permission to map one tag; plain data to be sent to the peer. Good as long as the saver lives."""
-
-    socket_name: str
-    token: str
-    tag: str
-    device_key: str
-    writable: bool
+REVOKE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _Holder:
-    pid: int
-    tag: str
+@dataclass(eq=False)
+class Link:
+    """One connection of a peer process: the extents it has imported, the leases it holds (number -> tag)."""
+
+    endpoint: rpc.Endpoint = field(init=False)
+    imported: set[int] = field(default_factory=set)
+    leases: dict[int, str] = field(default_factory=dict)
 
 
-class LeaseServer:
-    """The owner's side: grants leases from its own thread, and knows who holds which."""
+class ShareServer:
+    """Grants leases and takes extents over, from threads of its own."""
 
-    def __init__(self, lock: threading.RLock, find_arena: Callable[[str], Arena]) -> None:
+    def __init__(self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]) -> None:
+        """lock: the saver's; held while tags and extents are looked at."""
         self._lock = lock
+        self._pool = pool
         self._find_arena = find_arena
-        self._grants: dict[str, Ticket] = {}
-        self._holders: dict[socket.socket, _Holder] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._links: list[Link] = []
+        self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._pool_token = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self._socket_name)
         self._listener.listen()
-        threading.Thread(target=self._accept, name="memsaver-leases", daemon=True).start()
+        threading.Thread(target=self._accept, name="memsaver-share", daemon=True).start()
 
     def ticket(self, arena: Arena, writable: bool) -> Ticket:
         """The same ticket for the same tag and right, however often it is asked for."""
-        for known in self._grants.values():
+        for known in self._tickets.values():
             if (known.tag, known.writable) == (arena.tag, writable):
                 return known
-        token = secrets.token_hex(16)
         ticket = Ticket(
             socket_name=self._socket_name,
-            token=token,
+            token=secrets.token_hex(16),
             tag=arena.tag,
             device_key=arena.backend.device_key,
             writable=writable,
         )
-        self._grants[token] = ticket
+        self._tickets[ticket.token] = ticket
         return ticket
+
+    def pool_ticket(self, device_key: str) -> PoolTicket:
+        return PoolTicket(socket_name=self._socket_name, token=self._pool_token, device_key=device_key, pid=os.getpid())
 
     def holders(self, tag: str) -> list[int]:
         """Process ids that hold a lease of the tag."""
         with self._changed:
-            return [holder.pid for holder in self._holders.values() if holder.tag == tag]
+            return [link.endpoint.peer_pid for link in self._links for held in link.leases.values() if held == tag]
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
         """Wait until no lease of the tags is left; ``LeaseError`` names who still holds one."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while held := [holder for holder in self._holders.values() if holder.tag in tags]:
+            while held := [(t, link) for link in self._links for t in link.leases.values() if t in tags]:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    names = ", ".join(f"{holder.tag!r} by process {holder.pid}" for holder in held)
+                    names = ", ".join(f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held)
                     raise LeaseError(f"leased: {names}; close the Lease there before pausing (nothing was changed)")
+
+    def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
+        """Have every peer release what it imported of these extents, which no lease maps.
+
+        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go then.
+        """
+        for link in list(self._links):
+            wanted = sorted(link.imported.intersection(ids))
+            if not wanted or link.endpoint.peer_pid == except_pid:
+                continue
+            try:
+                with contextlib.suppress(rpc.Closed):  # then the kernel has taken them
+                    link.endpoint.call("revoke", timeout=REVOKE_SECONDS, ids=wanted)
+            except (rpc.Refused, TimeoutError) as error:
+                pid = link.endpoint.peer_pid
+                raise LeaseError(
+                    f"process {pid} does not let go of {len(wanted)} extents: {error}; end it, or pause with "
+                    f"release='keep' (nothing was changed)"
+                ) from error
+            link.imported.difference_update(wanted)
+        if except_pid is None:
+            self._pool.mark_shared(ids, False)
+
+    def disown(self, ids: Iterable[int]) -> None:
+        """These extents have another owner now: who has imported them is no longer our affair."""
+        for link in list(self._links):
+            link.imported.difference_update(ids)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._changed:
-            for connection in self._holders:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        for link in list(self._links):
+            link.endpoint.close()
+
+    # ---------------------------------------------------------------- connections
 
     def _accept(self) -> None:
         while True:
@@ -108,159 +132,93 @@ class LeaseServer:
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._serve, args=(connection,), name="memsaver-lease", daemon=True).start()
+            link = Link()
+            link.endpoint = rpc.Endpoint(connection, _Handler(self, link), partial(self._gone, link), "memsaver-owner")
+            with self._changed:
+                self._links.append(link)
+            link.endpoint.start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:  # closed last: the peer takes that for the end of its lease
-            try:
-                if self._grant(connection):
-                    connection.recv(16)  # until the peer says goodbye, or dies
-            except OSError:
-                pass  # a peer that died in the middle
-            finally:
-                with self._changed:
-                    self._holders.pop(connection, None)
-                    self._changed.notify_all()
+    def _gone(self, link: Link) -> None:
+        with self._changed:
+            if link in self._links:
+                self._links.remove(link)
+            self._changed.notify_all()
 
-    def _grant(self, connection: socket.socket) -> bool:
-        size = struct.calcsize("3i")
-        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        connection.settimeout(_TIMEOUT_SECONDS)
-        ticket = self._grants.get(connection.recv(256).decode(errors="replace"))
-        connection.settimeout(None)
-        if ticket is None or uid != os.getuid():
-            connection.send(json.dumps({"error": "unknown ticket, or another user's"}).encode())
-            return False
+    # ---------------------------------------------------------------- requests
+
+    def lease(self, link: Link, token: str) -> rpc.Reply:
+        ticket = self._tickets.get(token)
+        if ticket is None or link.endpoint.peer_uid != os.getuid():
+            raise rpc.Refused("unknown ticket, or another user's")
         with self._lock:  # no pause between looking and sending
             arena = self._find_arena(ticket.tag)
             if arena.paused:
-                connection.send(json.dumps({"error": f"tag {ticket.tag!r} is paused; resume it first"}).encode())
-                return False
-            with self._changed:
-                self._holders[connection] = _Holder(pid, ticket.tag)
+                raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
             arena.backend.bind_thread()
-            _send_extents(connection, arena)
-        return True
+            extents = shim.extents(arena.slot)
+            fresh = [extent for extent in extents if extent.id not in link.imported]
+            fds: list[int] = []
+            try:
+                for extent in fresh:
+                    fds.append(arena.backend.export_fd(extent.handle))
+            except BaseException:
+                rpc.close_all(fds)
+                raise
+            new = {extent.id for extent in fresh}
+            self._pool.mark_shared(sorted(new), True)
+            link.imported |= new
+            number = next(self._numbers)
+            with self._changed:
+                link.leases[number] = ticket.tag
+        listed = [[extent.id, extent.offset, extent.nbytes, extent.id in new] for extent in extents]
+        return {"extents": listed, "lease": number}, fds
 
+    def unlease(self, link: Link, lease: int, forgotten: list[int]) -> rpc.Reply:
+        link.imported.difference_update(forgotten)
+        with self._changed:
+            link.leases.pop(lease, None)
+            self._changed.notify_all()
+        return {}, []
 
-def _send_extents(connection: socket.socket, arena: Arena) -> None:
-    extents = shim.extents(arena.slot)
-    for first in range(0, max(1, len(extents)), _FDS_PER_MESSAGE):
-        batch = extents[first : first + _FDS_PER_MESSAGE]
-        more = first + _FDS_PER_MESSAGE < len(extents)
-        text = json.dumps({"extents": [(item.offset, item.nbytes) for item in batch], "more": more}).encode()
-        fds: list[int] = []
+    def offer(self, link: Link, token: str, extents: list[list[int]]) -> rpc.Reply:
+        self._check_pool_token(link, token)
+        with self._lock:
+            self._pool.check_room(sum(nbytes for _, nbytes in extents))
+        return {"need": imports.missing([extent_id for extent_id, _ in extents])}, []
+
+    def give(self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]) -> rpc.Reply:
+        """Take ownership of all or none; the giver keeps its handles, as imports."""
+        pending = dict(zip(need, fds, strict=True))
         try:
-            for item in batch:
-                fds.append(arena.backend.export_fd(item.handle))
-            socket.send_fds(connection, [text], fds)
+            self._check_pool_token(link, token)
+            with self._lock:
+                self._pool.adopt([(extent_id, nbytes) for extent_id, nbytes in extents], pending)
+                link.imported.update(extent_id for extent_id, _ in extents)
         finally:
-            for fd in fds:
-                os.close(fd)
+            rpc.close_all(list(pending.values()))
+        return {}, []
+
+    def _check_pool_token(self, link: Link, token: str) -> None:
+        if token != self._pool_token or link.endpoint.peer_uid != os.getuid():
+            raise rpc.Refused("unknown pool ticket, or another user's")
 
 
-class Lease:
-    """The peer's side: a tag of another saver, mapped at an address of this process.
+class _Handler:
+    """Requests of one connection, by name."""
 
-    Tensors from ``tensor`` dangle after ``close``. Errors: ``LeaseError`` when the owner refuses or is gone, or the
-    tag's GPU is not visible here.
-    """
+    def __init__(self, server: ShareServer, link: Link) -> None:
+        self._operations: dict[str, Callable[..., rpc.Reply]] = {
+            "lease": server.lease,
+            "unlease": server.unlease,
+            "offer": server.offer,
+            "give": server.give,
+        }
+        self._link = link
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self._backend = _peer_backend(ticket.device_key)
-        with contextlib.ExitStack() as undo:
-            connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            undo.callback(_say_goodbye, connection)
-            pieces = _fetch_extents(connection, ticket, self._backend)
-            for handle, _, _ in pieces:
-                undo.callback(self._backend.release, handle, 0)
-            self.nbytes = sum(nbytes for _, _, nbytes in pieces)
-            reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
-            undo.callback(reservation.close)
-            self._address = reservation.address
-            for handle, offset, nbytes in pieces:
-                self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
-                undo.callback(self._backend.unmap, self._address + offset, nbytes)
-            if self.nbytes:
-                self._backend.set_access(self._address, self.nbytes)
-            self._undo = undo.pop_all()
-        self._closed = False
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
-        """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self._closed:
-            raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
-        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
-            last = byte_offset + nbytes
-            raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype, device=self._backend.device)
-        return self._backend.view(self._address + byte_offset, nbytes)[0].view(dtype).view(shape)
-
-    def close(self) -> None:
-        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended."""
-        if not self._closed:
-            self._closed = True
-            self._backend.synchronize()
-            self._undo.close()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def attach(ticket: Ticket) -> Lease:
-    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second address)."""
-    return Lease(ticket)
-
-
-def _fetch_extents(connection: socket.socket, ticket: Ticket, backend: Backend) -> list[tuple[int, int, int]]:
-    """Ask the owner; (imported handle, offset, nbytes) of every extent. All or nothing."""
-    connection.settimeout(_TIMEOUT_SECONDS)
-    pieces: list[tuple[int, int, int]] = []
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_explained(ticket))
-        connection.connect("\0" + ticket.socket_name)
-        connection.send(ticket.token.encode())
-        more = True
-        while more:
-            text, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _FDS_PER_MESSAGE)
-            reply = json.loads(text or b'{"error": "the owner closed the connection"}')
-            if "error" in reply:
-                raise LeaseError(f"no lease of tag {ticket.tag!r}: {reply['error']}")
-            for fd, (offset, nbytes) in zip(fds, reply["extents"], strict=True):
-                handle = backend.import_fd(fd)
-                undo.callback(backend.release, handle, 0)
-                pieces.append((handle, offset, nbytes))
-            more = reply["more"]
-        undo.pop_all()
-    return pieces
-
-
-@contextlib.contextmanager
-def _explained(ticket: Ticket) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LeaseError(f"the owner of tag {ticket.tag!r} does not answer ({error}); is its process alive?") from error
-
-
-def _say_goodbye(connection: socket.socket) -> None:
-    """End the lease at the owner before going on; an owner that is gone needs no telling."""
-    with contextlib.suppress(OSError):
-        connection.send(b"bye")
-        connection.recv(16)  # returns when the owner has closed its end
-
-
-@cache
-def _peer_backend(device_key: str) -> Backend:
-    if device_key == "cpu":
-        return make_backend(torch.device("cpu"))
-    for index in range(torch.cuda.device_count()):
-        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device_key:
-            return make_backend(torch.device("cuda", index))
-    raise LeaseError(f"{device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
+    def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        if op not in self._operations:
+            rpc.close_all(fds)
+            raise rpc.Refused(f"unknown operation {op!r}")
+        if op == "give":
+            arguments["fds"] = fds
+        return self._operations[op](self._link, **arguments)

@@ -120,6 +120,13 @@ static void discharge(ms_phys *phys, size_t nbytes) {
     pthread_mutex_unlock(&phys->lock);
 }
 
+int ms_charge(ms_phys *phys, size_t nbytes, ms_cause *cause) {
+    memset(cause, 0, sizeof *cause);
+    return charge(phys, nbytes, cause);
+}
+
+void ms_discharge(ms_phys *phys, size_t nbytes) { discharge(phys, nbytes); }
+
 static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
     int fault = ms_fault(phys);
     if (fault) return fault;
@@ -570,6 +577,25 @@ void ms_set_state(int slot, int state) {
     pthread_mutex_lock(&a->lock);
     a->state = state;
     pthread_mutex_unlock(&a->lock);
+}
+
+static void mark(ms_extent *extents, size_t n, const uint64_t *ids, size_t count, int shared) {
+    for (size_t i = 0; i < n; i++)
+        for (size_t k = 0; k < count; k++)
+            if (extents[i].id == ids[k]) extents[i].shared = shared;
+}
+
+void ms_mark_shared(ms_phys *phys, const uint64_t *ids, size_t count, int shared) {
+    for (int slot = 0; slot < MS_SLOTS; slot++) {
+        ms_arena *a = &arenas[slot];
+        if (__atomic_load_n(&a->phys, __ATOMIC_ACQUIRE) != phys) continue;
+        pthread_mutex_lock(&a->lock);
+        mark(a->extents, a->n_extents, ids, count, shared);
+        pthread_mutex_unlock(&a->lock);
+    }
+    pthread_mutex_lock(&phys->lock);
+    mark(phys->kept, phys->n_kept, ids, count, shared);
+    pthread_mutex_unlock(&phys->lock);
 }
 
 static size_t trim_last(ms_arena *a, size_t keep) {

@@ -71,6 +71,8 @@ void ms_phys_set_limit(ms_phys *phys, size_t limit);
  * ms_create takes from the page pool's bytes when limit or driver refuse. */
 int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause);
 int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes);
+int ms_charge(ms_phys *phys, size_t nbytes, ms_cause *cause); /* for extents that come from another saver */
+void ms_discharge(ms_phys *phys, size_t nbytes);              /* for extents that have gone to one */
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable);
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes);
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes);
@@ -99,5 +101,6 @@ size_t ms_get_extents(int slot, ms_extent *out, size_t capacity);
 size_t ms_get_blocks(int slot, ms_block *out, size_t capacity); /* live blocks only */
 int ms_set_extents(int slot, const ms_extent *extents, size_t count);
 void ms_set_state(int slot, int state);
+void ms_mark_shared(ms_phys *phys, const uint64_t *ids, size_t count, int shared); /* wherever they are */
 size_t ms_trim(int slot); /* gives back the unused tail; returns bytes */
 #endif

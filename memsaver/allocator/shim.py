@@ -92,6 +92,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
     ),
     "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
+    "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
+    "ms_discharge": (None, [ctypes.c_void_p, _size]),
+    "ms_mark_shared": (None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int]),
     "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
     "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
@@ -159,6 +162,21 @@ def create(phys: int, nbytes: int) -> Extent | Cause:
     if library().ms_create(phys, nbytes, ctypes.byref(out), ctypes.byref(cause)):
         return cause
     return _extent(out)
+
+
+def charge(phys: int, nbytes: int) -> Cause | None:
+    """Count bytes that another saver made; the cause when the limit does not allow them."""
+    cause = Cause()
+    return cause if library().ms_charge(phys, nbytes, ctypes.byref(cause)) else None
+
+
+def discharge(phys: int, nbytes: int) -> None:
+    library().ms_discharge(phys, nbytes)
+
+
+def mark_shared(phys: int, ids: Sequence[int], shared: bool) -> None:
+    """Note whether other processes have imported these extents, wherever they are."""
+    library().ms_mark_shared(phys, (ctypes.c_uint64 * len(ids))(*ids), len(ids), int(shared))
 
 
 def pool_put(phys: int, items: Sequence[Extent]) -> None:

@@ -100,6 +100,18 @@ class ShimBackend:
     def error_name(self, code: int) -> str:
         raise NotImplementedError
 
+    def inject_fault(self, after: int, error: int) -> int:
+        """For tests: driver call number ``after`` from now (0: none) fails once with ``error``, a number of the driver's.
+
+        Returns how many calls were made since the last injection. The shim's own calls count like Python's.
+        """
+        calls: int = shim.library().ms_inject(self.phys, after, error)
+        return calls
+
+    def _fault(self, what: str) -> None:
+        """Before every driver call that does not go through the shim."""
+        self._check(what, shim.library().ms_fault(self.phys))
+
     def _check(self, what: str, code: int) -> None:
         if code:
             raise BackendError(f"{what} on {self.device} failed: {self.error_name(code)}")

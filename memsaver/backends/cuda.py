@@ -85,17 +85,21 @@ class CudaBackend(ShimBackend):
         return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
 
     def reserve(self, nbytes: int) -> int:
+        self._fault("reserving addresses")
         return int(_call("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
 
     def unreserve(self, address: int, nbytes: int) -> None:
+        self._fault("giving addresses back")
         _call("giving addresses back", driver.cuMemAddressFree(address, nbytes))
 
     def export_fd(self, handle: int) -> int:
+        self._fault("export")
         generic = driver.CUmemGenericAllocationHandle(handle)
         return int(_call("export", driver.cuMemExportToShareableHandle(generic, _FD, 0)))
 
     def import_fd(self, fd: int) -> int:
         try:
+            self._fault("import")
             return int(_call("import", driver.cuMemImportFromShareableHandle(fd, _FD)))
         finally:
             os.close(fd)
@@ -105,6 +109,7 @@ class CudaBackend(ShimBackend):
         torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
+        self._fault("synchronize")
         torch.cuda.synchronize(self.device)
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:

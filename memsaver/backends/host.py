@@ -40,6 +40,7 @@ class HostBackend(ShimBackend):
         self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
     def reserve(self, nbytes: int) -> int:
+        self._fault("reserving addresses")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         address = _libc().mmap(None, nbytes, 0, flags, -1, 0)
         if address == _MAP_FAILED:
@@ -47,13 +48,20 @@ class HostBackend(ShimBackend):
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
+        self._fault("giving addresses back")
         if _libc().munmap(address, nbytes):
             raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
 
     def export_fd(self, handle: int) -> int:
+        self._fault("export")
         return os.dup(handle)
 
     def import_fd(self, fd: int) -> int:
+        try:
+            self._fault("import")
+        except BackendError:
+            os.close(fd)
+            raise
         return fd
 
     def bind_thread(self) -> None:
@@ -61,6 +69,7 @@ class HostBackend(ShimBackend):
 
     def synchronize(self) -> None:
         """Nothing to wait for: CPU operations have ended when they return."""
+        self._fault("synchronize")
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""

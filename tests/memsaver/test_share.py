@@ -92,7 +92,7 @@ def test_attach_in_the_same_process_and_leave_nothing(device: str) -> None:
         saver.pause("weights", content="host")
         saver.resume("weights")
     tensor.sum()
-    assert (process_bytes(device), open_fds()) == before[:2]
+    assert process_bytes(device) == before[0] and open_fds() <= before[1]
     assert memory_maps() <= before[2] + 8
 
 

@@ -1,0 +1,223 @@
+"""The peer's side of sharing: connections to owners, leases of their tags, extents handed over to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from memsaver import rpc
+from memsaver.allocator import shim
+from memsaver.arena import Reservation
+from memsaver.backends.base import Backend, make_backend
+from memsaver.errors import BackendError, LeaseError
+from memsaver.imports import Import, imports
+
+TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Permission to map one tag; plain data to be sent to the peer. Good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    tag: str
+    device_key: str
+    writable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTicket:
+    """Permission to hand extents over to a saver; plain data, good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    device_key: str
+    pid: int
+
+
+class Owner:
+    """The connection of this process to one saver, here or in another process; one for all leases of it."""
+
+    def __init__(self, socket_name: str) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect("\0" + socket_name)
+        except OSError:
+            connection.close()
+            raise
+        self.endpoint = rpc.Endpoint(connection, self._serve, lambda: imports.drop_owner(self), "memsaver-peer")
+        self.endpoint.start()
+
+    def _serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        assert op == "revoke" and not fds
+        if mapped := imports.drop(arguments["ids"]):
+            raise rpc.Refused(f"{len(mapped)} extents are mapped by a lease")
+        return {}, []
+
+
+_owners: dict[str, Owner] = {}
+_lock = threading.Lock()
+
+
+def owner_of(socket_name: str) -> Owner:
+    """The process's connection to that saver, made anew when it was lost. OSError: nobody listens."""
+    with _lock:
+        owner = _owners.get(socket_name)
+        if owner is None or owner.endpoint.closed:
+            owner = _owners[socket_name] = Owner(socket_name)
+        return owner
+
+
+class Lease:
+    """A tag of another saver, mapped at an address of this process.
+
+    Tensors from ``tensor`` dangle after ``close``. Errors: ``LeaseError`` when the owner refuses or is gone, or the
+    tag's GPU is not visible here.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._backend = peer_backend(ticket.device_key)
+        with contextlib.ExitStack() as undo:
+            extents = _granted(ticket, self._backend, undo)
+            self.nbytes = sum(nbytes for _, _, nbytes in extents)
+            ids = [extent_id for extent_id, _, _ in extents]
+            handles = imports.pin(ids)
+            undo.callback(imports.unpin, ids)
+            reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
+            undo.callback(reservation.close)
+            self._address = reservation.address
+            for handle, (_, offset, nbytes) in zip(handles, extents, strict=True):
+                self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
+                undo.callback(self._backend.unmap, self._address + offset, nbytes)
+            if self.nbytes:
+                self._backend.set_access(self._address, self.nbytes)
+            self._undo = undo.pop_all()
+        self._closed = False
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
+        """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._closed:
+            raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
+        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
+            last = byte_offset + nbytes
+            raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=self._backend.device)
+        return self._backend.view(self._address + byte_offset, nbytes)[0].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended."""
+        if not self._closed:
+            self._closed = True
+            self._backend.synchronize()
+            self._undo.close()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def attach(ticket: Ticket) -> Lease:
+    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second address)."""
+    return Lease(ticket)
+
+
+def _granted(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack) -> list[tuple[int, int, int]]:
+    """Ask the owner; (id, offset, nbytes) of every extent, all of them imported here."""
+    with explained(f"no lease of tag {ticket.tag!r}", f"the owner of tag {ticket.tag!r}"):
+        owner = owner_of(ticket.socket_name)
+        answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token)
+    forgotten: list[int] = []
+    undo.callback(_end_lease, owner, answer["lease"], forgotten)
+    fresh = [(extent_id, nbytes) for extent_id, _, nbytes, new in answer["extents"] if new]
+    forgotten += [extent_id for extent_id, _ in fresh]
+    import_all(fresh, fds, backend, owner, forgotten)
+    return [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]]
+
+
+def import_all(
+    extents: Sequence[tuple[int, int]], fds: Sequence[int], backend: Backend, owner: Owner, left: list[int]
+) -> None:
+    """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they succeed."""
+    pending = list(fds)
+    try:
+        for extent_id, nbytes in extents:
+            handle = backend.import_fd(pending.pop(0))
+            imports.add(extent_id, Import(handle, nbytes, backend, owner))
+            left.remove(extent_id)
+    finally:
+        rpc.close_all(pending)
+
+
+def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
+    """forgotten: ids that the owner believes this process to have, but it has not."""
+    with contextlib.suppress(rpc.Closed, TimeoutError, rpc.Refused):  # an owner that is gone needs no telling
+        owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
+
+
+def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) -> None:
+    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become imports.
+
+    Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known what became of them.
+    """
+    with explained("the memory was not handed over", "the saver to hand it to"):
+        owner = owner_of(to.socket_name)
+        wanted = [(extent.id, extent.nbytes) for extent in extents]
+        answer, _ = owner.endpoint.call("offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted)
+    need = set(answer["need"])
+    fds: list[int] = []
+    try:
+        for extent in extents:
+            if extent.id in need:
+                fds.append(backend.export_fd(extent.handle))
+        owner.endpoint.call(
+            "give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=answer["need"]
+        )
+    except rpc.Refused as error:
+        raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
+    except (rpc.Closed, TimeoutError) as error:
+        raise Lost(str(error)) from error
+    finally:
+        rpc.close_all(fds)
+    for extent in extents:
+        imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
+
+
+class Lost(Exception):
+    """The peer fell silent while extents changed hands: it may own them, so the giver must not."""
+
+
+@contextlib.contextmanager
+def explained(what: str, who: str) -> Iterator[None]:
+    try:
+        yield
+    except rpc.Refused as error:
+        raise LeaseError(f"{what}: {error}") from error
+    except (OSError, TimeoutError) as error:
+        raise LeaseError(f"{what}: {who} does not answer ({error}); is its process alive?") from error
+
+
+@cache
+def peer_backend(device_key: str) -> Backend:
+    """What this process maps another saver's memory with."""
+    if device_key == "cpu":
+        return make_backend(torch.device("cpu"))
+    for index in range(torch.cuda.device_count()):
+        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device_key:
+            return make_backend(torch.device("cuda", index))
+    raise LeaseError(f"{device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
+
+
+__all__ = ["BackendError", "Lease", "PoolTicket", "Ticket", "attach"]

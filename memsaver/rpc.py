@@ -1,0 +1,181 @@
+"""Requests in both directions, with file descriptors, over one local socket of two processes of a user.
+
+Each end has a thread that reads, so that an answer gets through while a request is being worked on, and a thread that
+works on the other's requests, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_FDS = 200  # in a message; the kernel takes 253
+_TEXT = 1 << 15  # bytes in a message
+_HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
+
+Reply = tuple[dict[str, Any], Sequence[int]]
+Serve = Callable[[str, dict[str, Any], list[int]], Reply]
+"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it raises reaches the caller
+as ``Refused``; received descriptors are the callee's to close."""
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+class Closed(ConnectionError):
+    """The other end is gone."""
+
+
+class Refused(Exception):
+    """The other end refused the request; the text says why."""
+
+
+class Endpoint:
+    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or this one closed."""
+
+    def __init__(self, connection: socket.socket, serve: Serve, on_close: Callable[[], None], name: str) -> None:
+        self._socket = connection
+        self._serve = serve
+        self._on_close = on_close
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, queue.SimpleQueue[tuple[dict[str, Any], list[int]]]] = {}
+        self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self.closed = False
+        self.peer_pid, self.peer_uid = _credentials(connection)
+        self._name = name
+        _endpoints.add(self)
+
+    def start(self) -> None:
+        """Begin to read: from here on ``serve`` and ``on_close`` are called."""
+        threading.Thread(target=self._read, name=f"{self._name}-read", daemon=True).start()
+        threading.Thread(target=self._work, name=f"{self._name}-work", daemon=True).start()
+
+    def call(
+        self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The other end's answer. ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, ``TimeoutError``."""
+        number = next(self._numbers)
+        answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
+        with self._lock:
+            if self.closed:
+                raise Closed("the connection is closed")
+            self._waiting[number] = answers
+        try:
+            self._send(False, number, {"op": op, **arguments}, fds)
+            answer, received = answers.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"process {self.peer_pid} gave no answer for {timeout:g} s") from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+        if "closed" in answer:
+            raise Closed(f"process {self.peer_pid} is gone")
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer, received
+
+    def close(self) -> None:
+        """End the connection; the other end notices."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        """In a forked child: forget the connection, which stays the parent's."""
+        self.closed = True
+        self._socket.close()
+
+    def _send(self, answer: bool, number: int, message: dict[str, Any], fds: Sequence[int]) -> None:
+        text = json.dumps(message).encode()
+        count = max(1, -(-len(text) // _TEXT), -(-len(fds) // _FDS))
+        with self._sending:
+            for part in range(count):
+                head = _HEADER.pack(answer, number, part + 1 < count)
+                body = text[part * _TEXT : (part + 1) * _TEXT]
+                try:
+                    socket.send_fds(self._socket, [head + body], list(fds[part * _FDS : (part + 1) * _FDS]))
+                except OSError as error:
+                    raise Closed(f"process {self.peer_pid} is gone ({error})") from error
+
+    def _receive(self) -> tuple[bool, int, dict[str, Any], list[int]] | None:
+        """The next message; None when the other end is gone."""
+        text, fds, more = b"", [], True
+        while more:
+            try:
+                data, got, _, _ = socket.recv_fds(self._socket, _TEXT + 64, _FDS, socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                data, got = b"", []
+            fds += got
+            if not data:
+                close_all(fds)
+                return None
+            answer, number, more = _HEADER.unpack_from(data)
+            text += data[_HEADER.size :]
+        return answer, number, json.loads(text), fds
+
+    def _read(self) -> None:
+        while message := self._receive():
+            answer, number, content, fds = message
+            if not answer:
+                self._requests.put((number, content, fds))
+                continue
+            with self._lock:
+                waiting = self._waiting.get(number)
+            if waiting is None:  # nobody waits any longer
+                close_all(fds)
+            else:
+                waiting.put((content, fds))
+        with self._lock:
+            self.closed = True
+            for waiting in self._waiting.values():
+                waiting.put(({"closed": True}, []))
+        self._requests.put(None)
+        self._socket.close()
+        self._on_close()
+
+    def _work(self) -> None:
+        while request := self._requests.get():
+            number, content, fds = request
+            reply, sent = self._answer(content, fds)
+            with contextlib.suppress(Closed):
+                self._send(True, number, reply, sent)
+            close_all(sent)
+
+    def _answer(self, content: dict[str, Any], fds: list[int]) -> Reply:
+        from memsaver.errors import MemSaverError
+
+        try:
+            return self._serve(content.pop("op"), content, fds)
+        except (MemSaverError, Refused, MemoryError) as error:
+            return {"refused": str(error)}, []
+        except Exception as error:  # a bug here must not leave the other end waiting
+            return {"refused": f"{type(error).__name__}: {error}"}, []
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+def _forget_in_child() -> None:
+    for endpoint in list(_endpoints):
+        endpoint.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

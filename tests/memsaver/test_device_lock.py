@@ -1,0 +1,308 @@
+"""The lock of a GPU between real processes; none of it needs a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memsaver import device_lock as module
+from memsaver.device_lock import DeviceLock, device_lock
+from memsaver.errors import BackendError, LockTimeout, MemSaverError
+
+ROOT = Path(__file__).parent.parent.parent
+
+COUNT = """
+from pathlib import Path
+counter = Path(argument)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(300):
+    with DeviceLock(key):
+        counter.write_text(str(int(counter.read_text()) + 1))
+"""
+HOLD = """
+with DeviceLock(key):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+@pytest.fixture
+def key() -> str:
+    return f"GPU-{secrets.token_hex(8)}"  # nobody else's state
+
+
+@contextlib.contextmanager
+def peer(code: str, key: str, argument: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs ``code``; it is up when this returns. Without torch, so that it starts at once."""
+    stubs = (
+        "import sys, types; p = types.ModuleType('memsaver'); p.__path__ = [sys.argv[1]]; sys.modules['memsaver'] = p"
+    )
+    head = f"{stubs}\nfrom memsaver.device_lock import DeviceLock\nkey, argument = sys.argv[2:]\n"
+    command = [sys.executable, "-c", head + code, str(ROOT / "memsaver"), key, argument]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def test_three_processes_count_without_losing_one(key: str, tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(peer(COUNT, key, str(counter))) for _ in range(3)]
+        for process in peers:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.wait(20) for process in peers] == [0, 0, 0]
+    assert counter.read_text() == "900"
+
+
+def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime: Path) -> None:
+    with peer(HOLD, key) as holder:
+        started = time.monotonic()
+        with pytest.raises(LockTimeout) as caught, DeviceLock(key, timeout=0.3):
+            pass
+        assert 0.3 <= time.monotonic() - started < 2
+        message = str(caught.value)
+        assert f"process {holder.pid} (python" in message and f"end process {holder.pid}" in message
+        assert key in message and "waited 0.3 s" in message and " for 0." in message
+        assert isinstance(caught.value, MemSaverError)
+        with pytest.raises(LockTimeout), DeviceLock(key, timeout=0):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        with DeviceLock(key, timeout=5):
+            assert holder.wait(5) == -signal.SIGKILL
+    (file,) = (runtime / "memsaver").iterdir()
+    assert file.name == f"{key}.lock" and str(os.getpid()) in file.read_text()
+
+
+def test_a_waiter_gets_it_when_the_holder_is_done(key: str) -> None:
+    with peer(HOLD, key) as holder:
+        assert holder.stdin is not None
+        threading.Timer(0.1, holder.stdin.close).start()  # its readline ends there
+        with DeviceLock(key, timeout=5):
+            pass
+
+
+def test_reentrant_and_shared_by_the_instances_of_a_process(key: str) -> None:
+    one, two = DeviceLock(key, timeout=0.2), DeviceLock(key, timeout=0.2)
+    with one:
+        with two, one:
+            assert not _free_elsewhere(one)
+        assert not _free_elsewhere(one)
+    assert _free_elsewhere(one)
+    with contextlib.suppress(KeyError), one:
+        raise KeyError
+    assert _free_elsewhere(one)
+
+
+def _free_elsewhere(lock: DeviceLock) -> bool:
+    """Whether another file description, as another process has it, could lock."""
+    fd = os.open(Path(os.environ["XDG_RUNTIME_DIR"]) / "memsaver" / f"{lock.device_key}.lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def test_threads_exclude_each_other(key: str) -> None:
+    inside, most, errors = [0], [0], []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                with DeviceLock(key):
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    time.sleep(0)
+                    inside[0] -= 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and most == [1]
+
+
+def test_a_timeout_names_a_thread_of_this_process(key: str) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with DeviceLock(key):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold, name="holder-thread")
+    thread.start()
+    entered.wait(10)
+    DeviceLock(key).__exit__(None, None, None)  # not ours to free
+    with pytest.raises(LockTimeout, match="thread 'holder-thread' of this process for 0"), DeviceLock(key, timeout=0.1):
+        pass
+    leave.set()
+    thread.join()
+    with DeviceLock(key, timeout=0.1):
+        pass
+
+
+FORK = """
+import os
+lock = DeviceLock(key, timeout=0.1)
+def child(action):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        os._exit(action())
+    finally:
+        os._exit(99)
+def refused():
+    try:
+        with lock:
+            return 1
+    except Exception as error:
+        return 0 if f"process {os.getppid()} (" in str(error) else 2
+def taken():
+    with lock:
+        return 0
+with lock:
+    assert child(refused) == 0
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    else:
+        lock.__exit__(None, None, None)  # as at the end of the parent's with
+        os._exit(0)
+    assert child(refused) == 0  # the child's exit freed nothing
+assert child(taken) == 0
+with lock:
+    if os.fork() == 0:
+        print("child", flush=True)
+        sys.stdin.readline()
+        os._exit(0)
+    os._exit(0)  # die as the holder; the child lives on
+"""
+
+
+def test_a_forked_child_holds_nothing(key: str) -> None:
+    with peer(FORK, key) as parent:  # the line comes from the last child
+        assert parent.wait(10) == 0
+        with DeviceLock(key, timeout=2):
+            pass
+
+
+def test_the_file_is_not_inherited_and_does_not_grow(key: str, runtime: Path) -> None:
+    for _ in range(3):
+        with DeviceLock(key):
+            sizes = {path.stat().st_size for path in (runtime / "memsaver").iterdir()}
+    assert len(sizes) == 1 and max(sizes) < 128
+    assert stat.S_IMODE((runtime / "memsaver").stat().st_mode) == 0o700
+    (fd,) = [int(name) for name in os.listdir("/proc/self/fd") if _target(name).endswith(f"{key}.lock")]
+    assert not os.get_inheritable(fd)
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+def test_a_removed_file_is_replaced(key: str, runtime: Path) -> None:
+    with DeviceLock(key):
+        pass
+    (runtime / "memsaver" / f"{key}.lock").unlink()  # as a cleaner of /tmp does
+    with peer(HOLD, key), pytest.raises(LockTimeout), DeviceLock(key, timeout=0.1):
+        raise AssertionError("two holders")
+
+
+@pytest.mark.parametrize("wrong", ["mode", "symlink", "file", "owner", "file is a symlink"])
+def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lock = runtime / "memsaver", DeviceLock(key, timeout=1)
+    if wrong == "mode":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif wrong == "symlink":
+        (runtime / "elsewhere").mkdir(0o700)
+        folder.symlink_to(runtime / "elsewhere")
+    elif wrong == "file":
+        folder.touch(0o700)
+    elif wrong == "owner":
+        folder.mkdir(0o700)
+        monkeypatch.setattr(module, "_is_own_folder", lambda path: True)
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.mkdir(0o700)
+        (folder / f"{key}.lock").symlink_to(runtime / "elsewhere")
+    expected = {"mode": "mode 755, not 700", "owner": "belongs to user", "file is a symlink": "cannot open"}
+    with pytest.raises(BackendError, match=expected.get(wrong, "not a folder")), lock:
+        pass
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    for path in (folder, folder / f"{key}.lock"):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+    if folder.exists():
+        folder.chmod(0o700)
+    with lock:  # a refusal leaves the lock usable
+        pass
+
+
+def test_without_a_runtime_folder_the_temporary_one_serves(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for unusable in (None, "", "relative", str(tmp_path / "absent")):
+        if unusable is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+        assert module._folder() == tmp_path / f"memsaver-{os.geteuid()}"
+    with DeviceLock(key):
+        assert (tmp_path / f"memsaver-{os.geteuid()}" / f"{key}.lock").exists()
+
+
+def test_the_host_has_none_and_bad_timeouts_are_refused(key: str, runtime: Path) -> None:
+    lock = device_lock("cpu")
+    with lock, lock:
+        assert not list(runtime.iterdir())
+    assert isinstance(device_lock(key, timeout=2), DeviceLock)
+    for timeout in (-1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            DeviceLock(key, timeout=timeout)

@@ -1,0 +1,135 @@
+"""Every driver call of every operation fails once, in turn, on both sides of the shim; nothing is lost or half done."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import MemorySaver
+from tests.helpers.memory import open_fds, process_bytes
+
+ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+@dataclass
+class World:
+    """A saver with a tag of each kind: kept on the host, undefined after a pause, and of several extents."""
+
+    device: str
+    saver: MemorySaver = field(init=False)
+    kept: Any = field(init=False)
+    loose: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = MemorySaver(self.device)
+        self.kept = self.saver.empty(50_000, torch.uint8, tag="kept", content="host").fill_(7)
+        self.loose = [self.saver.empty(3 << 20, torch.uint8, tag="loose").fill_(value) for value in (1, 2)]
+
+    def check(self) -> None:
+        """The tables agree, and what must be there is."""
+        self.saver.check_integrity()
+        if not self.saver.is_paused("kept"):
+            assert bool((self.kept == 7).all())
+        if not self.saver.is_paused("loose"):
+            for piece in self.loose:
+                piece.fill_(9)
+
+    def state(self) -> tuple[Any, ...]:
+        report = self.saver.report()
+        tags = [(name, tag.state, tag.committed_bytes, tag.backup_bytes) for name, tag in report.tags.items()]
+        return (*tags, self.saver.is_paused("loose") or [int(piece[0]) for piece in self.loose])
+
+
+def attach_and_close(world: World) -> None:
+    with memsaver.attach(world.saver.share("loose", writable=True)) as lease:
+        lease.tensor((10,), torch.uint8).fill_(1)
+
+
+def grow(world: World) -> None:
+    world.loose.append(world.saver.empty(5 << 20, torch.uint8, tag="loose"))
+
+
+def new_tag(world: World) -> None:
+    world.loose.append(world.saver.empty(1 << 20, torch.uint8, tag="new"))
+
+
+def region(world: World) -> None:
+    with world.saver.region("loose"):
+        world.loose.append(torch.ones(6 << 20, dtype=torch.uint8, device=world.device))
+
+
+def nothing(world: World) -> None:
+    pass
+
+
+def pause_keep(world: World) -> None:
+    world.saver.pause(release="keep")
+
+
+def pause(world: World) -> None:
+    world.saver.pause()
+
+
+def keep_one(world: World) -> None:
+    world.saver.pause("loose", release="keep")
+
+
+OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = {
+    "grow": (nothing, grow),
+    "grow from the pool": (keep_one, lambda world: world.saver.resume("loose")),
+    "new tag": (nothing, new_tag),
+    "new tag beside kept pages": (keep_one, new_tag),
+    "region": (nothing, region),
+    "pause": (nothing, pause),
+    "pause, kept": (nothing, pause_keep),
+    "resume": (pause, lambda world: world.saver.resume()),
+    "resume from the pool": (pause_keep, lambda world: world.saver.resume()),
+    "trim": (pause_keep, lambda world: world.saver.trim()),
+    "attach": (nothing, attach_and_close),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_call_after_the_other(name: str, device: str) -> None:
+    before, operation = OPERATIONS[name]
+    backend = World(device).saver._backend  # loads what the first use loads
+    gc.collect()
+    floor = process_bytes(device), open_fds()
+    raised = 0
+    for call in itertools.count(1):
+        world = World(device)
+        backend = world.saver._backend
+        before(world)
+        state = world.state()
+        backend.inject_fault(call, ERROR[device])
+        try:
+            operation(world)
+        except (memsaver.MemSaverError, MemoryError) as error:
+            raised += 1
+            assert str(error)
+            if name not in ("attach", "trim"):
+                assert world.state()[: len(state)] == state or "new" in world.saver.tags
+        fired = backend.inject_fault(0, 0) >= call
+        world.check()
+        with contextlib.suppress(memsaver.LeaseError):
+            operation(world)
+        world.check()
+        world.saver.resume()
+        world.check()
+        world.saver.close()
+        del world
+        if not fired:
+            break
+    assert (raised > 0 or name == "trim") and call >= 2
+    gc.collect()
+    if device == "cpu":
+        assert (process_bytes(device), open_fds()) == floor
