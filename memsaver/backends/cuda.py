@@ -10,6 +10,7 @@ import torch
 from cuda.bindings import driver
 
 from memsaver.allocator import shim
+from memsaver.backends import nvml
 from memsaver.backends.base import ShimBackend
 from memsaver.errors import BackendError
 
@@ -130,8 +131,9 @@ class CudaBackend(ShimBackend):
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         cache = torch.cuda.memory_reserved(self.device) - allocated
-        unknown = max(0, total - free - self.committed_bytes - allocated - cache)
-        return {"torch's cache": cache, "torch's tensors": allocated, "contexts and other processes": unknown}
+        own = self.committed_bytes + allocated + cache
+        rest = nvml.holders(self.device_key, max(0, total - free - own), own)
+        return {"torch's cache": cache, "torch's tensors": allocated, **rest}
 
     def error_name(self, code: int) -> str:
         return _error_text(code)

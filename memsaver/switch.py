@@ -1,0 +1,169 @@
+"""Take the memory of tags away and put it back: all of them or none, and nothing unmapped while work is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from memsaver.allocator import shim
+from memsaver.arena import Arena, Backup
+from memsaver.backends.base import Backend, ShortOfMemory
+from memsaver.device_lock import device_lock
+from memsaver.errors import LeaseError
+from memsaver.page_pool import PagePool
+
+if TYPE_CHECKING:
+    from memsaver.lease import PoolTicket
+    from memsaver.share import ShareServer
+
+RELEASES = ("driver", "keep", "hand_over")
+_LEASE_GRACE_SECONDS = 1.0
+
+Extents = Mapping[str, Sequence[shim.Extent]]
+
+
+class Switch:
+    """Of one saver, which holds its lock around every call. ``server``: set once the saver shares anything.
+
+    Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies, and waiting for
+    another process, are not.
+    """
+
+    def __init__(self, backend: Backend, pool: PagePool) -> None:
+        self.server: ShareServer | None = None
+        self._backend = backend
+        self._pool = pool
+        self._device_lock = device_lock(backend.device_key)
+
+    # ---------------------------------------------------------------- away
+
+    def check_release(self, release: str, to: PoolTicket | None) -> None:
+        if release not in RELEASES:
+            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
+        if (release == "hand_over") != (to is not None):
+            raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
+        if to is not None and to.device_key != self._backend.device_key:
+            raise ValueError(f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}")
+
+    def wait_unleased(self, arenas: Sequence[Arena]) -> None:
+        if self.server is not None:
+            self.server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
+
+    def pause(
+        self,
+        arenas: Sequence[Arena],
+        saved: Sequence[Arena],
+        release: str,
+        to: PoolTicket | None,
+        streams: Sequence[torch.cuda.Stream] | None,
+    ) -> LeaseError | None:
+        """saved: those whose content is kept in host memory.
+
+        What it raises has changed nothing; the error that it returns is to be raised when the tags' pause is recorded.
+        """
+        self.wait_unleased(arenas)
+        if release != "keep":
+            self._revoke([extent for arena in arenas for extent in shim.extents(arena.slot)], to)
+        with contextlib.ExitStack() as undo:
+            for arena in arenas:
+                arena.freeze()
+                undo.callback(arena.thaw)
+            self._drain(streams)
+            backups = {arena.tag: arena.save() for arena in saved}
+            with self._device_lock:
+                extents = {arena.tag: arena.unmap(undo) for arena in arenas}
+            if release == "keep":
+                self._pool.keep(_flat(extents))
+            lost = None if to is None else self._hand_over(_flat(extents), to)
+            undo.pop_all()
+        self._settle(arenas, extents, backups, whole=release == "driver")
+        if release == "driver":
+            with self._device_lock:
+                self._pool.give_back(_flat(extents))
+        return lost
+
+    def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
+        for arena in arenas:
+            arena.paused = True
+            arena.backup = backups.get(arena.tag)
+            arena.whole = whole
+            arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag])
+
+    def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
+        if streams is None:
+            self._backend.synchronize()
+        for stream in streams or ():
+            stream.synchronize()
+
+    def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
+        """Peers let go of what they imported of these; the one that gets them keeps it."""
+        if self.server is not None and (ids := [extent.id for extent in extents if extent.shared]):
+            self.server.revoke(ids, None if to is None else to.pid)
+
+    def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
+        """The error to raise when all is done: the peer fell silent, and nobody knows what it has."""
+        from memsaver.lease import Lost, hand_over
+
+        lost = None
+        try:
+            hand_over(extents, to, self._backend)
+        except Lost as error:
+            lost = LeaseError(
+                f"the memory was given to process {to.pid}, which fell silent ({error}): the tags are paused, and what "
+                f"it did not take is the driver's again"
+            )
+            for extent in extents:
+                self._backend.release(extent.handle, 0)
+        shim.discharge(self._backend.phys, sum(extent.nbytes for extent in extents))
+        if self.server is not None:
+            self.server.disown([extent.id for extent in extents])
+        return lost
+
+    def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
+        """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
+        self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
+        with self._device_lock:
+            return sum(arena.trim() for arena in arenas) + self._pool.drop(sum(extent.nbytes for extent in kept))
+
+    def close(self, arenas: Sequence[Arena]) -> None:
+        """Give everything back, for good."""
+        self.wait_unleased(arenas)
+        if self.server is not None:
+            self.server.close()  # peers see that, and let go of what they imported
+        self._backend.synchronize()
+        with self._device_lock:
+            for arena in arenas:
+                arena.close()
+            self._pool.mark_shared([extent.id for extent in self._pool.extents], False)
+            self._pool.drop(self._pool.held_bytes)
+
+    # ---------------------------------------------------------------- back
+
+    def resume(self, arenas: Sequence[Arena]) -> None:
+        """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to give."""
+        try:
+            self._resume(arenas)
+        except ShortOfMemory:
+            self._backend.reclaim()
+            self._resume(arenas)
+
+    def _resume(self, arenas: Sequence[Arena]) -> None:
+        with contextlib.ExitStack() as undo:
+            with self._device_lock:  # else two processes could take half each of what is enough for one
+                for arena in arenas:
+                    arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
+            for arena in arenas:
+                if arena.backup is not None:
+                    arena.restore(arena.backup)
+            undo.pop_all()
+        for arena in arenas:
+            arena.backup = None
+            arena.paused = False
+            arena.thaw()
+
+
+def _flat(extents: Extents) -> list[shim.Extent]:
+    return [extent for items in extents.values() for extent in items]

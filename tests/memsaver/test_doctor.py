@@ -1,0 +1,439 @@
+"""The doctor: what it says about this machine, and about machines where something is in the way."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from memsaver.allocator import build
+from memsaver.backends.base import Backend, make_backend
+from memsaver.doctor import PROBES as ALL
+from memsaver.doctor import Check, examine, gpu, machine, software
+from memsaver.doctor.check import Finding, Probe, Target, choose_target, run_probe
+from memsaver.doctor.printing import report
+from tests.helpers.memory import open_fds, process_bytes
+
+HERE = Target(None, "a test")
+GPU = Target(torch.device("cuda", 0))
+ROOT = Path(__file__).parent.parent.parent
+
+FAKE_LIBCUDA = """
+int cuInit(unsigned flags) { return INIT; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 40; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (device != 40) return 101;
+    *value = attribute == 102 ? VIRTUAL : attribute == 103 ? EXPORT : 0;
+    return 0;
+}
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) { *handle = (void *)uuid; return uuid[4] == 'a'; }
+int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) { memory[1] = 3ull << 30; return 0; }
+"""
+
+
+@pytest.fixture
+def libcuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a driver library of the given answers in the place of NVIDIA's."""
+
+    def make(init: int = 0, version: int = 13000, virtual: int = 1, export: int = 1) -> None:
+        (tmp_path / "fake.c").write_text(FAKE_LIBCUDA)
+        macros = {"INIT": init, "VERSION": version, "VIRTUAL": virtual, "EXPORT": export}
+        library = tmp_path / "libcuda.so"
+        flags = ["-shared", "-fPIC", *(f"-D{name}={value}" for name, value in macros.items())]
+        subprocess.run(["cc", *flags, "-o", str(library), str(tmp_path / "fake.c")], check=True)
+        monkeypatch.setattr(gpu, "LIBCUDA", str(library))
+        monkeypatch.setattr(gpu, "LIBNVML", str(library))
+
+    return make
+
+
+def named(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def look(name: str, target: Target = HERE) -> Check:
+    """Run one check by its name, as ``examine`` runs it."""
+    (probe,) = [probe for probe in ALL if probe.name == name]
+    return run_probe(probe, target)
+
+
+def assert_tells(check: Check, status: str, *words: str) -> None:
+    assert check.status == status, check
+    assert check.remedy
+    for word in words:
+        assert word in check.found + " -> " + check.remedy, check
+
+
+# ---------------------------------------------------------------- this machine
+
+
+def test_this_machine_is_told_as_it_is() -> None:
+    examine("cpu")  # what is loaded once, is loaded
+    before = process_bytes("cpu"), open_fds()
+    checks = named(examine("cpu"))
+    assert (process_bytes("cpu"), open_fds()) == before
+    assert list(checks) == [probe.name for probe in ALL]
+    assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
+    must_work = ["Python", "torch", "memory shim", "regions on the CPU", "pause and resume on the CPU", "sharing a tag"]
+    must_work += ["memory without a file", "passing files between processes"]
+    assert [checks[name].status for name in must_work] == ["ok"] * len(must_work), checks
+    assert torch.__version__ in checks["torch"].found
+    for probe in ALL:
+        if probe.needs_gpu:
+            assert checks[probe.name] == Check(probe.name, "skip", "no GPU: asked for the CPU only")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tried_out() -> None:
+    checks = named(examine("cuda:0"))
+    assert {check.status for check in checks.values()} <= {"ok", "warn"}, checks
+    assert torch.cuda.get_device_properties(0).name in checks["GPUs"].found
+    assert " free of " in checks["GPUs"].found
+    for name in ("exporting GPU memory", "pause and resume on the GPU", "regions on the GPU", "CUDA graphs"):
+        assert checks[name].status == "ok", checks[name]
+    assert "GB/s to the GPU" in checks["pinned memory"].found
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_everything_back() -> None:
+    examine("cuda:0")  # makes the context and loads the kernels
+    torch.cuda.empty_cache()
+    before = process_bytes("cuda:0")
+    examine("cuda:0")
+    torch.cuda.empty_cache()
+    assert process_bytes("cuda:0") - before <= 4 << 20
+
+
+def test_importing_the_doctor_is_cheap() -> None:
+    heavy = {"cuda", "rich", "triton", "ray", "transformers", "omegaconf"}
+    code = f"import sys, torch; old = set(sys.modules); import memsaver.doctor; print({heavy} & set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"
+
+
+# ---------------------------------------------------------------- the frame
+
+
+def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Target) -> Finding:
+        raise RuntimeError("two\nlines")
+
+    probes = [Probe("one", broken, "do this"), Probe("two", lambda _: Finding("ok", "fine"), "unused")]
+    monkeypatch.setattr("memsaver.doctor.PROBES", probes)
+    assert examine("cpu") == [Check("one", "fail", "RuntimeError: two lines", "do this"), Check("two", "ok", "fine")]
+
+
+def test_every_probe_has_a_name_of_its_own_and_a_remedy() -> None:
+    assert len({probe.name for probe in ALL}) == len(ALL) > 20
+    assert all(probe.remedy for probe in ALL)
+    with pytest.raises(AssertionError, match="without a remedy"):
+        Check("x", "warn", "found")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", torch.device("meta")])
+def test_a_device_that_cannot_be_tried_is_a_failed_check(device: str | torch.device) -> None:
+    assert_tells(run_probe(Probe("GPUs", gpu.gpus, "x"), choose_target(device)), "fail")
+
+
+def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise RuntimeError("driver mismatch")
+
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
+
+
+def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("one", "ok", "[fine]"), Check("two", "warn", "so so", "do this"), Check("three", "skip", "none")]
+    monkeypatch.setattr("memsaver.doctor.examine", lambda device: checks)
+    assert report(None) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "3 checks, 1 need attention"
+    assert "[fine]" in text and "-> do this" in text
+    checks.append(Check("four", "fail", "broken", "do that"))
+    assert report(None) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "4 checks, 2 need attention"
+
+
+# ---------------------------------------------------------------- software
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
+    assert_tells(look("torch"), "fail", "2.9.1", "torch>=2.11")
+    for version in ("2.11.0", "2.13.0+cpu", "3.0.0a0+git1"):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert look("torch").status == "ok"
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    assert_tells(look("Python"), "warn", "3.11 to 3.13")
+    monkeypatch.setattr(sys, "version_info", (3, 10, 9))
+    assert_tells(look("Python"), "fail", "3.11 to 3.13")
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in [*build.HERE.glob("*.[ch]"), *build.HERE.glob("*.cpp")]:
+        shutil.copy(source, tmp_path)
+    monkeypatch.setattr(build, "HERE", tmp_path)  # a source tree without the prebuilt shim
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    assert_tells(look("memory shim"), "fail", "no C/C++ compiler found", "gcc")
+    assert_tells(look("regions on the CPU"), "warn", "region() on the CPU does not work", "g++")
+    monkeypatch.delenv("CC", raising=False)
+    assert_tells(look("Triton", GPU), "fail", "no C compiler", "gcc")
+    assert look("Triton").status == "ok" and "only matters with a GPU" in look("Triton").found
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert "no C compiler" not in look("Triton", GPU).found
+
+
+def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setenv("CC", "cc")
+    assert_tells(look("Triton", GPU), "fail", "Python.h", "python3-dev")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.5.1")
+    assert_tells(look("Triton"), "warn", "3.5.1, too old", "triton>=3.6")
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert_tells(look("Triton"), "warn", "does not import: no such module", "pip install")
+    assert_tells(look("Triton", GPU), "fail", "does not import", "pip install")
+
+
+def missing(name: str) -> None:
+    raise ModuleNotFoundError("no such module")
+
+
+def test_memory_that_does_not_come_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsaver.arena import Arena
+
+    monkeypatch.setattr(Arena, "restore", lambda self, backup: None)
+    assert_tells(look("pause and resume on the CPU"), "fail", "the content came back changed")
+
+
+def test_tensors_outside_the_tag_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import contextlib
+
+    monkeypatch.setattr("memsaver.allocator.cpu_hook.allocate_from", lambda slot: contextlib.nullcontext())
+    assert_tells(look("regions on the CPU"), "fail", "not on its tag")
+
+
+def test_the_round_trip_sees_other_memory(device: str) -> None:
+    backend = make_backend(torch.device(device))
+    fds = open_fds()
+    assert software.round_trip(backend).status == "ok"
+    assert backend.committed_bytes == 0 and open_fds() == fds
+    assert_tells(Check("x", *software.round_trip(with_other_import(backend))), "fail", "shows other bytes")
+
+
+def with_other_import(backend: Backend) -> Backend:
+    """Importing makes new memory instead of taking what was exported."""
+
+    def import_fd(fd: int) -> int:
+        os.close(fd)
+        return backend.create(backend.granularity).handle
+
+    backend.import_fd = import_fd  # type: ignore[method-assign]
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", ["cudaMallocAsync", "PYTORCH_CUDA_ALLOC_CONF"]),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,backend:cudaMallocAsync", ["out of PYTORCH_ALLOC_CONF"]),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0", ["unset PYTORCH_NO_CUDA_MEMORY_CACHING"]),
+    ],
+)
+def test_allocator_settings(name: str, text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert look("torch's allocator settings").status == "ok"
+    monkeypatch.setenv(name, text)
+    assert_tells(look("torch's allocator settings"), "warn", *words)
+
+
+def test_another_memory_saver_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/x/libjemalloc.so")
+    assert look("preloaded libraries").status == "ok"
+    monkeypatch.setenv("LD_PRELOAD", "/x/torch_memory_saver_hook_mode_preload.abi3.so")
+    assert_tells(look("preloaded libraries"), "warn", "torch_memory_saver", "LD_PRELOAD")
+
+
+# ---------------------------------------------------------------- limits and memory
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
+        assert_tells(look("open files"), "warn", "up to 1000 ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for soft, hard, status, words in (
+        (4095, 1 << 20, "warn", ["up to 4095", "1048576", "ulimit -n 65536"]),
+        (256, 1024, "warn", ["up to 256", "hard limit 1024", "docker run --ulimit"]),
+        (256, resource.RLIM_INFINITY, "warn", ["hard limit unlimited", "ulimit -n 65536"]),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
+        assert_tells(look("open files"), status, *words)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    assert look("open files").status == "ok"
+
+
+def test_limits_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert look("open files") == Check("open files", "ok", "up to unlimited")
+    assert look("locked memory", GPU) == Check("locked memory", "ok", "unlimited")
+
+
+def test_few_memory_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_MAP_COUNT", tmp_path / "max_map_count")
+    assert look("memory maps").status == "skip"
+    for count, status in ((65530, "ok"), (65529, "warn")):
+        machine.MAX_MAP_COUNT.write_text(f"{count}\n")
+        assert look("memory maps").status == status
+    assert_tells(look("memory maps"), "warn", "65529", "sysctl -w vm.max_map_count=65530")
+
+
+def write_group(folder: Path, limit: str, used: int, cache: int, v1: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text(f"{used}\n")
+    key = "total_inactive_file" if v1 else "inactive_file"
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {cache if key == 'inactive_file' else 1}\n{key} {cache}\n"
+    )
+
+
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("seen", ["own", "outside"])
+def test_the_containers_limit(v1: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``outside``: the group's path is the host's, which a container does not see; its own group is the root there."""
+    path = "/../pods/one" if seen == "outside" else "/pods/one"
+    (tmp_path / "self").write_text(f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    for name, file in (("CGROUPS", "groups"), ("CGROUP_OF_SELF", "self"), ("MEMINFO", "meminfo")):
+        monkeypatch.setattr(machine, name, tmp_path / file)
+    assert look("container's memory limit").status == "ok"  # no such files at all
+    assert look("available memory").found == "8.00 GiB available"
+    root = tmp_path / "groups" / ("memory" if v1 else "")
+    write_group(root, "9223372036854771712" if v1 else "max", 0, 0, v1)
+    assert look("container's memory limit").status == "ok"
+    if seen == "own":
+        write_group(root / "pods" / "one", str(32 << 30), 0, 0, v1)
+        assert look("container's memory limit").status == "ok"
+    limited = root / "pods" if seen == "own" else root
+    write_group(limited, str(4 << 30), 3 << 30, 2 << 30, v1)
+    assert_tells(look("container's memory limit"), "warn", "4.00 GiB of the machine's 16.00 GiB", "limit_bytes")
+    assert look("available memory") == Check("available memory", "ok", "3.00 GiB available")
+    write_group(limited, str(4 << 30), 3 << 30, 0, v1)
+    assert_tells(look("available memory"), "warn", "1.00 GiB available", "container's limit")
+
+
+def test_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> int:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert_tells(look("memory without a file"), "fail", "PermissionError: not permitted", "seccomp")
+    monkeypatch.delattr(os, "memfd_create")
+    assert_tells(look("memory without a file"), "fail", "no os.memfd_create", "Linux 3.17")
+
+
+def test_files_that_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    fds = open_fds()
+    monkeypatch.setattr("socket.send_fds", lambda socket, text, fds: socket.send(text[0]))  # a sandbox that drops them
+    assert_tells(look("passing files between processes"), "fail", "did not arrive", "SCM_RIGHTS")
+    assert open_fds() == fds
+
+
+# ---------------------------------------------------------------- driver and GPUs
+
+
+def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIBCUDA", "libno-such-driver.so.1")
+    monkeypatch.setattr(gpu, "DEVICE_FILE", tmp_path / "nvidiactl")
+    assert look("CUDA driver").status == "skip" and "no NVIDIA driver" in look("CUDA driver").found
+    gpu.DEVICE_FILE.touch()
+    assert_tells(look("CUDA driver"), "fail", "though there is a GPU", "--gpus all")
+
+
+def test_the_driver_and_torch(libcuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    libcuda(version=12080)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert look("CUDA driver") == Check("CUDA driver", "ok", "serves CUDA 12.8, GPUs visible to it: 2")
+    assert_tells(look("GPUs"), "warn", "driver: 2, but a test", "built for CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert look("CUDA driver").status == "ok"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert_tells(look("CUDA driver"), "fail", "torch is built for CUDA 13.0", "update NVIDIA's driver")
+    assert_tells(look("GPUs"), "fail", "driver: 2, but a test", "restart")
+    assert look("GPUs", Target(None, "x", cpu_only=True)).status == "skip"
+
+
+@pytest.mark.parametrize(("init", "status"), [(100, "ok"), (803, "fail")])
+def test_a_driver_that_shows_no_gpu(init: int, status: str, libcuda: Callable[..., None]) -> None:
+    libcuda(init=init)
+    check = look("CUDA driver")
+    assert check.status == status
+    if status == "fail":
+        assert_tells(check, "fail", "cuInit failed with error 803", "restart")
+    assert look("GPUs").status == "skip"
+
+
+def test_gpus_are_listed(libcuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory = "NVIDIA H100", 80 << 30
+
+        def __init__(self, index: int) -> None:
+            self.uuid = "aaaa" if index == 2 else f"{index}{index}"
+
+    asked = []
+    libcuda()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: asked.append(index) or (5 << 30, 0))
+    lines = look("GPUs", GPU).found.splitlines()
+    assert lines[0] == "cuda:0 NVIDIA H100, 3.00 GiB free of 80.00 GiB, GPU-00"
+    assert lines[2] == "cuda:2 NVIDIA H100, 80.00 GiB, GPU-aaaa"  # NVML does not know it, and torch is not asked
+    assert not asked
+    monkeypatch.setattr(gpu, "LIBNVML", "libno-such-library.so")
+    lines = look("GPUs", Target(torch.device("cuda", 1))).found.splitlines()
+    assert [" free of " in line for line in lines] == [False, True, False] and asked == [1]
+
+
+def test_what_a_gpu_cannot_do(libcuda: Callable[..., None]) -> None:
+    libcuda()
+    assert look("GPU virtual memory", GPU).status == "ok"
+    assert look("GPU virtual memory", Target(torch.device("cuda", 1))).status == "fail"  # attributes are device 0's
+
+
+@pytest.mark.parametrize(("off", "word"), [("virtual", "no virtual memory"), ("export", "cannot export")])
+def test_what_a_gpu_lacks(off: str, word: str, libcuda: Callable[..., None]) -> None:
+    libcuda(**{off: 0})
+    assert_tells(look("GPU virtual memory", GPU), "fail", word)
+
+
+def test_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "12.9.1")
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    assert_tells(look("CUDA binding for Python"), "warn", "12.9.1", "memsaver[cuda]")
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert look("CUDA binding for Python").status == "skip"
+    assert_tells(look("CUDA binding for Python", GPU), "fail", "does not import", "memsaver[cuda]")
+
+
+def test_speed_classes() -> None:
+    told = [gpu.judge_speed(speed, "x") for speed in (55, 24, 12, 7, 3)]
+    assert [finding.status for finding in told] == ["ok", "ok", "ok", "ok", "warn"]
+    assert [finding.found.split(": ")[1] for finding in told[:3]] == [name for _, name in gpu._SPEEDS]
+    assert "slow" in told[4].found and "nvidia-smi" in told[4].remedy
