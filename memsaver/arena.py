@@ -11,6 +11,7 @@ import torch
 
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
+from memsaver.checksums import Checksums
 
 CONTENTS = ("discard", "host")
 
@@ -58,6 +59,8 @@ class Arena:
             raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
         self.paused = False
         self.committed_when_paused = 0
+        self.sums: Checksums | None = None
+        self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
         self.backup: Backup | None = None
         self.open_regions = 0
@@ -89,6 +92,11 @@ class Arena:
     def cause(self) -> shim.Cause:
         """Why the last allocation failed (code 0: none did); clears it."""
         return shim.cause(self.slot, clear=True)
+
+    @property
+    def resized(self) -> bool:
+        """Tensors reach beyond the memory that is there."""
+        return self.stats.top > self.stats.committed
 
     def unused(self) -> list[shim.Extent]:
         """Extents, or their ends, that a trim would give back."""
@@ -123,9 +131,19 @@ class Arena:
                 inside[offset] = _live_blocks(segment, self.address)
         return tuple(item for block in blocks for item in inside.get(block[0], [block]))
 
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 ``[nbytes]`` where they are."""
+        return self.backend.view(self.address + offset, nbytes)[0]
+
+    def paused_at(self, address: int) -> bool:
+        """The address is this tag's, and there is no memory behind it. Takes no lock."""
+        offset = address - self.address
+        return 0 <= offset < self.reservation.nbytes and offset >= self.stats.committed
+
     def save(self) -> Backup:
-        """Copy the live content to host memory."""
-        ranges = self.live_ranges()
+        """Copy the live content, where there is memory behind it, to host memory."""
+        end = self.stats.committed
+        ranges = tuple((offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end)
         buffer = self.backend.host_buffer(sum(nbytes for _, nbytes in ranges))
         self._copy(ranges, buffer, restore=False)
         return Backup(ranges=ranges, buffer=buffer)
@@ -137,7 +155,7 @@ class Arena:
     def _copy(self, ranges: tuple[tuple[int, int], ...], buffer: torch.Tensor, restore: bool) -> None:
         done = 0
         for offset, nbytes in ranges:
-            device_side, _ = self.backend.view(self.address + offset, nbytes)
+            device_side = self.bytes_at(offset, nbytes)
             host_side = buffer[done : done + nbytes]
             target, source = (device_side, host_side) if restore else (host_side, device_side)
             target.copy_(source, non_blocking=True)
@@ -155,16 +173,27 @@ class Arena:
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
-        placed, end = [], 0
+        shim.set_extents(self.slot, self._map(extents, 0, undo))
+        undo.callback(shim.set_extents, self.slot, [])
+
+    def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
+        """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
+        shim.extend(self.slot, self._map(extents, self.stats.committed, undo))
+
+    def _map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle)
             undo.callback(self.backend.unmap, self.address + end, extent.nbytes)
             placed.append(replace(extent, offset=end))
             end += extent.nbytes
-        if end:
-            self.backend.set_access(self.address, end)
-        shim.set_extents(self.slot, placed)
-        undo.callback(shim.set_extents, self.slot, [])
+        if end > first:
+            self.backend.set_access(self.address + first, end - first)
+        return placed
+
+    def shrink(self, keep: int) -> None:
+        """Give back the extents after the first ``keep`` bytes, also where tensors lie. No peer has imported them."""
+        shim.library().ms_shrink(self.slot, keep)
 
     def close(self) -> None:
         """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from memsaver.allocator import shim
-from memsaver.backends.base import Backend
+from memsaver.backends.base import Backend, ShortOfMemory
 from memsaver.errors import BackendError, LeaseError, format_bytes
 from memsaver.imports import imports
 
@@ -105,6 +105,24 @@ class PagePool:
         undo.callback(self.give_back, made)
         for size in [rest] * bool(rest) if whole else piece_sizes(rest, self._backend.granularity):
             made.append(self._backend.create(size))
+        return taken + made
+
+    def obtain_most(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """As many bytes as there are, at most ``nbytes``, in pieces that other tags can use; undo as in ``obtain``."""
+        taken = shim.pool_take(self._backend.phys, nbytes)
+        undo.callback(self.keep, taken)
+        made: list[shim.Extent] = []
+        undo.callback(self.give_back, made)
+        rest, size = nbytes - sum(extent.nbytes for extent in taken), LARGEST
+        while rest >= self._backend.granularity <= size:
+            try:
+                if size <= rest:
+                    made.append(self._backend.create(size))
+                    rest -= size
+                    continue
+            except ShortOfMemory:
+                pass
+            size //= 2
         return taken + made
 
     def drop(self, nbytes: int) -> int:

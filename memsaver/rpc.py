@@ -24,8 +24,8 @@ _HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts fo
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 Serve = Callable[[str, dict[str, Any], list[int]], Reply]
-"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it raises reaches the caller
-as ``Refused``; received descriptors are the callee's to close."""
+"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it raises reaches the
+caller as ``Refused``; received descriptors are the callee's to close."""
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 

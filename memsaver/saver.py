@@ -35,6 +35,8 @@ class MemorySaver:
         device: ``"cpu"`` (memfd and mmap) or ``"cuda:N"`` (CUDA virtual memory).
         limit_bytes: the most physical memory that all tags together may hold; ``None``: what the device has.
         reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
+        debug: a torch operation on paused memory raises ``StateError`` before it runs, in every thread that uses the
+            saver (``memsaver.debug``), and kept content is compared across a pause. Costs microseconds an operation.
 
     Every operation raises with cause and next step, and leaves the state it found when it fails.
     """
@@ -45,6 +47,7 @@ class MemorySaver:
         *,
         limit_bytes: int | None = None,
         reserve_bytes: int | None = None,
+        debug: bool = False,
     ) -> None:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
@@ -54,12 +57,21 @@ class MemorySaver:
         reserve = reserve_bytes or self._backend.total_bytes
         self._reserve_bytes = -(-reserve // granularity) * granularity
         self._pool = PagePool(self._backend)
-        self._switch = Switch(self._backend, self._pool)
+        self._switch = Switch(self._backend, self._pool, checksums=debug)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.RLock()
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._closed = False
         self._pid = os.getpid()
+        self._guard = None
+        if debug:
+            from memsaver.debug import PausedGuard
+
+            self._guard = PausedGuard(self._paused_tag)
+            self._guard.enable()
+
+    def _paused_tag(self, address: int) -> str | None:
+        return next((arena.tag for arena in tuple(self._arenas.values()) if arena.paused_at(address)), None)
 
     @property
     def device(self) -> torch.device:
@@ -208,11 +220,14 @@ class MemorySaver:
             if lost is not None:
                 raise lost
 
-    def resume(self, *tags: str) -> None:
+    def resume(self, *tags: str, at_least: int | None = None) -> None:
         """Put memory behind the tags again (no tag: all), at the same addresses. Active tags are skipped.
 
         All or nothing: when memory is short, nothing changes and ``OutOfMemory`` says how much was missing and who
         holds the rest. Content saved by the pause is restored bit for bit, other content is undefined.
+
+        at_least: of one tag without saved content, take what fits now if that is so many bytes from its start;
+        ``backed_view`` tells what of a tensor may be used, ``resize`` or the next pause and resume bring the rest.
         """
         with self._lock:
             arenas = [arena for arena in self._select(tags) if arena.paused]
@@ -220,12 +235,52 @@ class MemorySaver:
             try:
                 self._switch.resume(arenas)
             except ShortOfMemory as short:
-                names = ", ".join(repr(arena.tag) for arena in arenas)
-                raise self._shortage(f"resume({names})", arenas, short.cause) from None
+                if at_least is None or not self._resume_most(arenas, at_least):
+                    names = ", ".join(repr(arena.tag) for arena in arenas)
+                    raise self._shortage(f"resume({names})", arenas, short.cause) from None
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
                 arena.last_resume_seconds = seconds
                 self._record("resume", arena, seconds)
+
+    def _resume_most(self, arenas: list[Arena], at_least: int) -> bool:
+        if len(arenas) != 1 or arenas[0].backup is not None:
+            raise ValueError("at_least takes one tag, whose content was discarded by its pause")
+        return self._switch.resume_most(arenas[0], at_least)
+
+    def resize(self, tag: str, nbytes: int) -> int:
+        """Put memory behind the first ``nbytes`` of a tag and take it away from the rest; bytes that are backed now.
+
+        Content of what stays is kept; tensors that reach beyond must not be touched there (``backed_view``). Sizes are
+        rounded up to pages, on a GPU to whole extents: what was put there in one piece is given back in one. Raises
+        ``StateError`` (paused), ``LeaseError`` (another process maps it), ``OutOfMemory``; nothing was changed then.
+        """
+        with self._lock:
+            arena = self._arena(tag)
+            if arena.paused:
+                raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
+            granularity = self._backend.granularity
+            wanted, before = -(-nbytes // granularity) * granularity, arena.stats.committed
+            if nbytes < 0 or wanted > arena.reservation.nbytes:
+                raise ValueError(f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}")
+            try:
+                self._switch.resize(arena, wanted)
+            except ShortOfMemory as short:
+                raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause) from None
+            if arena.stats.committed != before:
+                self._record("resize", arena, 0.0)
+            return arena.stats.committed
+
+    def backed_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The leading rows of a contiguous tensor of one of the tags that have memory behind them now."""
+        if not tensor.is_contiguous() or not tensor.ndim:
+            raise ValueError(f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}")
+        with self._lock:
+            offset = self.offset_of(tensor)
+            arena = next(a for a in self._arenas.values() if 0 <= tensor.data_ptr() - a.address < a.reservation.nbytes)
+            backed = arena.stats.committed - offset
+        row = tensor.stride(0) * tensor.element_size()
+        return tensor[: max(0, min(len(tensor), backed // row))] if row else tensor
 
     def trim(self, tag: str | None = None) -> int:
         """Give memory that no tensor uses back to the driver: kept extents and the tags' unused ends; returns bytes.
@@ -323,7 +378,6 @@ class MemorySaver:
                     end += extent.nbytes
                 assert end == stats.committed, f"{arena.tag}: {end} bytes of extents, {stats.committed} committed"
                 assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
-                assert arena.paused or stats.top <= stats.committed, f"{arena.tag}: blocks beyond the committed end"
                 total += end
             total += self._pool.held_bytes
             assert total == self._backend.committed_bytes, f"{total} bytes known, {self._backend.committed_bytes} made"
@@ -338,6 +392,8 @@ class MemorySaver:
             if self._closed:
                 return
             self._switch.close(list(self._arenas.values()))
+            if self._guard is not None:
+                self._guard.disable()
             self._closed = True
 
     def _require_open(self) -> None:
@@ -345,6 +401,8 @@ class MemorySaver:
             raise StateError("this MemorySaver is closed; make a new one")
         if os.getpid() != self._pid:
             raise StateError("this is a forked child, where the saver is inert; make a MemorySaver of its own")
+        if self._guard is not None:
+            self._guard.enable()  # in this thread, too
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()

@@ -11,6 +11,7 @@ import torch
 from memsaver.allocator import shim
 from memsaver.arena import Arena, Backup
 from memsaver.backends.base import Backend, ShortOfMemory
+from memsaver.checksums import Checksums
 from memsaver.device_lock import device_lock
 from memsaver.errors import LeaseError
 from memsaver.page_pool import PagePool
@@ -32,7 +33,9 @@ class Switch:
     another process, are not.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool) -> None:
+    def __init__(self, backend: Backend, pool: PagePool, checksums: bool) -> None:
+        """checksums: compare kept content before the pause and after the resume."""
+        self._checksums = checksums
         self.server: ShareServer | None = None
         self._backend = backend
         self._pool = pool
@@ -73,6 +76,8 @@ class Switch:
                 undo.callback(arena.thaw)
             self._drain(streams)
             backups = {arena.tag: arena.save() for arena in saved}
+            for arena in saved if self._checksums else ():
+                arena.sums = Checksums.take(arena.tag, backups[arena.tag].ranges, arena.bytes_at)
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
             if release == "keep":
@@ -90,7 +95,8 @@ class Switch:
             arena.paused = True
             arena.backup = backups.get(arena.tag)
             arena.whole = whole
-            arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag])
+            arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag]) + arena.missing
+            arena.missing = 0
 
     def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
         if streams is None:
@@ -150,6 +156,39 @@ class Switch:
             self._backend.reclaim()
             self._resume(arenas)
 
+    def resume_most(self, arena: Arena, at_least: int) -> bool:
+        """As much of the tag as there is memory for; False, with nothing changed, when that is below ``at_least``."""
+        self._backend.reclaim()
+        with contextlib.ExitStack() as undo, self._device_lock:
+            extents = self._pool.obtain_most(arena.committed_when_paused, undo)
+            got = sum(extent.nbytes for extent in extents)
+            if got < at_least:
+                return False
+            arena.put(extents, undo)
+            undo.pop_all()
+        arena.missing = arena.committed_when_paused - got
+        arena.paused = False
+        arena.thaw()
+        return True
+
+    def resize(self, arena: Arena, nbytes: int) -> None:
+        """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises ``ShortOfMemory``."""
+        committed = arena.stats.committed
+        arena.missing = 0
+        if nbytes < committed:
+            self.wait_unleased([arena])
+            self._revoke([e for e in shim.extents(arena.slot) if e.offset + e.nbytes > nbytes])
+            self._backend.synchronize()
+            with self._device_lock:
+                arena.shrink(nbytes)
+        else:
+            with contextlib.ExitStack() as undo, self._device_lock:
+                undo.callback(arena.thaw)
+                arena.freeze()  # nothing else grows the tag meanwhile
+                arena.extend(self._pool.obtain(nbytes - arena.stats.committed, undo, whole=False), undo)
+                undo.pop_all()
+            arena.thaw()
+
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
             with self._device_lock:  # else two processes could take half each of what is enough for one
@@ -158,9 +197,11 @@ class Switch:
             for arena in arenas:
                 if arena.backup is not None:
                     arena.restore(arena.backup)
+                    if arena.sums is not None:
+                        arena.sums.verify(arena.bytes_at)
             undo.pop_all()
         for arena in arenas:
-            arena.backup = None
+            arena.backup, arena.sums = None, None
             arena.paused = False
             arena.thaw()
 

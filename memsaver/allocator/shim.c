@@ -430,6 +430,10 @@ static int take(ms_arena *a, size_t requested, size_t *offset) {
     if (!reserve_array((void **)&a->blocks, &a->cap_blocks, a->n_blocks + 1, sizeof *a->blocks))
         return fail(a, MS_E_TABLE, 0, requested, 0);
     size_t i = best_fit(a, need);
+    if (i < a->n_blocks) { /* a free block may lie where a resize took the memory away */
+        int error = commit_to(a, a->blocks[i].offset + need);
+        if (error) return error;
+    }
     if (i == a->n_blocks) { /* nothing free is large enough: append at the top */
         int error = commit_to(a, a->top + need);
         if (error) return error;
@@ -618,15 +622,30 @@ static size_t trim_last(ms_arena *a, size_t keep) {
     return give;
 }
 
-size_t ms_trim(int slot) {
+static size_t shrink_to(int slot, size_t keep, int below_top) {
     ms_arena *a = &arenas[slot];
     size_t total = 0, given = 1;
     if (forked(a->phys)) return 0;
     pthread_mutex_lock(&a->lock);
-    size_t keep = round_up(a->top, a->phys->granularity);
+    keep = round_up(below_top || keep > a->top ? keep : a->top, a->phys->granularity);
     while (a->state == MS_ACTIVE && a->committed > keep && given) total += given = trim_last(a, keep);
     pthread_mutex_unlock(&a->lock);
     return total;
+}
+
+size_t ms_trim(int slot) { return shrink_to(slot, 0, 0); }
+size_t ms_shrink(int slot, size_t keep) { return shrink_to(slot, keep, 1); }
+
+int ms_extend(int slot, const ms_extent *extents, size_t count) {
+    ms_arena *a = &arenas[slot];
+    int error = MS_OK;
+    pthread_mutex_lock(&a->lock);
+    if (reserve_array((void **)&a->extents, &a->cap_extents, a->n_extents + count, sizeof *extents))
+        for (size_t i = 0; i < count; i++) a->committed += (a->extents[a->n_extents++] = extents[i]).nbytes;
+    else
+        error = MS_E_TABLE;
+    pthread_mutex_unlock(&a->lock);
+    return error;
 }
 
 /* ------------------------------------------------------------------ torch.cuda callbacks: they carry no tag, so one

@@ -102,5 +102,7 @@ size_t ms_get_blocks(int slot, ms_block *out, size_t capacity); /* live blocks o
 int ms_set_extents(int slot, const ms_extent *extents, size_t count);
 void ms_set_state(int slot, int state);
 void ms_mark_shared(ms_phys *phys, const uint64_t *ids, size_t count, int shared); /* wherever they are */
-size_t ms_trim(int slot); /* gives back the unused tail; returns bytes */
+size_t ms_trim(int slot);                /* gives back the unused tail; returns bytes */
+size_t ms_shrink(int slot, size_t keep); /* gives back what lies after the first `keep` bytes, blocks or not */
+int ms_extend(int slot, const ms_extent *extents, size_t count); /* enters extents that are mapped at the end */
 #endif

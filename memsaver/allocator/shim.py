@@ -116,6 +116,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_set_extents": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
     "ms_set_state": (None, [ctypes.c_int, ctypes.c_int]),
     "ms_trim": (_size, [ctypes.c_int]),
+    "ms_shrink": (_size, [ctypes.c_int, _size]),
+    "ms_extend": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
 }
 
 
@@ -162,6 +164,12 @@ def create(phys: int, nbytes: int) -> Extent | Cause:
     if library().ms_create(phys, nbytes, ctypes.byref(out), ctypes.byref(cause)):
         return cause
     return _extent(out)
+
+
+def extend(slot: int, items: Sequence[Extent]) -> None:
+    """Enter extents that are mapped at the end of the arena."""
+    if library().ms_extend(slot, _array(items), len(items)):
+        raise MemoryError("no host memory for the table of extents")
 
 
 def charge(phys: int, nbytes: int) -> Cause | None:

@@ -101,7 +101,7 @@ class ShimBackend:
         raise NotImplementedError
 
     def inject_fault(self, after: int, error: int) -> int:
-        """For tests: driver call number ``after`` from now (0: none) fails once with ``error``, a number of the driver's.
+        """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's ``error`` number.
 
         Returns how many calls were made since the last injection. The shim's own calls count like Python's.
         """

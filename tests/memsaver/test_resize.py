@@ -1,0 +1,139 @@
+"""Part of a tag's memory: resize, resume(at_least=), backed_view."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import MemorySaver
+from tests.helpers.memory import process_bytes
+
+MIB = 1 << 20
+ROWS = 24
+
+
+def make(device: str, limit: int | None = None) -> tuple[MemorySaver, torch.Tensor]:
+    """A tensor of 24 rows of 2 MiB, alone on its tag, in pieces that can be given back one by one."""
+    saver = MemorySaver(device, limit_bytes=limit)
+    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv").fill_(1)
+    saver.pause(release="keep")
+    saver.trim()
+    saver.resume()
+    return saver, tensor
+
+
+def number_rows(rows: torch.Tensor) -> None:
+    for i, row in enumerate(rows):
+        row.fill_(i + 1)
+
+
+def test_shrink_and_grow_keep_what_stays(device: str) -> None:
+    """(Asserts compare numbers only: pytest would read all of a tensor that it shows.)"""
+    saver, tensor = make(device)
+    number_rows(tensor)
+    address, before, rows = tensor.data_ptr(), process_bytes(device), ROWS
+    for size in (16, 8, 24, 0, 24):
+        backed = saver.resize("kv", size * 2 * MIB)
+        assert size * 2 * MIB <= backed < size * 2 * MIB + 32 * MIB
+        view = saver.backed_view(tensor)
+        kept, rows = min(rows, backed // (2 * MIB)), backed // (2 * MIB)
+        assert len(view) == rows
+        assert [int(row[-1]) for row in view[:kept]] == list(range(1, kept + 1))
+        number_rows(view)
+        assert saver.report().tags["kv"].committed_bytes == backed
+        assert before - process_bytes(device) == ROWS * 2 * MIB - backed
+        saver.check_integrity()
+    assert tensor.data_ptr() == address
+
+
+def test_a_resized_tag_pauses_and_resumes_with_its_size(device: str) -> None:
+    saver = MemorySaver(device)
+    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", content="host").fill_(1)
+    saver.pause(release="keep")
+    saver.trim()
+    saver.resume()
+    number_rows(tensor)
+    backed = saver.resize("kv", 16 * MIB)
+    rows = backed // (2 * MIB)
+    saver.pause()
+    assert saver.report().backup_bytes == backed
+    assert len(saver.backed_view(tensor)) == 0
+    saver.resume()
+    assert saver.report().tags["kv"].committed_bytes == backed
+    assert [int(row[0]) for row in saver.backed_view(tensor)] == list(range(1, rows + 1))
+    assert saver.resize("kv", tensor.nbytes) >= tensor.nbytes
+    assert [int(row[0]) for row in tensor[:rows]] == list(range(1, rows + 1))
+
+
+def test_take_what_fits_now(device: str) -> None:
+    saver, tensor = make(device, limit=64 * MIB)
+    saver.pause("kv")
+    other = saver.empty(36 * MIB, torch.uint8, tag="other").fill_(1)
+    with pytest.raises(memsaver.OutOfMemory, match="20.0 MiB are missing"):
+        saver.resume("kv")
+    with pytest.raises(memsaver.OutOfMemory, match="20.0 MiB are missing"):
+        saver.resume("kv", at_least=30 * MIB)
+    assert saver.is_paused("kv") and saver.report().committed_bytes == 36 * MIB
+    saver.resume("kv", at_least=20 * MIB)
+    saver.check_integrity()
+    view = saver.backed_view(tensor)
+    assert len(view) == 14 and saver.report().committed_bytes == 64 * MIB
+    number_rows(view)
+    with pytest.raises(memsaver.OutOfMemory, match=r"resize\('kv'"):
+        saver.resize("kv", tensor.nbytes)
+    assert [int(row[0]) for row in view] == list(range(1, 15))
+    del other
+    gc.collect()
+    saver.trim()
+    assert saver.resize("kv", tensor.nbytes) == tensor.nbytes
+    assert [int(row[0]) for row in view] == list(range(1, 15))
+
+
+def test_the_next_resume_brings_all_of_it(device: str) -> None:
+    saver, tensor = make(device, limit=64 * MIB)
+    saver.pause("kv")
+    other = saver.empty(36 * MIB, torch.uint8, tag="other")
+    saver.resume("kv", at_least=1)
+    saver.pause()
+    del other
+    saver.resume("kv")
+    assert len(saver.backed_view(tensor)) == ROWS
+    tensor.fill_(1)
+
+
+def test_new_tensors_fill_the_hole(device: str) -> None:
+    """A free block where a resize took the memory away is backed again before it is handed out."""
+    saver = MemorySaver(device)
+    first = saver.empty(4 * MIB, torch.uint8, tag="t").fill_(1)
+    second = saver.empty(4 * MIB, torch.uint8, tag="t")
+    third = saver.empty(4 * MIB, torch.uint8, tag="t")
+    del second
+    gc.collect()
+    saver.resize("t", 4 * MIB)
+    again = saver.empty(4 * MIB, torch.uint8, tag="t").fill_(5)
+    assert again.data_ptr() == first.data_ptr() + 4 * MIB and int(first[-1]) == 1
+    saver.resize("t", 12 * MIB)
+    third.fill_(7)
+    assert int(again[-1]) == 5
+    saver.check_integrity()
+
+
+def test_mistakes(device: str) -> None:
+    saver, tensor = make(device)
+    with pytest.raises(ValueError, match="reserved for 'kv'"):
+        saver.resize("kv", 1 << 60)
+    with pytest.raises(ValueError, match="contiguous"):
+        saver.backed_view(tensor.t())
+    with pytest.raises(memsaver.TagError, match="not in any tag"):
+        saver.backed_view(torch.ones(3, device=device))
+    with memsaver.attach(saver.share("kv")), pytest.raises(memsaver.LeaseError, match="leased"):
+        saver.resize("kv", 0)
+    tensor.fill_(1)
+    saver.pause(content="host")
+    with pytest.raises(memsaver.StateError, match="paused"):
+        saver.resize("kv", 0)
+    saver.resume()
+    assert bool((tensor == 1).all())
