@@ -153,12 +153,12 @@ class Switch:
         try:
             self._resume(arenas)
         except ShortOfMemory:
-            self._backend.reclaim()
+            self._reclaim()
             self._resume(arenas)
 
     def resume_most(self, arena: Arena, at_least: int) -> bool:
         """As much of the tag as there is memory for; False, with nothing changed, when that is below ``at_least``."""
-        self._backend.reclaim()
+        self._reclaim()
         with contextlib.ExitStack() as undo, self._device_lock:
             extents = self._pool.obtain_most(arena.committed_when_paused, undo)
             got = sum(extent.nbytes for extent in extents)
@@ -188,6 +188,12 @@ class Switch:
                 arena.extend(self._pool.obtain(nbytes - arena.stats.committed, undo, whole=False), undo)
                 undo.pop_all()
             arena.thaw()
+
+    def _reclaim(self) -> None:
+        """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its imports."""
+        with contextlib.suppress(LeaseError):
+            self._revoke(self._pool.extents)
+        self._backend.reclaim()
 
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:

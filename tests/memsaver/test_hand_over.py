@@ -18,10 +18,9 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from tests.helpers.memory import machine_bytes, open_fds
+from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds
 
 SIZE = 32 << 20
-SLACK = 8 << 20  # other processes of the machine use shared memory, too
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -61,10 +60,13 @@ def _serve(device: str, limit: int | None, pipe: Connection) -> None:
 
 class Other:
     def __init__(self, device: str, limit: int | None = None) -> None:
+        machine_bytes(device)  # makes this process's own context
+        before = machine_bytes(device)
         self._pipe, theirs = spawn.Pipe()
         self.process = spawn.Process(target=_serve, args=(device, limit, theirs), daemon=True)
         self.process.start()
         self.ticket = self._pipe.recv()
+        self.context_bytes = machine_bytes(device) - before  # its saver is paused
 
     def ask(self, *request: Any) -> Any:
         self._pipe.send(request)
@@ -84,6 +86,15 @@ def other_process(device: str, limit: int | None = None) -> Iterator[Other]:
         other.process.join(10)
 
 
+def held(device: str, other: Other) -> int:
+    """Physical bytes of this process's savers and the other's: what both know of once, or the device's used memory."""
+    if device != "cpu":
+        gone = not other.process.is_alive()
+        return machine_bytes(device) + gone * other.context_bytes
+    assert other.process.pid is not None
+    return memfd_bytes([os.getpid(), other.process.pid])
+
+
 def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
     saver = MemorySaver(device)
     return saver, saver.empty(SIZE, torch.uint8, tag="kv").fill_(7)
@@ -92,7 +103,7 @@ def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
 def test_the_same_pages_go_to_and_fro(device: str) -> None:
     with other_process(device) as other:
         saver, mine = giver(device)
-        resting, used = [], machine_bytes(device)
+        resting, used = [], held(device, other)
         for value in range(8, 14):
             mine.fill_(value)
             saver.pause(release="hand_over", to=other.ticket)
@@ -106,7 +117,7 @@ def test_the_same_pages_go_to_and_fro(device: str) -> None:
             saver.resume()
             saver.check_integrity()
             assert int(mine[0]) == int(mine[-1]) == value + 100
-            assert abs(machine_bytes(device) - used) < SLACK
+            assert held(device, other) == used
             resting.append((fds, open_fds(), len(imports)))
         assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
@@ -164,13 +175,13 @@ def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str) -
             saver.pause()
         other.ask("detach")
         assert other.ask("report")[1] == 1
-        before = machine_bytes(device)
+        before = held(device, other)
         saver.pause(release="keep")
         saver.resume()
-        assert other.ask("report")[1] == 1 and abs(machine_bytes(device) - before) < SLACK
+        assert other.ask("report")[1] == 1 and held(device, other) == before
         saver.pause()
         assert other.ask("report")[1] == 0
-        assert abs(before - machine_bytes(device) - SIZE) < SLACK
+        assert before - held(device, other) == SIZE
         saver.resume()
         saver.check_integrity()
         assert other.ask("attach", saver.share("kv")) is not None
@@ -197,7 +208,7 @@ def test_a_silent_peer_is_named_and_nothing_changes(device: str, monkeypatch: py
 def test_a_killed_peer_leaves_nothing(device: str, when: str) -> None:
     with other_process(device) as other:
         saver, mine = giver(device)
-        used = machine_bytes(device)
+        used = held(device, other)
         if when == "as owner":
             saver.pause(release="hand_over", to=other.ticket)
             other.ask("resume")
@@ -211,14 +222,14 @@ def test_a_killed_peer_leaves_nothing(device: str, when: str) -> None:
             time.sleep(0.01)
         assert len(imports) == 0
         if when == "as owner":
-            assert abs(used - machine_bytes(device) - SIZE) < SLACK
+            assert used - held(device, other) == SIZE
             with pytest.raises(memsaver.LeaseError, match="does not answer"):
                 saver.resume()
                 saver.pause(release="hand_over", to=other.ticket)
             assert not saver.is_paused("kv")
         else:
             saver.pause()
-            assert abs(used - machine_bytes(device) - SIZE) < SLACK
+            assert used - held(device, other) == SIZE
         saver.resume()
         mine.fill_(1)
         saver.check_integrity()

@@ -30,6 +30,8 @@ class SaverMachine(RuleBasedStateMachine):
         gc.collect()
         self.floor = process_bytes("cpu")
         self.saver = memsaver.MemorySaver("cpu", limit_bytes=LIMIT)
+        self.peer = memsaver.MemorySaver("cpu", limit_bytes=LIMIT // 2)
+        self.theirs = self.peer.empty(100_000, torch.uint8, tag="theirs", content="host").fill_(77)
         self.paused: dict[str, bool] = {}
         self.alive: dict[int, dict] = {}
         self.counter = 0
@@ -38,6 +40,8 @@ class SaverMachine(RuleBasedStateMachine):
         if hasattr(self, "saver"):
             self.alive.clear()
             self.saver.close()
+            del self.theirs
+            self.peer.close()
             gc.collect()
             assert process_bytes("cpu") == self.floor
 
@@ -58,8 +62,9 @@ class SaverMachine(RuleBasedStateMachine):
             assert self.paused[tag]
             return -1
         except memsaver.OutOfMemory as error:
-            assert committed + nbytes + 4096 > LIMIT
-            assert error.missing_bytes > 0 and self.saver.report().committed_bytes <= committed
+            report = self.saver.report()
+            assert committed - report.pool_bytes + nbytes + 4096 > LIMIT or report.committed_bytes + nbytes + 4096 > LIMIT
+            assert error.missing_bytes > 0 and report.committed_bytes <= committed
             self.paused.setdefault(tag, False)
             return -1
         assert not self.paused.setdefault(tag, False)
@@ -72,16 +77,49 @@ class SaverMachine(RuleBasedStateMachine):
     def free(self, key: int) -> None:
         self.alive.pop(key, None)
 
-    @rule(tag=tags, content=st.sampled_from([None, "host", "discard"]))
-    def pause(self, tag: str, content: str | None) -> None:
+    @rule(
+        tag=tags,
+        content=st.sampled_from([None, "host", "discard"]),
+        release=st.sampled_from(["driver", "keep", "hand_over"]),
+    )
+    def pause(self, tag: str, content: str | None, release: str) -> None:
         if tag not in self.paused:
+            return
+        to = self.peer.pool_ticket() if release == "hand_over" else None
+        total = self.saver.report().committed_bytes + self.peer.report().committed_bytes
+        try:
+            self.saver.pause(tag, content=content, release=release, to=to)
+        except memsaver.LeaseError as error:
+            assert "would pass the limit" in str(error)
             return
         if not self.paused[tag] and (content or TAGS[tag]) == "discard":
             for item in self.alive.values():
                 if item["tag"] == tag:
                     item["value"] = None
-        self.saver.pause(tag, content=content)
         self.paused[tag] = True
+        after = self.saver.report().committed_bytes + self.peer.report().committed_bytes
+        assert after == total or (release == "driver" and after < total)
+
+    @rule(release=st.sampled_from(["driver", "keep", "hand_over"]))
+    def peer_sleeps(self, release: str) -> None:
+        to = self.saver.pool_ticket() if release == "hand_over" else None
+        try:
+            self.peer.pause(release=release, to=to)
+        except memsaver.LeaseError as error:
+            assert "would pass the limit" in str(error)
+
+    @rule()
+    def peer_wakes(self) -> None:
+        self.peer.resume()  # what it keeps must not be in its own way
+        assert bool((self.theirs == 77).all())
+
+    @rule(peer=st.booleans())
+    def trim(self, peer: bool) -> None:
+        saver = self.peer if peer else self.saver
+        before = saver.report()
+        freed = saver.trim()
+        after = saver.report()
+        assert before.committed_bytes - after.committed_bytes == freed >= before.pool_bytes and not after.pool_bytes
 
     @rule()
     def resume_all(self) -> None:
@@ -114,7 +152,9 @@ class SaverMachine(RuleBasedStateMachine):
             return
         self.saver.check_integrity()
         report = self.saver.report()
-        assert report.committed_bytes == sum(tag.committed_bytes for tag in report.tags.values()) <= LIMIT
+        self.peer.check_integrity()
+        held = sum(tag.committed_bytes for tag in report.tags.values()) + report.pool_bytes
+        assert report.committed_bytes == held <= LIMIT
         for tag, paused in self.paused.items():
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
             assert report.tags[tag].live_bytes == self._held(tag)
