@@ -35,6 +35,7 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
 
     torch serves nested pools outermost first, so the outer one is left while an inner one is open.
     """
+    torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
     stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
     with contextlib.ExitStack() as undo:
         if stack:

@@ -63,7 +63,9 @@ class SaverMachine(RuleBasedStateMachine):
             return -1
         except memsaver.OutOfMemory as error:
             report = self.saver.report()
-            assert committed - report.pool_bytes + nbytes + 4096 > LIMIT or report.committed_bytes + nbytes + 4096 > LIMIT
+            assert (
+                committed - report.pool_bytes + nbytes + 4096 > LIMIT or report.committed_bytes + nbytes + 4096 > LIMIT
+            )
             assert error.missing_bytes > 0 and report.committed_bytes <= committed
             self.paused.setdefault(tag, False)
             return -1

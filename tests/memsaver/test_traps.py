@@ -1,0 +1,201 @@
+"""What users of other tools ran into, one test for each; the reports are named.
+
+Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR#87) or leaves a tag half mapped (vllm
+PR#34600): test_fault_injection, test_saver. A free while paused (torch_memory_saver#92), an exit with paused tags
+(torch_memory_saver#56), concurrent regions, forks: test_lifetimes. Nested regions: test_saver.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import MemorySaver
+from tests.helpers.memory import memory_maps, open_fds, process_bytes
+from tests.helpers.soak import rounds
+
+spawn = multiprocessing.get_context("spawn")
+
+
+def test_a_freed_block_is_never_another_tags(device: str) -> None:
+    """torch_memory_saver#85: a block freed under one tag came back under another, and was paused with the wrong one."""
+    saver = MemorySaver(device)
+    seen: dict[str, set[int]] = {"a": set(), "b": set()}
+    for step in range(20):
+        for tag in seen:
+            with saver.region(tag):
+                tensors = [torch.full((1000 * (step % 3 + 1),), 3.0, device=device) for _ in range(3)]
+            seen[tag] |= {tensor.data_ptr() for tensor in tensors}
+            del tensors
+    assert not seen["a"] & seen["b"]
+    with saver.region("b"):
+        kept = torch.full((1000,), 5.0, device=device)
+    saver.pause("a")
+    assert bool((kept == 5).all())
+    plain = torch.ones(1000, device=device)  # and torch's own memory is neither's
+    saver.pause("b")
+    assert bool((plain == 1).all())
+    saver.resume()
+
+
+def test_releasing_twice_does_nothing(device: str) -> None:
+    """vllm#36651: a second release of the same handles."""
+    saver = MemorySaver(device)
+    tensor = saver.empty(1 << 20, torch.uint8, tag="t").fill_(1)
+    for _ in range(2):
+        saver.pause(release="keep")
+        saver.pause()
+    assert saver.trim() == tensor.nbytes and saver.trim() == 0
+    saver.resume()
+    saver.resume()
+    saver.close()
+    saver.close()
+    assert process_bytes(device) >= 0
+
+
+def test_attaching_forever_uses_no_more_addresses(device: str) -> None:
+    """pytorch#186213: every import took a new piece of the address space until none was left."""
+    saver = MemorySaver(device)
+    saver.empty(8 << 20, torch.uint8, tag="t").fill_(1)
+    ticket = saver.share("t", writable=True)
+
+    def address_space() -> int:
+        return next(
+            int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line
+        )
+
+    def go_round(times: int) -> None:
+        for i in range(times):
+            with memsaver.attach(ticket) as lease:
+                lease.tensor((4,), torch.uint8).fill_(i % 7)
+            if i % 10 == 9:
+                saver.pause()
+                saver.resume()
+
+    go_round(20)
+    before = address_space(), memory_maps(), open_fds()
+    go_round(rounds(200, 5000))
+    assert address_space() <= before[0] + 2048 and memory_maps() <= before[1] + 4 and open_fds() <= before[2] + 1
+
+
+def test_buffers_made_inside_a_region_come_back_if_the_tag_keeps_its_content(device: str) -> None:
+    """Rotary tables and the like are made with a module: ``content="discard"`` loses what no checkpoint holds."""
+    saver = MemorySaver(device)
+    with saver.region("weights", content="host"):
+        module = torch.nn.BatchNorm1d(64, device=device)
+    module.running_mean.fill_(3)
+    saver.pause()
+    saver.resume()
+    assert bool((module.running_mean == 3).all()) and int(module.num_batches_tracked) == 0
+
+
+@pytest.mark.gpu
+def test_a_blas_workspace_is_not_made_inside_a_region() -> None:
+    """cuBLAS keeps the workspace of a thread's first multiplication for ever: on a tag, a pause would take it away."""
+    torch._C._cuda_clearCublasWorkspaces()
+    saver = MemorySaver("cuda:0")
+    a = torch.randn(512, 512, device="cuda:0", dtype=torch.bfloat16)
+    with saver.region("t"):
+        inside = a @ a
+        wide = a.float() @ a.float()
+    live = saver.report().tags["t"].live_bytes
+    assert live == inside.nbytes + wide.nbytes
+    wanted = (a @ a).cpu()
+    saver.pause("t")
+    for _ in range(3):
+        assert torch.equal((a @ a).cpu(), wanted)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
+    """sglang PR#37932: unmapped while a stream was still writing: an illegal access that ends the context."""
+    saver = MemorySaver("cuda:0")
+    tensor = saver.empty(64 << 20, torch.uint8, tag="t", content="host").fill_(1)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for value in range(2, 6):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # some 30 ms
+            tensor.fill_(value)
+        saver.pause("t", streams=[stream] if fast else None)
+        saver.resume("t")
+        assert int(tensor[0]) == int(tensor[-1]) == value
+    torch.cuda.synchronize()
+
+
+def _wake(fraction: float, pipe: Connection) -> None:
+    saver = MemorySaver("cuda:0")
+    nbytes = int(torch.cuda.mem_get_info()[1] * fraction) >> 21 << 21
+    pipe.recv()
+    tensor: Any = None
+    outcome = "awake"
+    try:
+        tensor = saver.empty(nbytes, torch.uint8, tag="kv")
+        saver.pause()
+        pipe.send("ready")
+        pipe.recv()
+        saver.resume()
+        tensor.fill_(1)
+        torch.cuda.synchronize()
+    except memsaver.OutOfMemory as error:
+        outcome = f"short: {error}"
+        assert saver.report().committed_bytes == 0
+    pipe.send(outcome)
+    pipe.recv()
+
+
+@pytest.mark.gpu
+def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() -> None:
+    """vllm PR#37065: both took half of what is enough for one."""
+    ends = []
+    for _ in range(2):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_wake, args=(0.6, theirs), daemon=True)
+        process.start()
+        ends.append((process, ours))
+    for _, pipe in ends:  # one after the other: each fits alone
+        pipe.send("allocate")
+        assert pipe.recv() == "ready"
+    for _, pipe in ends:
+        pipe.send("wake up")
+    outcomes = sorted(pipe.recv()[:5] for _, pipe in ends)
+    assert outcomes == ["awake", "short"]
+    for process, pipe in ends:
+        pipe.send("end")
+        process.join(20)
+
+
+def test_residue_does_not_grow_over_steps(device: str) -> None:
+    """NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of memory."""
+    saver = MemorySaver(device)
+    weights = saver.empty(1 << 20, torch.uint8, tag="weights", content="host").fill_(1)
+
+    def step(i: int) -> None:
+        with saver.region("activations"):
+            tensors = [torch.ones(1000 + 100 * (i % 7), device=device) for _ in range(10)]
+        saver.pause("weights", release=["driver", "keep"][i % 2])
+        saver.resume("weights")
+        del tensors
+        saver.pause("activations")
+        saver.resume("activations")
+        saver.trim()
+
+    for i in range(14):
+        step(i)
+    gc.collect()
+    before = saver.report().committed_bytes, process_bytes(device), memory_maps(), open_fds()
+    for i in range(rounds(70, 2100)):
+        step(i)
+    gc.collect()
+    after = saver.report().committed_bytes, process_bytes(device), memory_maps(), open_fds()
+    assert after[:2] == before[:2] and after[3] == before[3] and after[2] <= before[2] + 4
+    assert bool((weights == 1).all())
