@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ class Arena:
         self.reservation = Reservation(backend, reserve_bytes)
         base = self.reservation.address
         self.slot: int = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+        if self.slot < 0 and gc.collect():  # savers that only cycles keep have slots, too
+            self.slot = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
         if self.slot < 0:
             self.reservation.close()
             raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
@@ -199,7 +202,8 @@ class Arena:
         """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
         self.freeze()
         _decommit(self.backend, self.address, self.slot)
-        self._finalizer()
+        if not self.stats.blocks:
+            self._finalizer()  # else when the last tensor dies
 
 
 def _decommit(backend: Backend, address: int, slot: int) -> None:

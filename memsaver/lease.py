@@ -96,12 +96,13 @@ class Lease:
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
             self._address = reservation.address
-            with device_lock(ticket.device_key):
+            with device_lock(ticket.device_key), contextlib.ExitStack() as mapped:
                 for handle, (_, offset, nbytes) in zip(handles, extents, strict=True):
                     self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
-                    undo.callback(self._backend.unmap, self._address + offset, nbytes)
+                    mapped.callback(self._backend.unmap, self._address + offset, nbytes)
                 if self.nbytes:
                     self._backend.set_access(self._address, self.nbytes)
+                mapped.pop_all()
             self._undo = undo.pop_all()
         self._closed = False
 
@@ -118,10 +119,16 @@ class Lease:
         return self._backend.view(self._address + byte_offset, nbytes)[0].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended."""
+        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
+
+        May be tried again when the driver refused (``BackendError``).
+        """
         if not self._closed:
-            self._closed = True
             self._backend.synchronize()
+            with device_lock(self.ticket.device_key):
+                if self.nbytes:
+                    self._backend.unmap(self._address, self.nbytes)
+            self._closed = True
             self._undo.close()
 
     def __enter__(self) -> Lease:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -317,6 +318,7 @@ class MemorySaver:
             from memsaver.share import ShareServer
 
             self._switch.server = ShareServer(self._lock, self._pool, self._arena)
+            weakref.finalize(self, self._switch.server.close)
         return self._switch.server
 
     def report(self) -> Report:

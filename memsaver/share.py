@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,10 +44,11 @@ class ShareServer:
     """Grants leases and takes extents over, from threads of its own."""
 
     def __init__(self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]) -> None:
-        """lock: the saver's; held while tags and extents are looked at."""
+        """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it, held weakly, so
+        that the threads here do not keep a saver alive that nobody else uses."""
         self._lock = lock
         self._pool = pool
-        self._find_arena = find_arena
+        self._find_arena = weakref.WeakMethod(find_arena)
         self._tickets: dict[str, Ticket] = {}
         self._links: list[Link] = []
         self._numbers = itertools.count(1)
@@ -151,7 +153,10 @@ class ShareServer:
         if ticket is None or link.endpoint.peer_uid != os.getuid():
             raise rpc.Refused("unknown ticket, or another user's")
         with self._lock:  # no pause between looking and sending
-            arena = self._find_arena(ticket.tag)
+            find_arena = self._find_arena()
+            if find_arena is None:
+                raise rpc.Refused("the saver is gone")
+            arena = find_arena(ticket.tag)
             if arena.paused:
                 raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
             arena.backend.bind_thread()

@@ -139,6 +139,7 @@ class Switch:
         self.wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
+            self.server = None
         self._backend.synchronize()
         with self._device_lock:
             for arena in arenas:

@@ -153,7 +153,8 @@ def test_a_receiver_without_room_refuses_and_nothing_changes(device: str) -> Non
 
 def test_bad_tickets(device: str) -> None:
     saver, mine = giver(device)
-    ticket = MemorySaver(device).pool_ticket()
+    receiver = MemorySaver(device)
+    ticket = receiver.pool_ticket()
     with pytest.raises(ValueError, match="go together"):
         saver.pause(release="hand_over")
     with pytest.raises(ValueError, match="go together"):

@@ -6,7 +6,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
+import weakref
 from multiprocessing.connection import Connection
 
 import pytest
@@ -126,3 +128,26 @@ def test_refusals_name_the_reason(device: str) -> None:
         memsaver.attach(ticket)
     with pytest.raises(memsaver.TagError):
         memsaver.MemorySaver(device).share("nothing")
+
+
+def test_a_saver_that_is_dropped_ends_its_sharing(device: str) -> None:
+    saver, tensor = _shared(device)
+    ticket = saver.share("weights")
+    with memsaver.attach(ticket):
+        pass
+    gone, threads = weakref.ref(saver), {thread.name for thread in threading.enumerate()}
+    assert "memsaver-share" in threads
+    del saver, tensor
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(memsaver.LeaseError, match="does not answer"):
+        memsaver.attach(ticket)
+
+
+def test_closed_savers_take_no_slots(device: str) -> None:
+    """There are 256 in a process; one of a tag whose tensors outlive the saver is free when they die."""
+    for _ in range(300):
+        saver = memsaver.MemorySaver(device)
+        tensor = saver.empty(10, tag="t")
+        saver.close()
+        del tensor
