@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-sync bench-rollout bench-switch bench-gap
+BENCHES := bench-memory bench-sync bench-rollout bench-switch bench-gap
 
 .PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
 
@@ -39,6 +39,9 @@ test-gpu:
 # Full counts of every soak test, on the CPU and, where there is one, on the GPU.
 soak:
 	$(GPU) -m pytest -m soak --soak -p no:timeout --durations=0
+
+bench-memory:
+	$(GPU) -m tests.benchmarks.bench_memory --out $(OUT)
 
 bench-sync:
 	$(GPU) -m tests.benchmarks.bench_sync --out $(OUT)

@@ -1,0 +1,45 @@
+"""torch_memory_saver in a process of its own (it aborts at exit in torch mode). Prints milliseconds as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+
+def main(count: int, mib: int, repeats: int) -> None:
+    from torch_memory_saver import torch_memory_saver as tms
+
+    tms.hook_mode = "torch"
+    with tms.region(tag="kv"):
+        tensors = [torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    rows: dict[str, list[float]] = {"pause": [], "resume": []}
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        tms.pause("kv")
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        # what another engine would do with the memory meanwhile: all of it written
+        other = torch.full((count * mib << 20,), 255, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        del other
+        torch.cuda.empty_cache()
+        again = time.perf_counter()
+        tms.resume("kv")
+        torch.cuda.synchronize()
+        rows["pause"].append((middle - start) * 1e3)
+        rows["resume"].append((time.perf_counter() - again) * 1e3)
+    for tensor in tensors:
+        tensor.fill_(1)
+    torch.cuda.synchronize()
+    print(json.dumps({key: statistics.median(values[2:]) for key, values in rows.items()}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))
