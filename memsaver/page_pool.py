@@ -10,6 +10,7 @@ from memsaver.backends.base import Backend, ShortOfMemory
 from memsaver.errors import BackendError, LeaseError, format_bytes
 from memsaver.imports import imports
 
+_MANY = 16  # extents more than needed: mapping each costs some 20 us, making them anew has their memory cleared
 LARGEST = 1 << 30  # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
 
 
@@ -44,6 +45,25 @@ class PagePool:
 
     def keep(self, extents: Sequence[shim.Extent]) -> None:
         shim.pool_put(self._backend.phys, extents)
+
+    def are_many(self, extents: Sequence[shim.Extent]) -> bool:
+        """So many that mapping them costs more than it must, as of a tag that grew tensor by tensor."""
+        total = sum(extent.nbytes for extent in extents)
+        return len(extents) > len(piece_sizes(total, self._backend.granularity)) + _MANY
+
+    def keep_remade(self, extents: Sequence[shim.Extent]) -> None:
+        """Keep as much memory in few extents: the small ones are made anew as large ones.
+
+        The driver has their memory for a moment; if another process is faster, less is kept.
+        """
+        small = [extent for extent in extents if extent.nbytes < LARGEST]
+        self.keep([extent for extent in extents if extent.nbytes >= LARGEST])
+        self.give_back(small)
+        made: list[shim.Extent] = []
+        with contextlib.suppress(ShortOfMemory):
+            for size in piece_sizes(sum(extent.nbytes for extent in small), self._backend.granularity):
+                made.append(self._backend.create(size))
+        self.keep(made)
 
     def give_back(self, extents: Sequence[shim.Extent]) -> None:
         """To the driver. What it refuses stays in the pool, where a later ``trim`` or a shortage tries again."""

@@ -80,13 +80,16 @@ class Switch:
                 arena.sums = Checksums.take(arena.tag, backups[arena.tag].ranges, arena.bytes_at)
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
+            many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
             if release == "keep":
-                self._pool.keep(_flat(extents))
+                self._pool.keep([extent for tag, items in extents.items() if tag not in many for extent in items])
             lost = None if to is None else self._hand_over(_flat(extents), to)
             undo.pop_all()
         self._settle(arenas, extents, backups, whole=release == "driver")
-        if release == "driver":
-            with self._device_lock:
+        with self._device_lock:
+            for tag in many:
+                self._pool.keep_remade(extents[tag])
+            if release == "driver":
                 self._pool.give_back(_flat(extents))
         return lost
 

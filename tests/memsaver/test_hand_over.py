@@ -256,3 +256,26 @@ def test_kept_pages_serve_any_tag_and_go_when_room_is_needed(device: str) -> Non
     saver.pause("one", release="keep")
     assert saver.trim() == SIZE and saver.report().committed_bytes == SIZE
     saver.check_integrity()
+
+
+def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
+    """Extents that the tag got from the pool, one by one, as on a GPU from growing tensor by tensor."""
+    saver = MemorySaver(device)
+    parts = [saver.empty(2 << 20, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
+    whole = saver.empty(80 << 20, torch.uint8, tag="whole").fill_(1)
+    saver.pause("whole")
+    saver.pause(release="keep")
+    assert len(saver._pool.extents) == 40
+    saver.resume("whole")
+    assert saver.report().tags["whole"].extents == 40 and saver.report().pool_bytes == 0
+    saver.pause("whole", release="keep")
+    assert saver.report().pool_bytes == whole.nbytes and len(saver._pool.extents) == 2
+    saver.check_integrity()
+    saver.resume("whole")
+    assert saver.report().tags["whole"].extents == 2 and saver.report().pool_bytes == 0
+    whole.fill_(2)
+    saver.pause("whole")
+    saver.resume()
+    for part in parts:
+        part.fill_(1)
+    saver.check_integrity()
