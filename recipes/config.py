@@ -94,6 +94,7 @@ class TrainerSection:
 
     dtype: str = "float32"  # of the masters, their gradients and moments; bfloat16 loses updates of small rates
     learning_rate: float = 1e-5
+    lr_decay: bool = False  # linearly, to 0 after the recipe's last step
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999

@@ -123,6 +123,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         dtype=section.dtype,
         param_dtype=setup.recipe.model.dtype,
         learning_rate=section.learning_rate,
+        decay_steps=setup.recipe.steps if section.lr_decay else None,
         weight_decay=section.weight_decay,
         betas=(section.beta1, section.beta2),
         max_grad_norm=section.max_grad_norm,

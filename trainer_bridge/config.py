@@ -17,7 +17,8 @@ class TrainerConfig:
     model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights made on the device
     instead, the same for the same seed and number of ranks; no safetensors are read. dtype: of the parameter shards,
     their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
-    precision); None is `dtype`. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+    precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
+    stays. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
     max_grad_norm: None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward. threads: of
     torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
     and of random weights.
@@ -28,6 +29,7 @@ class TrainerConfig:
     dtype: str = "float32"
     param_dtype: str | None = None
     learning_rate: float = 1e-6
+    decay_steps: int | None = None
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
@@ -47,6 +49,8 @@ class TrainerConfig:
         ok = self.param_dtype is None or self.param_dtype in _DTYPES
         _check("param_dtype", self.param_dtype, ok, f"use one of {', '.join(_DTYPES)}, or None for dtype")
         _check("learning_rate", self.learning_rate, 0 <= self.learning_rate < math.inf, "must be finite, not negative")
+        ok = self.decay_steps is None or self.decay_steps >= 1
+        _check("decay_steps", self.decay_steps, ok, "must be at least 1, or None for a constant rate")
         _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "must be finite, not negative")
         ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _check("betas", self.betas, ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
@@ -59,6 +63,12 @@ class TrainerConfig:
         _check("threads", self.threads, self.threads is None or self.threads >= 1, "must be at least 1, or None")
         ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
+
+    def learning_rate_after(self, updates: int) -> float:
+        """Of the update that follows so many."""
+        if self.decay_steps is None:
+            return self.learning_rate
+        return self.learning_rate * max(0.0, 1 - updates / self.decay_steps)
 
     @property
     def torch_dtype(self) -> torch.dtype:

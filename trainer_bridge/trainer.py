@@ -233,6 +233,8 @@ class Trainer:
                 f"the gradient's norm is {grad_norm} in step {self.step + 1}, parameters are unchanged; "
                 "look for NaN in old_logprobs and advantages, or lower the learning rate"
             )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate_after(self.step)
         self.optimizer.step()
         self.zero_grad()
         self.step += 1

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
         ("param_dtype", "int8"),
         ("learning_rate", -1.0),
         ("learning_rate", math.nan),
+        ("decay_steps", 0),
         ("weight_decay", -0.1),
         ("betas", (0.9, 1.0)),
         ("adam_eps", 0.0),

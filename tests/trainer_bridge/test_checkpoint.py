@@ -16,11 +16,11 @@ Make = Callable[..., Trainer]
 
 
 def test_a_run_goes_on_bit_for_bit(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    first = make_trainer(model_path)
+    first = make_trainer(model_path, decay_steps=5)
     for seed in range(2):
         first.update_actor(make_batch(4, seed=seed))
     first.save_checkpoint(str(tmp_path / "step"), {"prompts": [1, 2]})
-    second = make_trainer(model_path)
+    second = make_trainer(model_path, decay_steps=5)
     addresses = {name: shard.data_ptr() for name, shard in second.shards().items()}
     assert second.load_checkpoint(str(tmp_path / "step")) == {"prompts": [1, 2]}
     assert second.step == 2

@@ -183,6 +183,20 @@ def test_steps_are_those_of_plain_adamw(
         torch.testing.assert_close(trainer.shards()[name].cpu(), param.detach(), atol=2e-5, rtol=0, msg=name)
 
 
+def test_a_decaying_learning_rate_is_torchs(model_path: str, make_trainer: Make) -> None:
+    model = reference(model_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=3)
+    trainer = make_trainer(model_path, adam_eps=1e-4, clip_eps_high=0.3, decay_steps=3)
+    for step in range(4):  # the last one changes nothing
+        batch = make_batch(7, seed=step)
+        plain_step(model, optimizer, batch, 1.0)
+        schedule.step()
+        trainer.update_actor(batch)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(trainer.shards()[name], param.detach(), atol=2e-5, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize(
     "changes", [{"micro_batch_size": 1}, {"micro_batch_size": 64}, {"activation_checkpointing": True}]
 )
