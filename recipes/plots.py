@@ -38,14 +38,14 @@ def draw_reward(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Reward and exact match above, log-probability gap below, over steps."""
     train = [row for row in rows if row["kind"] == "train"]
     steps = [row["step"] for row in train]
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(2, 1))
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
     top.plot(steps, [row["reward"] for row in train], color="#9db8d9", linewidth=1.2, label="reward, mean of the step")
     top.plot(steps, _smooth([row["reward"] for row in train]), color="#3b6fb6", linewidth=2.2, label="reward, smoothed")
     exact = [row["exact_match"] for row in train]
     top.plot(steps, exact, color="#7bb662", linewidth=1.4, linestyle="--", label="exact match of samples")
     _evaluations(top, [row for row in rows if row["kind"] == "eval"])
-    top.set(ylabel="reward", ylim=(-0.03, 1.03), title="Reward")
-    top.legend(loc="best", fontsize=9, framealpha=0.9)
+    top.set(ylabel="reward", ylim=(-0.03, 1.03))
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
     if train:
         bottom.semilogy(steps, [max(row["gap_mean"], 1e-9) for row in train], color="#8566ab", label="mean")
         bottom.semilogy(steps, [max(row["gap_max"], 1e-9) for row in train], color="#f0a73a", label="max")

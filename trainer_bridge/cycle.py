@@ -25,6 +25,7 @@ from rollout.protocols import Rollout
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
 from trainer_bridge.errors import CycleError
+from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 
 
 class TrainerSide(Protocol):
@@ -48,7 +49,6 @@ TRANSITIONS = {
     "score": {"to_train": "train"},
     "failed": {},
 }
-TRAINER_TAGS = ("params", "optim")
 KEEPABLE = (*TRAINER_TAGS, *TAGS)
 POISONING = ("begin_update", "sync_weights", "commit_update")  # from the first to the last the weights are undefined
 
@@ -94,9 +94,9 @@ class Cycle:
             written = self._trainer.sync_weights(offer)
         with self._stage("commit_update"):
             committed = self._rollout.commit_update(written)
-        if "params" in self._parked:
+        if PARAMS in self._parked:
             with self._stage("park_params"):  # not before the rollout has confirmed what it holds
-                self._trainer.park("params")
+                self._trainer.park(PARAMS)
         with self._stage("wake_kv_cache"):
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
         self.state = after
@@ -113,15 +113,15 @@ class Cycle:
         before, after = self.state, self._enter("to_train")
         if before == "rollout":
             self._take_params()
-        if "optim" in self._parked:
+        if OPTIM in self._parked:
             with self._stage("restore_optim"):
-                self._trainer.restore("optim")
+                self._trainer.restore(OPTIM)
         self.state = after
 
     def _make_room(self) -> None:
-        if "optim" in self._parked:
+        if OPTIM in self._parked:
             with self._stage("park_optim"):
-                self._trainer.park("optim")
+                self._trainer.park(OPTIM)
         elif self._sleeping:  # nothing of the optimizer's, but what training left in torch's cache
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
@@ -129,9 +129,9 @@ class Cycle:
     def _take_params(self) -> None:
         with self._stage("sleep"):
             self._rollout.sleep(self._sleep_level, tags=self._sleeping)
-        if "params" in self._parked:
+        if PARAMS in self._parked:
             with self._stage("restore_params"):
-                self._trainer.restore("params")
+                self._trainer.restore(PARAMS)
 
     def _enter(self, verb: str) -> str:
         """The state after `verb`; StateError if it is not legal now."""

@@ -19,11 +19,10 @@ from rollout.ops.hash import hash_text
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side
+from trainer_bridge.tags import PARAMS
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
-
-PARAMS = "params"
 
 
 def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None) -> nn.Module:

@@ -11,11 +11,10 @@ from torch import nn
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side
 from trainer_bridge.model import like_shard, local_shard
+from trainer_bridge.tags import OPTIM
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
-
-OPTIM = "optim"
 
 
 def build_optimizer(

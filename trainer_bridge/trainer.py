@@ -18,11 +18,12 @@ from trainer_bridge import checkpoint
 from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, deal, pad
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.losses import ppo_clip, token_logprobs
-from trainer_bridge.model import PARAMS, build_model, local_shard, reshard
-from trainer_bridge.optimizer import OPTIM, build_optimizer
+from trainer_bridge.model import build_model, local_shard, reshard
+from trainer_bridge.optimizer import build_optimizer
 from trainer_bridge.plan import Plan, Planner, dim0_shards
 from trainer_bridge.processes import ensure_process_group, sum_ranks, sum_ranks_mod64
 from trainer_bridge.session import OnCopy, RankCopies, WriteSession
+from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 
 if TYPE_CHECKING:
     from memsaver import Event, MemorySaver, Report
@@ -154,7 +155,7 @@ class Trainer:
         except Exception as problem:  # the other ranks wait in the sum below: tell them, then raise
             error = problem
         parts = [receipt.digest, receipt.nbytes, 0] if receipt is not None else [0, 0, 1]
-        digest, nbytes, failed = sum_ranks_mod64(parts, self.device) if self.world > 1 else parts
+        digest, nbytes, failed = sum_ranks_mod64(parts, self.device)
         if error is not None:
             raise error
         if failed:
@@ -259,9 +260,9 @@ class Trainer:
 
     def _tags(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:
-            if tag not in (PARAMS, OPTIM):
+            if tag not in TRAINER_TAGS:
                 raise ValueError(f"unknown tag {tag!r}; the trainer has {PARAMS!r} and {OPTIM!r}")
-        return tags or (PARAMS, OPTIM)
+        return tags or TRAINER_TAGS
 
     def _require(self, method: str, *tags: str) -> None:
         for tag in tags:

@@ -7,8 +7,8 @@ from torch import Tensor
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MUL32 = 0x85EBCA6B  # odd, from murmur3's finalizer; the digest's
-_MUL1 = 0xBF58476D1CE4E5B9
-_MUL2 = 0x94D049BB133111EB
+MUL1 = 0xBF58476D1CE4E5B9
+MUL2 = 0x94D049BB133111EB
 
 
 def hash_text(text: str) -> int:
@@ -31,17 +31,17 @@ def _xor_shift_(x: Tensor, bits: int, scratch: Tensor) -> None:
 def finalize_(x: Tensor, scratch: Tensor) -> Tensor:
     """splitmix64's bijective finalizer in place. x, scratch: int64 of one shape, not overlapping."""
     _xor_shift_(x, 30, scratch)
-    x.mul_(signed(_MUL1))
+    x.mul_(signed(MUL1))
     _xor_shift_(x, 27, scratch)
-    x.mul_(signed(_MUL2))
+    x.mul_(signed(MUL2))
     _xor_shift_(x, 31, scratch)
     return x
 
 
 def finalize_int(x: int) -> int:
     x &= MASK64
-    x = ((x ^ (x >> 30)) * _MUL1) & MASK64
-    x = ((x ^ (x >> 27)) * _MUL2) & MASK64
+    x = ((x ^ (x >> 30)) * MUL1) & MASK64
+    x = ((x ^ (x >> 27)) * MUL2) & MASK64
     return x ^ (x >> 31)
 
 

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.ops.hash import GOLDEN, MUL1, MUL2
+
 _BLOCK = 2048  # vocabulary entries of a program
+_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
 def sample_triton(logits: Tensor, temperature: Tensor, greedy: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,9 +51,9 @@ def uniform(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _splitmix64(x):  # type: ignore[no-untyped-def]
     """`rollout.ops.hash.splitmix64` of a uint64."""
-    x = (x + 1) * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = (x + 1) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MUL1
+    x = (x ^ (x >> 27)) * _MUL2
     return x ^ (x >> 31)
 
 

@@ -22,57 +22,64 @@ from trainer_bridge import Cycle, SequenceBatch, TrainerConfig, open_inprocess
 SAMPLES, PROMPT, ANSWER = 64, 64, 256
 
 
-def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(wide, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1).double().cpu()
+    return torch.log_softmax(wide / temperature, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1).double().cpu()
 
 
 @torch.no_grad()
-def full_forward(model: Any, ids: Tensor, rows: int = 8) -> Tensor:
-    parts = ids.split(rows)
+def full_forward(model: Any, ids: Tensor, temperature: float, rows: int = 8) -> Tensor:
     keep = torch.arange(PROMPT - 1, ids.shape[1] - 1, device=ids.device)
-    return torch.cat([token_logprobs(model(part, logits_to_keep=keep).logits, part[:, PROMPT:]) for part in parts])
+
+    def of(part: Tensor) -> Tensor:
+        return token_logprobs(model(part, logits_to_keep=keep).logits, part[:, PROMPT:], temperature)
+
+    return torch.cat([of(part) for part in ids.split(rows)])
 
 
 @torch.no_grad()
-def cached_decode(model: Any, ids: Tensor) -> Tensor:
+def cached_decode(model: Any, ids: Tensor, temperature: float) -> Tensor:
     out = model(ids[:, :PROMPT], use_cache=True, logits_to_keep=1)
-    columns = [token_logprobs(out.logits[:, -1], ids[:, PROMPT])]
+    columns = [token_logprobs(out.logits[:, -1], ids[:, PROMPT], temperature)]
     for at in range(PROMPT, ids.shape[1] - 1):
         out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-        columns.append(token_logprobs(out.logits[:, -1], ids[:, at + 1]))
+        columns.append(token_logprobs(out.logits[:, -1], ids[:, at + 1], temperature))
     return torch.stack(columns, 1)
 
 
-def rollout_and_trainer(path: Path, dtype: str, inputs: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+def rollout_and_trainer(
+    path: Path, dtype: str, inputs: list[list[int]], temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(token ids, the rollout's log-probabilities, the trainer's)."""
     config = TrainerConfig(model_path=str(path), dtype=dtype, device="cuda:0", micro_batch_size=8)
     engine = {"kv_tokens": SAMPLES * 512, "max_running": SAMPLES, "max_context_len": 512}
     with open_inprocess(config, engine) as (trainer, rollout):
         cycle = Cycle(trainer, rollout)
         cycle.to_rollout(1)
-        out = rollout.generate(inputs, SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=1))
+        sampling = SamplingParams(max_tokens=ANSWER, temperature=temperature, ignore_eos=True, seed=1)
+        out = rollout.generate(inputs, sampling)
         cycle.to_score()
         answers = [list(group[0].token_ids) for group in out]
-        scored = trainer.compute_log_prob(SequenceBatch(prompt_ids=inputs, response_ids=answers))
+        batch = SequenceBatch(prompt_ids=inputs, response_ids=answers, temperature=temperature)
+        scored = trainer.compute_log_prob(batch)
     ids = torch.tensor([given + answer for given, answer in zip(inputs, answers, strict=True)], device="cuda")
     own = torch.tensor([group[0].logprobs for group in out], dtype=torch.float64)
     return ids, own, torch.tensor(scored, dtype=torch.float64)
 
 
-def measure(name: str, path: Path, dtype: str) -> list[dict[str, Any]]:
+def measure(name: str, path: Path, dtype: str, temperature: float) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     rng = random.Random(0)
     inputs = [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(SAMPLES)]
-    ids, rollout, trainer = rollout_and_trainer(path, dtype, inputs)
+    ids, rollout, trainer = rollout_and_trainer(path, dtype, inputs, temperature)
     torch.cuda.empty_cache()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).cuda().eval()
-    full, cached = full_forward(model, ids), cached_decode(model, ids)
+    full, cached = full_forward(model, ids, temperature), cached_decode(model, ids, temperature)
     pairs = {"rollout - trainer": (rollout, trainer), "transformers, cached - full": (cached, full)}
     if dtype == "float32":
         model.double()
-        exact = full_forward(model, ids, rows=2)
+        exact = full_forward(model, ids, temperature, rows=2)
         pairs |= {f"{who} - fp64": (values, exact) for who, values in
                   (("rollout", rollout), ("trainer", trainer), ("transformers, cached", cached))}  # fmt: skip
     rows = []
@@ -86,6 +93,7 @@ def measure(name: str, path: Path, dtype: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, help="a directory with a trained model, such as SmolLM2's")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -95,10 +103,10 @@ def main() -> None:
         cases = [("Qwen2.5-0.5B shape, random", path)] + ([(args.model.name, args.model)] if args.model else [])
         for name, where in cases:
             for dtype in ("float32", "bfloat16"):
-                rows += measure(name, where, dtype)
+                rows += measure(name, where, dtype, args.temperature)
                 torch.cuda.empty_cache()
     print(conditions())
-    print(f"{SAMPLES} samples of {ANSWER} tokens at temperature 1")
+    print(f"{SAMPLES} samples of {ANSWER} tokens at temperature {args.temperature:g}")
     head = ["model", "dtype", "absolute difference of log-probabilities", "mean", "99.9 %", "max"]
     print_table(
         head, [[r["model"], r["dtype"], r["pair"]] + [f"{r[k]:.2e}" for k in ("mean", "p99.9", "max")] for r in rows]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from tests.benchmarks.common import conditions, print_table, random_model, save
+from tests.benchmarks.common import conditions, median_ms, print_table, random_model, save
 
 BATCH, PROMPT, ANSWER = 256, 128, 128
 REPEATS = 3
@@ -28,16 +27,8 @@ def prompts(vocab: int) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(BATCH)]
 
 
-def seconds(run: Any) -> float:
-    times = []
-    for i in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        if i:
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
+def seconds(run: Callable[[], object]) -> float:
+    return median_ms(run, repeats=REPEATS, warmup=1) / 1e3
 
 
 @torch.no_grad()
