@@ -11,7 +11,7 @@ BENCHES := bench-memory bench-sync bench-rollout bench-switch bench-gap
 setup: $(READY)
 
 # torch first and by name: the CPU build here; the project's own dependencies then pull no other torch.
-$(READY): pyproject.toml constraints.txt setup.py memsaver/allocator/shim.c memsaver/allocator/shim.h
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
 	$(PY) -m venv .venv
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e '.[cuda,ray,models,plots,dev]'

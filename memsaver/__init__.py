@@ -16,12 +16,13 @@ from memsaver.errors import (
     TagError,
 )
 from memsaver.lease import Lease, PoolTicket, Ticket, attach
-from memsaver.report import Event, Report, TagReport
+from memsaver.report import CallStats, Event, Report, TagReport
 from memsaver.saver import MemorySaver
 from memsaver.timeline import Timeline
 
 __all__ = [
     "BackendError",
+    "CallStats",
     "CompilerError",
     "Event",
     "Lease",

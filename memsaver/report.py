@@ -42,6 +42,17 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallStats:
+    """All calls of one driver operation."""
+
+    calls: int
+    failed: int
+    nbytes: int
+    """Of those that succeeded."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """An operation on a tag: when it ended (``time.time()``), how long it took, and the tag's bytes after it."""
 

@@ -7,26 +7,26 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from memsaver import integrity
 from memsaver.allocator import shim
-from memsaver.arena import CONTENTS, Arena
+from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
-from memsaver.errors import StateError, TagError
+from memsaver.errors import StateError
 from memsaver.page_pool import PagePool
-from memsaver.report import Event, Report, TagReport
+from memsaver.recorder import Recorder
+from memsaver.report import CallStats, Event, Report, TagReport
 from memsaver.shortage import explain
 from memsaver.switch import Switch
+from memsaver.tags import Tags, check_content
 
 if TYPE_CHECKING:
     from memsaver.lease import PoolTicket, Ticket
     from memsaver.share import ShareServer
-
-_EVENTS_KEPT = 100_000
 
 
 class MemorySaver:
@@ -54,25 +54,19 @@ class MemorySaver:
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
         self._backend = make_backend(torch.device(device), limit_bytes)
-        granularity = self._backend.granularity
-        reserve = reserve_bytes or self._backend.total_bytes
-        self._reserve_bytes = -(-reserve // granularity) * granularity
         self._pool = PagePool(self._backend)
         self._switch = Switch(self._backend, self._pool, checksums=debug)
-        self._arenas: dict[str, Arena] = {}
+        self._tags = Tags(self._backend, reserve_bytes or self._backend.total_bytes)
+        self._recorder = Recorder(self._backend)
         self._lock = threading.RLock()
-        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._closed = False
         self._pid = os.getpid()
         self._guard = None
         if debug:
             from memsaver.debug import PausedGuard
 
-            self._guard = PausedGuard(self._paused_tag)
+            self._guard = PausedGuard(self._tags.paused_at)
             self._guard.enable()
-
-    def _paused_tag(self, address: int) -> str | None:
-        return next((arena.tag for arena in tuple(self._arenas.values()) if arena.paused_at(address)), None)
 
     @property
     def device(self) -> torch.device:
@@ -85,18 +79,15 @@ class MemorySaver:
     @property
     def tags(self) -> list[str]:
         """Tags in the order of their first use."""
-        return list(self._arenas)
+        return [arena.tag for arena in self._tags]
 
     def is_paused(self, tag: str) -> bool:
         return self._arena(tag).paused
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Byte offset of a tensor's first element in its tag's arena."""
-        for arena in self._arenas.values():
-            offset = tensor.data_ptr() - arena.address
-            if 0 <= offset < arena.reservation.nbytes:
-                return offset
-        raise TagError("the tensor is not in any tag of this saver; make it in a region, or with empty()")
+        with self._lock:
+            return tensor.data_ptr() - self._tags.at(tensor.data_ptr()).address
 
     # ---------------------------------------------------------------- placing
 
@@ -162,28 +153,19 @@ class MemorySaver:
 
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
         """The tag's arena, made on first use; ``enter`` counts one more open region, so that no pause comes between."""
-        _check_content(content)
         with self._lock:
             self._require_open()
-            arena = self._arenas.get(tag)
-            if arena is None:
-                arena = Arena(tag, content or "discard", self._backend, self._reserve_bytes)
-                self._arenas[tag] = arena
-            if content is not None and content != arena.content:
-                raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
-            if arena.paused:
-                raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
-            arena.cause()  # forget an earlier failure
+            arena = self._tags.open(tag, content)
             arena.open_regions += enter
         return arena
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
         """After allocating: give back the unused tail (never under a lease), and tell the timeline."""
-        with self._lock:
+        with self._operation():
             if trim and not arena.open_regions and not self._leases(arena.tag):
                 arena.trim()
             if arena.stats.committed != before:
-                self._record("grow" if arena.stats.committed > before else "trim", arena, 0.0)
+                self._recorder.record("grow" if arena.stats.committed > before else "trim", arena, 0.0)
 
     # ---------------------------------------------------------------- pause and resume
 
@@ -205,9 +187,9 @@ class MemorySaver:
         Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another process maps the
         tag, or does not let go of it, or does not take it over).
         """
-        _check_content(content)
+        check_content(content)
         self._switch.check_release(release, to)
-        with self._lock:
+        with self._operation():
             arenas = [arena for arena in self._select(tags) if not arena.paused]
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
                 raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
@@ -217,7 +199,7 @@ class MemorySaver:
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
                 arena.last_pause_seconds = seconds
-                self._record("pause", arena, seconds)
+                self._recorder.record("pause", arena, seconds)
             if lost is not None:
                 raise lost
 
@@ -230,7 +212,7 @@ class MemorySaver:
         at_least: of one tag without saved content, take what fits now if that is so many bytes from its start;
         ``backed_view`` tells what of a tensor may be used, ``resize`` or the next pause and resume bring the rest.
         """
-        with self._lock:
+        with self._operation():
             arenas = [arena for arena in self._select(tags) if arena.paused]
             started = time.perf_counter()
             try:
@@ -242,7 +224,7 @@ class MemorySaver:
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
                 arena.last_resume_seconds = seconds
-                self._record("resume", arena, seconds)
+                self._recorder.record("resume", arena, seconds)
 
     def _resume_most(self, arenas: list[Arena], at_least: int) -> bool:
         if len(arenas) != 1 or arenas[0].backup is not None:
@@ -256,7 +238,7 @@ class MemorySaver:
         rounded up to pages, on a GPU to whole extents: what was put there in one piece is given back in one. Raises
         ``StateError`` (paused), ``LeaseError`` (another process maps it), ``OutOfMemory``; nothing was changed then.
         """
-        with self._lock:
+        with self._operation():
             arena = self._arena(tag)
             if arena.paused:
                 raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
@@ -269,7 +251,7 @@ class MemorySaver:
             except ShortOfMemory as short:
                 raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause) from None
             if arena.stats.committed != before:
-                self._record("resize", arena, 0.0)
+                self._recorder.record("resize", arena, 0.0)
             return arena.stats.committed
 
     def backed_view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -277,9 +259,8 @@ class MemorySaver:
         if not tensor.is_contiguous() or not tensor.ndim:
             raise ValueError(f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}")
         with self._lock:
-            offset = self.offset_of(tensor)
-            arena = next(a for a in self._arenas.values() if 0 <= tensor.data_ptr() - a.address < a.reservation.nbytes)
-            backed = arena.stats.committed - offset
+            arena = self._tags.at(tensor.data_ptr())
+            backed = arena.stats.committed - (tensor.data_ptr() - arena.address)
         row = tensor.stride(0) * tensor.element_size()
         return tensor[: max(0, min(len(tensor), backed // row))] if row else tensor
 
@@ -288,7 +269,7 @@ class MemorySaver:
 
         tag: only this one's unused end.
         """
-        with self._lock:
+        with self._operation():
             arenas = self._select(() if tag is None else (tag,))
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
@@ -296,9 +277,9 @@ class MemorySaver:
 
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
         needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
-        holders = {arena.tag: arena.stats.committed for arena in self._arenas.values()}
+        holders = {arena.tag: arena.stats.committed for arena in self._tags}
         holders["the page pool"] = self._pool.held_bytes
-        return explain(what, cause, needed or cause.requested, self._reserve_bytes, holders, self._backend)
+        return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self._backend)
 
     # ---------------------------------------------------------------- sharing and reporting
 
@@ -324,7 +305,7 @@ class MemorySaver:
     def report(self) -> Report:
         """What every tag holds now."""
         with self._lock:
-            tags = {tag: self._tag_report(arena) for tag, arena in self._arenas.items()}
+            tags = {arena.tag: self._tag_report(arena) for arena in self._tags}
             return Report(
                 device=str(self.device),
                 limit_bytes=self.limit_bytes,
@@ -350,53 +331,35 @@ class MemorySaver:
             last_resume_seconds=arena.last_resume_seconds,
         )
 
+    def statistics(self) -> dict[str, CallStats]:
+        """Calls, failures, bytes and seconds of every driver operation so far (``"create"``, ``"map"``, ...)."""
+        return self._recorder.statistics()
+
     def drain_events(self) -> list[Event]:
         """The operations since the last call, oldest first."""
         with self._lock:
-            events = list(self._events)
-            self._events.clear()
-            return events
-
-    def _record(self, op: str, arena: Arena, seconds: float) -> None:
-        backup = arena.backup.nbytes if arena.backup else 0
-        event = Event(
-            time=time.time(),
-            seconds=seconds,
-            op=op,
-            tag=arena.tag,
-            committed_bytes=arena.stats.committed,
-            backup_bytes=backup,
-        )
-        self._events.append(event)
+            return self._recorder.drain()
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the tables contradict each other; callable at any time."""
         with self._lock:
-            total = 0
-            for arena in self._arenas.values():
-                stats, end = arena.stats, 0
-                for extent in shim.extents(arena.slot):
-                    assert extent.offset == end, f"{arena.tag}: extents have a hole at {end}"
-                    end += extent.nbytes
-                assert end == stats.committed, f"{arena.tag}: {end} bytes of extents, {stats.committed} committed"
-                assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
-                total += end
-            total += self._pool.held_bytes
-            assert total == self._backend.committed_bytes, f"{total} bytes known, {self._backend.committed_bytes} made"
-            ids = [e.id for a in self._arenas.values() for e in shim.extents(a.slot)] + [
-                e.id for e in self._pool.extents
-            ]
-            assert len(ids) == len(set(ids)), "an extent is in two places"
+            integrity.check(self._tags, self._pool, self._backend)
 
     def close(self) -> None:
         """Give everything back. Tensors still alive must not be touched: their addresses stay without memory."""
-        with self._lock:
+        with self._operation():
             if self._closed:
                 return
-            self._switch.close(list(self._arenas.values()))
+            self._switch.close(list(self._tags))
             if self._guard is not None:
                 self._guard.disable()
             self._closed = True
+
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[None]:
+        """One at a time, and its driver calls go to the log."""
+        with self._lock, self._recorder.logged():
+            yield
 
     def _require_open(self) -> None:
         if self._closed:
@@ -408,19 +371,11 @@ class MemorySaver:
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()
-        if tag not in self._arenas:
-            known = ", ".join(map(repr, self._arenas)) or "none yet"
-            raise TagError(f"unknown tag {tag!r}; known tags: {known}")
-        return self._arenas[tag]
+        return self._tags.get(tag)
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()
-        return [self._arena(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
+        return self._tags.select(tags)
 
     def _leases(self, tag: str) -> list[int]:
         return [] if self._switch.server is None else self._switch.server.holders(tag)
-
-
-def _check_content(content: str | None) -> None:
-    if content is not None and content not in CONTENTS:
-        raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")

@@ -75,9 +75,7 @@ class Switch:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
-            backups = {arena.tag: arena.save() for arena in saved}
-            for arena in saved if self._checksums else ():
-                arena.sums = Checksums.take(arena.tag, backups[arena.tag].ranges, arena.bytes_at)
+            backups = {arena.tag: self._save(arena) for arena in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
             many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
@@ -92,6 +90,12 @@ class Switch:
             if release == "driver":
                 self._pool.give_back(_flat(extents))
         return lost
+
+    def _save(self, arena: Arena) -> Backup:
+        backup = arena.save()
+        if self._checksums:
+            arena.sums = Checksums.take(arena.tag, backup.ranges, arena.bytes_at)
+        return backup
 
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:

@@ -8,7 +8,7 @@
 
 namespace {
 
-struct Shim {  // functions of shim.c, handed in so that both files share its one table
+struct Shim {  // functions of shim.h, handed in so that both files share its one table
     void* (*alloc)(int slot, size_t nbytes);
     int (*free_any)(void* address);
 };

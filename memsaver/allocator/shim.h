@@ -43,6 +43,22 @@ typedef struct {
     size_t requested; /* 0: free */
 } ms_block;
 
+enum { /* of the driver; the last five are Python's */
+    MS_CREATE, MS_RELEASE, MS_MAP, MS_SET_ACCESS, MS_UNMAP, MS_RESIZE,
+    MS_RESERVE, MS_UNRESERVE, MS_EXPORT, MS_IMPORT, MS_SYNCHRONIZE, MS_OPERATIONS
+};
+#define MS_RECENT 1024
+
+typedef struct { /* one driver call */
+    uint64_t ns;
+    size_t nbytes;
+    int operation, error;
+} ms_call;
+
+typedef struct { /* all calls of one operation */
+    uint64_t calls, failed, nbytes, ns; /* nbytes: of those that succeeded */
+} ms_calls;
+
 typedef struct {
     size_t base, reserved, committed, top, live;
     size_t extents, blocks;
@@ -83,8 +99,13 @@ size_t ms_pool_take(ms_phys *phys, size_t nbytes, ms_extent *out, size_t capacit
 size_t ms_pool_get(ms_phys *phys, ms_extent *out, size_t capacity);
 size_t ms_pool_drop(ms_phys *phys, size_t nbytes); /* to the driver, at least nbytes if there are; returns bytes */
 
+/* Every driver call is counted, timed and remembered, whoever makes it; Python tells of its own with ms_record. */
+void ms_record(ms_phys *phys, int operation, size_t nbytes, uint64_t ns, int error);
+void ms_get_calls(ms_phys *phys, ms_calls *out);                        /* [MS_OPERATIONS] */
+size_t ms_get_recent(ms_phys *phys, uint64_t *seen, ms_call *out);      /* [MS_RECENT], those after number `*seen` */
+
 /* Fault injection, for tests: driver call number `after` from now (1: the next one) fails with `error`, once.
- * Python counts its own calls with ms_fault. Returns how many calls have been counted since the last ms_inject. */
+ * Python asks for its own calls with ms_fault. Returns how many calls have been counted since the last ms_inject. */
 long ms_inject(ms_phys *phys, long after, int error);
 int ms_fault(ms_phys *phys); /* 0, or the error that this call must fail with */
 

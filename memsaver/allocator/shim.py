@@ -1,8 +1,9 @@
-"""ctypes view of ``shim.c``: the one table of physical memory, extents and blocks."""
+"""ctypes view of ``shim.h``: the one table of physical memory, extents and blocks."""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,24 @@ HOST, CUDA = 0, 1
 ACTIVE, PAUSED = 0, 1
 E_LIMIT, E_DRIVER, E_RESERVATION, E_PAUSED, E_TABLE, E_FORKED = range(1, 7)
 NO_LIMIT = 2**63
+_RECENT = 1024
+
+
+class Operation(enum.IntEnum):
+    """A call of the driver or the kernel."""
+
+    CREATE = 0
+    RELEASE = 1
+    MAP = 2
+    SET_ACCESS = 3
+    UNMAP = 4
+    RESIZE = 5
+    RESERVE = 6
+    UNRESERVE = 7
+    EXPORT = 8
+    IMPORT = 9
+    SYNCHRONIZE = 10
+
 
 _size = ctypes.c_size_t
 
@@ -49,6 +68,26 @@ class Stats(ctypes.Structure):
     extents: int
     blocks: int
     state: int
+
+
+class Call(ctypes.Structure):
+    """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error number (0: none)."""
+
+    _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size), ("operation", ctypes.c_int), ("error", ctypes.c_int)]
+    ns: int
+    nbytes: int
+    operation: int
+    error: int
+
+
+class Calls(ctypes.Structure):
+    """All calls of one operation."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
+    calls: int
+    failed: int
+    nbytes: int
+    ns: int
 
 
 class Driver(ctypes.Structure):
@@ -102,6 +141,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
     "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
     "ms_pool_drop": (_size, [ctypes.c_void_p, _size]),
+    "ms_record": (None, [ctypes.c_void_p, ctypes.c_int, _size, ctypes.c_uint64, ctypes.c_int]),
+    "ms_get_calls": (None, [ctypes.c_void_p, ctypes.POINTER(Calls)]),
+    "ms_get_recent": (_size, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Call)]),
     "ms_inject": (ctypes.c_long, [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]),
     "ms_fault": (ctypes.c_int, [ctypes.c_void_p]),
     "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
@@ -185,6 +227,20 @@ def discharge(phys: int, nbytes: int) -> None:
 def mark_shared(phys: int, ids: Sequence[int], shared: bool) -> None:
     """Note whether other processes have imported these extents, wherever they are."""
     library().ms_mark_shared(phys, (ctypes.c_uint64 * len(ids))(*ids), len(ids), int(shared))
+
+
+def calls(phys: int) -> dict[Operation, Calls]:
+    """What all driver calls so far have summed up to, by operation."""
+    array = (Calls * len(Operation))()
+    library().ms_get_calls(phys, array)
+    return dict(zip(Operation, array, strict=True))
+
+
+def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
+    """(number of calls so far, those after number ``seen``, the latest 1,024 at most)."""
+    last, array = ctypes.c_uint64(seen), (Call * _RECENT)()
+    count = library().ms_get_recent(phys, ctypes.byref(last), array)
+    return last.value, list(array[:count])
 
 
 def pool_put(phys: int, items: Sequence[Extent]) -> None:

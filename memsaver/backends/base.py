@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from memsaver.allocator import shim
@@ -108,9 +111,19 @@ class ShimBackend:
         calls: int = shim.library().ms_inject(self.phys, after, error)
         return calls
 
-    def _fault(self, what: str) -> None:
-        """Before every driver call that does not go through the shim."""
-        self._check(what, shim.library().ms_fault(self.phys))
+    @contextlib.contextmanager
+    def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
+        """Around every driver call that does not go through the shim: counted, timed, and failing where injected."""
+        started, error = time.perf_counter_ns(), shim.library().ms_fault(self.phys)
+        try:
+            self._check(operation.name.lower(), error)
+            yield
+        except BaseException:
+            error = error or -1
+            raise
+        finally:
+            elapsed = time.perf_counter_ns() - started
+            shim.library().ms_record(self.phys, operation, nbytes, elapsed, error)
 
     def _check(self, what: str, code: int) -> None:
         if code:

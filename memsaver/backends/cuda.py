@@ -10,6 +10,7 @@ import torch
 from cuda.bindings import driver
 
 from memsaver.allocator import shim
+from memsaver.allocator.shim import Operation
 from memsaver.backends import nvml
 from memsaver.backends.base import ShimBackend
 from memsaver.errors import BackendError
@@ -17,7 +18,7 @@ from memsaver.errors import BackendError
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def _call(what: str, result: tuple[Any, ...]) -> Any:
+def _value(what: str, result: tuple[Any, ...]) -> Any:
     code = result[0]
     if code != driver.CUresult.CUDA_SUCCESS:
         raise BackendError(f"{what} failed: {_error_text(int(code))}")
@@ -73,7 +74,7 @@ class CudaBackend(ShimBackend):
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the primary context
-        granularity = _call("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
+        granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
         self.device_key = f"GPU-{properties.uuid}"
@@ -86,22 +87,22 @@ class CudaBackend(ShimBackend):
         return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
 
     def reserve(self, nbytes: int) -> int:
-        self._fault("reserving addresses")
-        return int(_call("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
+        with self._call(Operation.RESERVE, nbytes):
+            return int(_value("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        self._fault("giving addresses back")
-        _call("giving addresses back", driver.cuMemAddressFree(address, nbytes))
+        with self._call(Operation.UNRESERVE, nbytes):
+            _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
 
     def export_fd(self, handle: int) -> int:
-        self._fault("export")
         generic = driver.CUmemGenericAllocationHandle(handle)
-        return int(_call("export", driver.cuMemExportToShareableHandle(generic, _FD, 0)))
+        with self._call(Operation.EXPORT):
+            return int(_value("export", driver.cuMemExportToShareableHandle(generic, _FD, 0)))
 
     def import_fd(self, fd: int) -> int:
         try:
-            self._fault("import")
-            return int(_call("import", driver.cuMemImportFromShareableHandle(fd, _FD)))
+            with self._call(Operation.IMPORT):
+                return int(_value("import", driver.cuMemImportFromShareableHandle(fd, _FD)))
         finally:
             os.close(fd)
 
@@ -110,8 +111,8 @@ class CudaBackend(ShimBackend):
         torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
-        self._fault("synchronize")
-        torch.cuda.synchronize(self.device)
+        with self._call(Operation.SYNCHRONIZE):
+            torch.cuda.synchronize(self.device)
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""

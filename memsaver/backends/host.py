@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from memsaver.allocator import shim
+from memsaver.allocator.shim import Operation
 from memsaver.backends.base import ShimBackend
 from memsaver.errors import BackendError
 
@@ -40,36 +41,37 @@ class HostBackend(ShimBackend):
         self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
     def reserve(self, nbytes: int) -> int:
-        self._fault("reserving addresses")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        address = _libc().mmap(None, nbytes, 0, flags, -1, 0)
-        if address == _MAP_FAILED:
-            raise BackendError(f"reserving {nbytes} bytes of addresses failed: {self.error_name(ctypes.get_errno())}")
+        with self._call(Operation.RESERVE, nbytes):
+            address = _libc().mmap(None, nbytes, 0, flags, -1, 0)
+            if address == _MAP_FAILED:
+                raise BackendError(f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}")
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        self._fault("giving addresses back")
-        if _libc().munmap(address, nbytes):
-            raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
+        with self._call(Operation.UNRESERVE, nbytes):
+            if _libc().munmap(address, nbytes):
+                raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
 
     def export_fd(self, handle: int) -> int:
-        self._fault("export")
-        return os.dup(handle)
+        with self._call(Operation.EXPORT):
+            return os.dup(handle)
 
     def import_fd(self, fd: int) -> int:
         try:
-            self._fault("import")
+            with self._call(Operation.IMPORT):
+                return fd
         except BackendError:
             os.close(fd)
             raise
-        return fd
 
     def bind_thread(self) -> None:
         """Nothing to bind: host calls need no context."""
 
     def synchronize(self) -> None:
         """Nothing to wait for: CPU operations have ended when they return."""
-        self._fault("synchronize")
+        with self._call(Operation.SYNCHRONIZE):
+            pass
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""

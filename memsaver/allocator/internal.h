@@ -1,0 +1,33 @@
+/* What the shim's files share. Lock order: arena, then phys. */
+#ifndef MEMSAVER_INTERNAL_H
+#define MEMSAVER_INTERNAL_H
+#include "shim.h"
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/types.h>
+
+struct ms_phys {
+    int kind;
+    size_t granularity, limit, committed;
+    ms_driver driver;
+    pid_t owner;
+    ms_extent *kept; /* the page pool, largest first */
+    size_t n_kept, cap_kept;
+    ms_calls calls[MS_OPERATIONS];
+    ms_call recent[MS_RECENT];
+    uint64_t n_recorded;
+    long countdown, counted; /* fault injection */
+    int fault;
+    pthread_mutex_t lock;
+};
+
+static inline size_t ms_round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+int ms_forked(const ms_phys *phys);
+/* Room for `count` items; 0 when there is no host memory, and then nothing was changed. */
+int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item);
+int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes);
+/* The smallest kept extent of at least `need` and at most `most` bytes. */
+int ms_pool_fit(ms_phys *phys, size_t need, size_t most, ms_extent *out);
+#endif

@@ -1,0 +1,258 @@
+/* Physical memory: the limit, extents, the driver's calls, and what is known of them. */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+int ms_forked(const ms_phys *phys) { return getpid() != phys->owner; }
+
+int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item) {
+    if (count <= *capacity) return 1;
+    size_t grown = *capacity ? *capacity * 2 : 16;
+    while (grown < count) grown *= 2;
+    void *p = realloc(*array, grown * item);
+    if (!p) return 0;
+    *array = p;
+    *capacity = grown;
+    return 1;
+}
+
+ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver *driver) {
+    ms_phys *phys = calloc(1, sizeof *phys);
+    if (!phys) return NULL;
+    phys->kind = kind;
+    phys->granularity = granularity;
+    phys->limit = limit;
+    phys->owner = getpid();
+    if (driver) phys->driver = *driver;
+    pthread_mutex_init(&phys->lock, NULL);
+    return phys;
+}
+
+void ms_phys_free(ms_phys *phys) {
+    pthread_mutex_destroy(&phys->lock);
+    free(phys->kept);
+    free(phys);
+}
+
+/* ------------------------------------------------------------------ bytes and their limit */
+
+size_t ms_phys_limit(ms_phys *phys) { return phys->limit; }
+
+void ms_phys_set_limit(ms_phys *phys, size_t limit) {
+    pthread_mutex_lock(&phys->lock);
+    phys->limit = limit;
+    pthread_mutex_unlock(&phys->lock);
+}
+
+size_t ms_phys_committed(ms_phys *phys) {
+    pthread_mutex_lock(&phys->lock);
+    size_t n = phys->committed;
+    pthread_mutex_unlock(&phys->lock);
+    return n;
+}
+
+int ms_charge(ms_phys *phys, size_t nbytes, ms_cause *cause) {
+    memset(cause, 0, sizeof *cause);
+    cause->requested = nbytes;
+    pthread_mutex_lock(&phys->lock);
+    if (phys->committed + nbytes <= phys->limit)
+        phys->committed += nbytes;
+    else {
+        cause->code = MS_E_LIMIT;
+        cause->missing = phys->committed + nbytes - phys->limit;
+    }
+    pthread_mutex_unlock(&phys->lock);
+    return cause->code;
+}
+
+void ms_discharge(ms_phys *phys, size_t nbytes) {
+    pthread_mutex_lock(&phys->lock);
+    phys->committed -= nbytes;
+    pthread_mutex_unlock(&phys->lock);
+}
+
+/* ------------------------------------------------------------------ what is known of the driver's calls */
+
+static uint64_t clock_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+void ms_record(ms_phys *phys, int operation, size_t nbytes, uint64_t ns, int error) {
+    if (ms_forked(phys)) return; /* the lock may have been held when it was forked */
+    pthread_mutex_lock(&phys->lock);
+    ms_calls *sum = &phys->calls[operation];
+    sum->calls++;
+    sum->failed += error != 0;
+    sum->nbytes += error ? 0 : nbytes;
+    sum->ns += ns;
+    phys->recent[phys->n_recorded++ % MS_RECENT] = (ms_call){ns, nbytes, operation, error};
+    pthread_mutex_unlock(&phys->lock);
+}
+
+static int recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error) {
+    ms_record(phys, operation, nbytes, clock_ns() - started, error);
+    return error;
+}
+
+void ms_get_calls(ms_phys *phys, ms_calls *out) {
+    pthread_mutex_lock(&phys->lock);
+    memcpy(out, phys->calls, sizeof phys->calls);
+    pthread_mutex_unlock(&phys->lock);
+}
+
+size_t ms_get_recent(ms_phys *phys, uint64_t *seen, ms_call *out) {
+    size_t n = 0;
+    pthread_mutex_lock(&phys->lock);
+    uint64_t first = phys->n_recorded > MS_RECENT ? phys->n_recorded - MS_RECENT : 0;
+    for (uint64_t i = *seen > first ? *seen : first; i < phys->n_recorded; i++) out[n++] = phys->recent[i % MS_RECENT];
+    *seen = phys->n_recorded;
+    pthread_mutex_unlock(&phys->lock);
+    return n;
+}
+
+long ms_inject(ms_phys *phys, long after, int error) {
+    pthread_mutex_lock(&phys->lock);
+    long counted = phys->counted;
+    phys->counted = 0;
+    phys->countdown = after;
+    phys->fault = error;
+    pthread_mutex_unlock(&phys->lock);
+    return counted;
+}
+
+int ms_fault(ms_phys *phys) {
+    if (ms_forked(phys)) return 0;
+    pthread_mutex_lock(&phys->lock);
+    int fault = ++phys->counted == phys->countdown ? phys->fault : 0;
+    pthread_mutex_unlock(&phys->lock);
+    return fault;
+}
+
+/* ------------------------------------------------------------------ extents */
+
+static int new_memfd(size_t nbytes, uint64_t *handle) {
+    int fd = memfd_create("memsaver", MFD_CLOEXEC);
+    if (fd < 0) return errno;
+    if (ftruncate(fd, (off_t)nbytes)) {
+        int error = errno;
+        close(fd);
+        return error;
+    }
+    *handle = (uint64_t)fd;
+    return 0;
+}
+
+static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && phys->kind == MS_CUDA)
+        error = phys->driver.create(handle, nbytes, phys->driver.prop, 0);
+    else if (!error)
+        error = new_memfd(nbytes, handle);
+    return recorded(phys, MS_CREATE, nbytes, started, error);
+}
+
+/* Unique among all processes of a machine: a random half chosen by each process, and a count. */
+static uint64_t new_id(void) {
+    static uint64_t next;
+    static pid_t owner;
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&lock);
+    if (owner != getpid()) {
+        uint32_t random = 0;
+        if (getrandom(&random, sizeof random, 0) != sizeof random) random = (uint32_t)getpid();
+        next = (uint64_t)random << 32;
+        owner = getpid();
+    }
+    uint64_t id = ++next;
+    pthread_mutex_unlock(&lock);
+    return id;
+}
+
+static int try_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause) {
+    if (ms_charge(phys, nbytes, cause)) return cause->code;
+    uint64_t handle = 0;
+    int error = driver_create(phys, nbytes, &handle);
+    if (!error) {
+        *out = (ms_extent){handle, new_id(), 0, nbytes, 0};
+        return MS_OK;
+    }
+    ms_discharge(phys, nbytes);
+    cause->driver = error;
+    return cause->code = MS_E_DRIVER;
+}
+
+int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause) {
+    if (ms_forked(phys)) {
+        memset(cause, 0, sizeof *cause);
+        return cause->code = MS_E_FORKED;
+    }
+    int error = try_create(phys, nbytes, out, cause);
+    if (error && ms_pool_drop(phys, cause->missing ? cause->missing : nbytes))
+        error = try_create(phys, nbytes, out, cause);
+    return error;
+}
+
+int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes) {
+    if (ms_forked(phys)) return 0;
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && phys->kind == MS_CUDA)
+        error = phys->driver.release(handle);
+    else if (!error && close((int)handle))
+        error = errno;
+    if (!error) ms_discharge(phys, nbytes);
+    return recorded(phys, MS_RELEASE, nbytes, started, error);
+}
+
+/* ------------------------------------------------------------------ mappings */
+
+static int map_memfd(size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable) {
+    int prot = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void *p = mmap((void *)address, nbytes, prot, MAP_SHARED | MAP_FIXED, (int)handle, (off_t)offset);
+    return p == MAP_FAILED || madvise(p, nbytes, MADV_DONTFORK) ? errno : 0;
+}
+
+int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable) {
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && phys->kind == MS_CUDA)
+        error = phys->driver.map(address, nbytes, offset, handle, 0);
+    else if (!error)
+        error = map_memfd(address, nbytes, handle, offset, writable);
+    return recorded(phys, MS_MAP, nbytes, started, error);
+}
+
+int ms_set_access(ms_phys *phys, size_t address, size_t nbytes) {
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && phys->kind == MS_CUDA)
+        error = phys->driver.set_access(address, nbytes, phys->driver.access, 1);
+    return recorded(phys, MS_SET_ACCESS, nbytes, started, error);
+}
+
+int ms_unmap(ms_phys *phys, size_t address, size_t nbytes) {
+    const int nothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && phys->kind == MS_CUDA)
+        error = phys->driver.unmap(address, nbytes);
+    else if (!error && mmap((void *)address, nbytes, PROT_NONE, nothing, -1, 0) == MAP_FAILED)
+        error = errno;
+    return recorded(phys, MS_UNMAP, nbytes, started, error);
+}
+
+int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes) {
+    uint64_t started = clock_ns();
+    int error = ms_fault(phys);
+    if (!error && ftruncate((int)handle, (off_t)nbytes)) error = errno;
+    return recorded(phys, MS_RESIZE, nbytes, started, error);
+}
