@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-sync bench-rollout bench-switch bench-gap
+BENCHES := bench-memory bench-memory-host bench-sync bench-rollout bench-switch bench-gap
 
 .PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
 
@@ -42,6 +42,9 @@ soak:
 
 bench-memory:
 	$(GPU) -m tests.benchmarks.bench_memory --out $(OUT)
+
+bench-memory-host:
+	$(GPU) -m tests.benchmarks.bench_memory_host --out $(OUT)
 
 bench-sync:
 	$(GPU) -m tests.benchmarks.bench_sync --out $(OUT)
