@@ -6,12 +6,13 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
+from memsaver.backup.host import HostBackup
 from memsaver.checksums import Checksums
 
 CONTENTS = ("discard", "host")
@@ -27,18 +28,6 @@ class Reservation:
 
     def close(self) -> None:
         self._backend.unreserve(self.address, self.nbytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backup:
-    """Saved content: ``ranges`` (offset, nbytes) of the arena, one after the other in ``buffer`` (uint8, host)."""
-
-    ranges: tuple[tuple[int, int], ...]
-    buffer: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.numel()
 
 
 class Arena:
@@ -65,7 +54,7 @@ class Arena:
         self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
-        self.backup: Backup | None = None
+        self.backup: HostBackup | None = None
         self.open_regions = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
@@ -143,27 +132,13 @@ class Arena:
         offset = address - self.address
         return 0 <= offset < self.reservation.nbytes and offset >= self.stats.committed
 
-    def save(self) -> Backup:
+    def save(self) -> HostBackup:
         """Copy the live content, where there is memory behind it, to host memory."""
         end = self.stats.committed
-        ranges = tuple((offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end)
-        buffer = self.backend.host_buffer(sum(nbytes for _, nbytes in ranges))
-        self._copy(ranges, buffer, restore=False)
-        return Backup(ranges=ranges, buffer=buffer)
-
-    def restore(self, backup: Backup) -> None:
-        """Copy saved content back to where it was."""
-        self._copy(backup.ranges, backup.buffer, restore=True)
-
-    def _copy(self, ranges: tuple[tuple[int, int], ...], buffer: torch.Tensor, restore: bool) -> None:
-        done = 0
-        for offset, nbytes in ranges:
-            device_side = self.bytes_at(offset, nbytes)
-            host_side = buffer[done : done + nbytes]
-            target, source = (device_side, host_side) if restore else (host_side, device_side)
-            target.copy_(source, non_blocking=True)
-            done += nbytes
-        self.backend.synchronize()
+        ranges = [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
+        backup = HostBackup(ranges, self.backend.host_arena)
+        backup.save(self.backend, self.address)
+        return backup
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released."""

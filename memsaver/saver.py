@@ -25,6 +25,7 @@ from memsaver.switch import Switch
 from memsaver.tags import Tags, check_content
 
 if TYPE_CHECKING:
+    from memsaver.backup.host_arena import HostArena
     from memsaver.lease import PoolTicket, Ticket
     from memsaver.share import ShareServer
 
@@ -75,6 +76,11 @@ class MemorySaver:
     @property
     def limit_bytes(self) -> int | None:
         return self._backend.limit_bytes
+
+    @property
+    def host_arena(self) -> HostArena:
+        """Where content is saved; one for all savers of the process with the same kind of device."""
+        return self._backend.host_arena
 
     @property
     def tags(self) -> list[str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from memsaver.allocator import shim
-from memsaver.arena import Arena, Backup
+from memsaver.arena import Arena
 from memsaver.backends.base import Backend, ShortOfMemory
+from memsaver.backup.host import HostBackup
 from memsaver.checksums import Checksums
 from memsaver.device_lock import device_lock
 from memsaver.errors import LeaseError
@@ -91,13 +92,15 @@ class Switch:
                 self._pool.give_back(_flat(extents))
         return lost
 
-    def _save(self, arena: Arena) -> Backup:
+    def _save(self, arena: Arena) -> HostBackup:
         backup = arena.save()
         if self._checksums:
             arena.sums = Checksums.take(arena.tag, backup.ranges, arena.bytes_at)
         return backup
 
-    def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
+    def _settle(
+        self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, HostBackup], whole: bool
+    ) -> None:
         for arena in arenas:
             arena.paused = True
             arena.backup = backups.get(arena.tag)
@@ -210,7 +213,7 @@ class Switch:
                     arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
             for arena in arenas:
                 if arena.backup is not None:
-                    arena.restore(arena.backup)
+                    arena.backup.restore(self._backend, arena.address)
                     if arena.sums is not None:
                         arena.sums.verify(arena.bytes_at)
             undo.pop_all()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from memsaver.allocator import shim
 from memsaver.allocator.shim import Operation
 from memsaver.backends import nvml
 from memsaver.backends.base import ShimBackend
+from memsaver.backup.host_arena import HostArena
 from memsaver.errors import BackendError
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -48,6 +51,21 @@ def _access_desc(index: int) -> Any:
     return access
 
 
+class _Pinner:
+    """Page-locks host memory, for every GPU of the process."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        _value("unpinning host memory", driver.cuMemHostUnregister(address))
+
+
+@cache
+def _host_arena() -> HostArena:
+    return HostArena(_Pinner())
+
+
 class _Span:
     """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
 
@@ -77,12 +95,13 @@ class CudaBackend(ShimBackend):
         granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
+        self._copies: torch.cuda.Stream | None = None
         self.device_key = f"GPU-{properties.uuid}"
         self.total_bytes = properties.total_memory // granularity * granularity
 
     def _entry_points(self) -> shim.Driver:
         library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess")
+        names = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
         return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
 
@@ -119,9 +138,17 @@ class CudaBackend(ShimBackend):
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Pinned uint8 tensor ``[nbytes]``."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    @property
+    def host_arena(self) -> HostArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        code = shim.copy(self.phys, transfers, self._copies.cuda_stream)
+        self._copies.synchronize()
+        self._check("copy", code)
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""

@@ -1,0 +1,1 @@
+"""Where the content of paused tags is kept."""

@@ -1,0 +1,68 @@
+"""Content of a paused tag in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from memsaver.backends.base import Backend
+from memsaver.backup.host_arena import HostArena
+
+Ranges = Sequence[tuple[int, int]]
+
+
+class HostBackup:
+    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena that are given back when it dies."""
+
+    def __init__(self, ranges: Ranges, arena: HostArena) -> None:
+        self.ranges = tuple(ranges)
+        self.nbytes = sum(nbytes for _, nbytes in ranges)
+        self._pieces = arena.take(self.nbytes)
+        weakref.finalize(self, arena.give, self._pieces).atexit = False
+
+    def save(self, backend: Backend, base: int) -> None:
+        """From the tag, whose arena begins at ``base``; returns when it is done."""
+        backend.copy([(host, base + offset, nbytes) for offset, host, nbytes in self._runs()])
+
+    def restore(self, backend: Backend, base: int) -> None:
+        backend.copy([(base + offset, host, nbytes) for offset, host, nbytes in self._runs()])
+
+    def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
+        """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
+        found = []
+        for start, host, size in self._runs():
+            first, last = max(start, offset), min(start + size, offset + nbytes)
+            if first < last:
+                found.append(_view(host + first - start, last - first, self))
+        return found
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """(offset in the tag, host address, nbytes), each contiguous on both sides and as long as it can be."""
+        pieces = iter(self._pieces)
+        host, room = 0, 0
+        for offset, nbytes in _joined(self.ranges):
+            while nbytes:
+                if not room:
+                    host, room = next(pieces)
+                size = min(nbytes, room)
+                yield offset, host, size
+                offset, host, nbytes, room = offset + size, host + size, nbytes - size, room - size
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for offset, nbytes in ranges:
+        if out and sum(out[-1]) == offset:
+            out[-1] = (out[-1][0], out[-1][1] + nbytes)
+        else:
+            out.append((offset, nbytes))
+    return out
+
+
+def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]  # the memory stays as long as a tensor looks at it
+    return torch.frombuffer(buffer, dtype=torch.uint8)
