@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,7 +84,10 @@ def test_this_machine_is_told_as_it_is() -> None:
     examine("cpu")  # what is loaded once, is loaded
     before = process_bytes("cpu"), open_fds()
     checks = named(examine("cpu"))
-    assert (process_bytes("cpu"), open_fds()) == before
+    deadline = time.monotonic() + 5  # connections are closed by their own threads
+    while (process_bytes("cpu"), open_fds()) != before:
+        assert time.monotonic() < deadline, f"{(process_bytes('cpu'), open_fds())}, before {before}"
+        time.sleep(0.01)
     assert list(checks) == [probe.name for probe in ALL]
     assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
     must_work = ["Python", "torch", "memory shim", "regions on the CPU", "pause and resume on the CPU", "sharing a tag"]
