@@ -12,10 +12,10 @@ import torch
 
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
-from memsaver.backup.host import HostBackup
+from memsaver.backup import Backup
 from memsaver.checksums import Checksums
 
-CONTENTS = ("discard", "host")
+CONTENTS = ("discard", "host", "disk")
 
 
 class Reservation:
@@ -54,7 +54,7 @@ class Arena:
         self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
-        self.backup: HostBackup | None = None
+        self.backup: Backup | None = None
         self.open_regions = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
@@ -132,13 +132,10 @@ class Arena:
         offset = address - self.address
         return 0 <= offset < self.reservation.nbytes and offset >= self.stats.committed
 
-    def save(self) -> HostBackup:
-        """Copy the live content, where there is memory behind it, to host memory."""
+    def saved_ranges(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) of the live content, where there is memory behind it."""
         end = self.stats.committed
-        ranges = [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
-        backup = HostBackup(ranges, self.backend.host_arena)
-        backup.save(self.backend, self.address)
-        return backup
+        return [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released."""

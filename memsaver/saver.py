@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from memsaver import integrity
 from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
+from memsaver.backup.disk_file import default_directory
 from memsaver.errors import StateError
 from memsaver.page_pool import PagePool
 from memsaver.recorder import Recorder
@@ -37,6 +39,7 @@ class MemorySaver:
         device: ``"cpu"`` (memfd and mmap) or ``"cuda:N"`` (CUDA virtual memory).
         limit_bytes: the most physical memory that all tags together may hold; ``None``: what the device has.
         reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
+        disk_dir: where content ``"disk"`` is saved, in nameless files; ``None``: /var/tmp, else the temporary folder.
         debug: a torch operation on paused memory raises ``StateError`` before it runs, in every thread that uses the
             saver (``memsaver.debug``), and kept content is compared across a pause. Costs microseconds an operation.
 
@@ -49,6 +52,7 @@ class MemorySaver:
         *,
         limit_bytes: int | None = None,
         reserve_bytes: int | None = None,
+        disk_dir: str | Path | None = None,
         debug: bool = False,
     ) -> None:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
@@ -56,7 +60,7 @@ class MemorySaver:
                 raise ValueError(f"{name}={value} must be positive, or None")
         self._backend = make_backend(torch.device(device), limit_bytes)
         self._pool = PagePool(self._backend)
-        self._switch = Switch(self._backend, self._pool, checksums=debug)
+        self._switch = Switch(self._backend, self._pool, debug, Path(disk_dir or default_directory()))
         self._tags = Tags(self._backend, reserve_bytes or self._backend.total_bytes)
         self._recorder = Recorder(self._backend)
         self._lock = threading.RLock()
@@ -101,7 +105,7 @@ class MemorySaver:
     def region(self, tag: str = "default", content: str | None = None) -> Iterator[None]:
         """Place this thread's torch allocations on ``tag``; the innermost region wins.
 
-        ``content``: what a pause does with the content, ``"discard"`` (default for a new tag) or ``"host"``.
+        ``content``: what a pause does with the content: ``"discard"`` (default for a new tag), ``"host"``, ``"disk"``.
         Allocations of other threads (autograd's, loaders') are not caught. Raises ``StateError`` on a paused tag,
         ``OutOfMemory`` where torch's own error would say less, ``CompilerError`` on the CPU without a C++ compiler.
         """
@@ -185,8 +189,8 @@ class MemorySaver:
     ) -> None:
         """Take the memory of the tags away (no tag: all). Paused tags are skipped; all or nothing.
 
-        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
-        next resume restores them; after ``"discard"`` they are undefined.
+        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory, ``"disk"``
+        in a file, and the next resume restores them; after ``"discard"`` they are undefined.
         release: where the memory goes. ``"driver"``; ``"keep"``: into this saver's page pool, from which any of its
         tags is resumed without the driver; ``"hand_over"``: into the page pool of the saver whose ticket is ``to``.
         streams: wait for the work on these only, not for all of the device's; the caller answers for the rest.
@@ -200,7 +204,8 @@ class MemorySaver:
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
                 raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
             started = time.perf_counter()
-            saved = [arena for arena in arenas if (content or arena.content) == "host"]
+            kept = [(arena, content or arena.content) for arena in arenas]
+            saved = [(arena, where) for arena, where in kept if where != "discard"]
             lost = self._switch.pause(arenas, saved, release, to, streams)
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
@@ -330,7 +335,8 @@ class MemorySaver:
             reserved_bytes=stats.reserved,
             committed_bytes=stats.committed,
             live_bytes=sum(nbytes for _, nbytes in arena.live_ranges()),
-            backup_bytes=arena.backup.nbytes if arena.backup else 0,
+            backup_bytes=arena.backup.host_bytes if arena.backup else 0,
+            disk_bytes=arena.backup.disk_bytes if arena.backup else 0,
             extents=stats.extents,
             leases=len(self._leases(arena.tag)),
             last_pause_seconds=arena.last_pause_seconds,

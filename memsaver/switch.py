@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import Backend, ShortOfMemory
-from memsaver.backup.host import HostBackup
+from memsaver.backup import Backup, DiskBackup, HostBackup
 from memsaver.checksums import Checksums
 from memsaver.device_lock import device_lock
 from memsaver.errors import LeaseError
@@ -34,8 +35,9 @@ class Switch:
     another process, are not.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool, checksums: bool) -> None:
-        """checksums: compare kept content before the pause and after the resume."""
+    def __init__(self, backend: Backend, pool: PagePool, checksums: bool, disk_dir: Path) -> None:
+        """checksums: compare kept content before the pause and after the resume. disk_dir: for content "disk"."""
+        self._disk_dir = disk_dir
         self._checksums = checksums
         self.server: ShareServer | None = None
         self._backend = backend
@@ -59,12 +61,12 @@ class Switch:
     def pause(
         self,
         arenas: Sequence[Arena],
-        saved: Sequence[Arena],
+        saved: Sequence[tuple[Arena, str]],
         release: str,
         to: PoolTicket | None,
         streams: Sequence[torch.cuda.Stream] | None,
     ) -> LeaseError | None:
-        """saved: those whose content is kept in host memory.
+        """saved: those whose content is kept, each with "host" or "disk".
 
         What it raises has changed nothing; the error that it returns is to be raised when the tags' pause is recorded.
         """
@@ -76,7 +78,7 @@ class Switch:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
-            backups = {arena.tag: self._save(arena) for arena in saved}
+            backups = {arena.tag: self._save(arena, content) for arena, content in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
             many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
@@ -92,15 +94,16 @@ class Switch:
                 self._pool.give_back(_flat(extents))
         return lost
 
-    def _save(self, arena: Arena) -> HostBackup:
-        backup = arena.save()
+    def _save(self, arena: Arena, content: str) -> Backup:
+        """Room is made before anything is copied, so that its lack is known at once."""
+        ranges, host = arena.saved_ranges(), self._backend.host_arena
+        backup = HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self._disk_dir)
+        backup.save(self._backend, arena.address)
         if self._checksums:
-            arena.sums = Checksums.take(arena.tag, backup.ranges, arena.bytes_at)
+            arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
         return backup
 
-    def _settle(
-        self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, HostBackup], whole: bool
-    ) -> None:
+    def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
             arena.paused = True
             arena.backup = backups.get(arena.tag)

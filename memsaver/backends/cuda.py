@@ -95,7 +95,7 @@ class CudaBackend(ShimBackend):
         granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
-        self._copies: torch.cuda.Stream | None = None
+        self._copies = torch.cuda.Stream(self.device)
         self.device_key = f"GPU-{properties.uuid}"
         self.total_bytes = properties.total_memory // granularity * granularity
 
@@ -144,8 +144,6 @@ class CudaBackend(ShimBackend):
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
         """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
-        if self._copies is None:
-            self._copies = torch.cuda.Stream(self.device)
         code = shim.copy(self.phys, transfers, self._copies.cuda_stream)
         self._copies.synchronize()
         self._check("copy", code)

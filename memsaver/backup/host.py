@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from memsaver.backends.base import Backend
 from memsaver.backup.host_arena import HostArena
-
-Ranges = Sequence[tuple[int, int]]
+from memsaver.backup.ranges import Ranges, joined
 
 
 class HostBackup:
@@ -21,6 +20,7 @@ class HostBackup:
         self.ranges = tuple(ranges)
         self.nbytes = sum(nbytes for _, nbytes in ranges)
         self._pieces = arena.take(self.nbytes)
+        self.host_bytes, self.disk_bytes = self.nbytes, 0
         weakref.finalize(self, arena.give, self._pieces).atexit = False
 
     def save(self, backend: Backend, base: int) -> None:
@@ -43,23 +43,13 @@ class HostBackup:
         """(offset in the tag, host address, nbytes), each contiguous on both sides and as long as it can be."""
         pieces = iter(self._pieces)
         host, room = 0, 0
-        for offset, nbytes in _joined(self.ranges):
+        for offset, nbytes in joined(self.ranges):
             while nbytes:
                 if not room:
                     host, room = next(pieces)
                 size = min(nbytes, room)
                 yield offset, host, size
                 offset, host, nbytes, room = offset + size, host + size, nbytes - size, room - size
-
-
-def _joined(ranges: Ranges) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for offset, nbytes in ranges:
-        if out and sum(out[-1]) == offset:
-            out[-1] = (out[-1][0], out[-1][1] + nbytes)
-        else:
-            out.append((offset, nbytes))
-    return out
 
 
 def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:

@@ -14,7 +14,7 @@ from memsaver.errors import HostMemoryError, format_bytes
 from memsaver.host_limits import available_memory
 
 _SHARE = 0.8  # of the memory that is available: others want some, too
-UNIT = 512  # bytes: what direct I/O and copy engines like
+UNIT = 4096  # bytes: what direct I/O asks for
 
 
 class Piece(NamedTuple):
@@ -57,15 +57,18 @@ class HostArena:
             self._collect()
             return self.committed_bytes - sum(piece.nbytes for segment in self._segments for piece in segment.free)
 
-    def take(self, nbytes: int) -> list[Piece]:
-        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may not grow so far."""
+    def take(self, nbytes: int, whole: bool = False) -> list[Piece]:
+        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may not grow so far.
+
+        whole: one piece. Each begins at, and has, a multiple of UNIT bytes.
+        """
         taken: list[Piece] = []
         with self._lock:
             self._collect()
             left = -(-nbytes // UNIT) * UNIT
             try:
                 while left:
-                    taken.append(self._take_free(left) or self._grow(left))
+                    taken.append(self._take_free(left, whole) or self._grow(left))
                     left -= taken[-1].nbytes
             except BaseException:
                 self.give(taken)
@@ -86,12 +89,12 @@ class HostArena:
                 self._segments.remove(segment)
             return sum(segment.nbytes for segment in unused)
 
-    def _take_free(self, most: int) -> Piece | None:
-        """From the smallest free part that has it all, else the largest part."""
+    def _take_free(self, most: int, whole: bool) -> Piece | None:
+        """From the smallest free part that has it all, else the largest part, unless it must be ``whole``."""
         parts = [(piece.nbytes, s, piece) for s in self._segments for piece in s.free]
-        if not parts:
-            return None
         enough = [part for part in parts if part[0] >= most]
+        if not parts or (whole and not enough):
+            return None
         size, segment, piece = min(enough, key=lambda part: part[0]) if enough else max(parts, key=lambda part: part[0])
         at, size = segment.free.index(piece), min(size, most)
         rest = Piece(piece.address + size, piece.nbytes - size)
