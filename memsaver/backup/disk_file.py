@@ -60,8 +60,8 @@ class DiskFile:
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "?")
             raise BackendError(
-                f"{what} in {self._directory} failed: {name} ({error.strerror}), {format_bytes(self.nbytes)}; free some "
-                f"space, pass another disk_dir, or use content='host'; nothing was changed"
+                f"{what} in {self._directory} failed: {name} ({error.strerror}), {format_bytes(self.nbytes)}; free "
+                f"some space, pass another disk_dir, or use content='host'; nothing was changed"
             ) from error
 
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
-from rollout.ops.hash import GOLDEN, MASK64, MUL32, signed
-from rollout.ops.segments import Segment, SegmentTable
+from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed
+from memsaver.ops.segments import Segment, SegmentTable
 
 _CHUNK = 1 << 15  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
