@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
 from memsaver.backup import Backup
+from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums
 
 CONTENTS = ("discard", "host", "disk")
@@ -55,6 +56,8 @@ class Arena:
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
         self.backup: Backup | None = None
+        self.version: Hashable | None = None  # what the owner calls the content, until the next pause
+        self.retained: Retained | None = None
         self.open_regions = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0

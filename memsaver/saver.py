@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from memsaver import integrity
 from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
+from memsaver.backup import reading
 from memsaver.backup.disk_file import default_directory
 from memsaver.errors import StateError
 from memsaver.page_pool import PagePool
@@ -27,6 +28,7 @@ from memsaver.switch import Switch
 from memsaver.tags import Tags, check_content
 
 if TYPE_CHECKING:
+    from memsaver.backup.host import Waitable
     from memsaver.backup.host_arena import HostArena
     from memsaver.lease import PoolTicket, Ticket
     from memsaver.share import ShareServer
@@ -60,8 +62,9 @@ class MemorySaver:
                 raise ValueError(f"{name}={value} must be positive, or None")
         self._backend = make_backend(torch.device(device), limit_bytes)
         self._pool = PagePool(self._backend)
-        self._switch = Switch(self._backend, self._pool, debug, Path(disk_dir or default_directory()))
         self._tags = Tags(self._backend, reserve_bytes or self._backend.total_bytes)
+        directory = Path(disk_dir or default_directory())
+        self._switch = Switch(self._backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self._backend)
         self._lock = threading.RLock()
         self._closed = False
@@ -241,6 +244,40 @@ class MemorySaver:
         if len(arenas) != 1 or arenas[0].backup is not None:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
         return self._switch.resume_most(arenas[0], at_least)
+
+    def mark_clean(self, tag: str, version: Hashable) -> None:
+        """Say that the content of an active tag is, until its next pause, what the owner calls ``version``.
+
+        If that pause finds the copy of the same version from an earlier pause or ``save``, on the same allocations, it
+        copies nothing. It compares a digest first, so a write that the owner does not know of is never lost. To be said
+        anew before each pause; the copy stays in host memory meanwhile, unless another tag needs the room.
+        """
+        with self._lock:
+            self._active(tag, "mark_clean").version = version
+
+    def save(self, tag: str, version: Hashable) -> Waitable | None:
+        """Begin to copy an active tag's content to host memory, behind the work that is queued on the current stream.
+
+        Work that only reads the tag may go on meanwhile. The next pause finds the copy as after ``mark_clean``. Returns
+        an event to wait for; None where it is done at once (CPU).
+        """
+        with self._operation():
+            return self._switch.start_save(self._active(tag, "save"), version)
+
+    def saved(self, tensor: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
+        """The saved content of a contiguous tensor on a paused tag, on the CPU.
+
+        zero_copy: the memory that it is saved in, which is someone else's after the tag's next resume; ``ValueError``
+        where it lies on disk or in several pieces.
+        """
+        with self._lock:
+            return reading.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
+
+    def _active(self, tag: str, what: str) -> Arena:
+        arena = self._arena(tag)
+        if arena.paused:
+            raise StateError(f"{what}({tag!r}): the tag is paused; resume it first")
+        return arena
 
     def resize(self, tag: str, nbytes: int) -> int:
         """Put memory behind the first ``nbytes`` of a tag and take it away from the rest; bytes that are backed now.

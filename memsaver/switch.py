@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,11 @@ from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import Backend, ShortOfMemory
 from memsaver.backup import Backup, DiskBackup, HostBackup
-from memsaver.checksums import Checksums
+from memsaver.backup.host import Waitable
+from memsaver.backup.retained import Retained
+from memsaver.checksums import Checksums, fingerprint
 from memsaver.device_lock import device_lock
-from memsaver.errors import LeaseError
+from memsaver.errors import HostMemoryError, LeaseError
 from memsaver.page_pool import PagePool
 
 if TYPE_CHECKING:
@@ -35,10 +37,12 @@ class Switch:
     another process, are not.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool, checksums: bool, disk_dir: Path) -> None:
-        """checksums: compare kept content before the pause and after the resume. disk_dir: for content "disk"."""
+    def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
+        """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
+        of the saver's."""
         self._disk_dir = disk_dir
-        self._checksums = checksums
+        self._tags = tags
+        self._checksums = debug
         self.server: ShareServer | None = None
         self._backend = backend
         self._pool = pool
@@ -95,18 +99,55 @@ class Switch:
         return lost
 
     def _save(self, arena: Arena, content: str) -> Backup:
-        """Room is made before anything is copied, so that its lack is known at once."""
-        ranges, host = arena.saved_ranges(), self._backend.host_arena
-        backup = HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self._disk_dir)
-        backup.save(self._backend, arena.address)
+        ranges = arena.saved_ranges()
         if self._checksums:
             arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
+        if arena.retained is not None and arena.retained.holds(arena.version, ranges, content):
+            return arena.retained.backup
+        arena.retained = None
+        backup = self._new_backup(ranges, content)
+        backup.save(self._backend, arena.address)
+        if arena.version is not None:
+            arena.retained = Retained(backup, arena.version, fingerprint(ranges, arena.bytes_at))
+            arena.retained.digest.start()
+            arena.retained.settle()
         return backup
+
+    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
+        """Room for it, before anything is copied; copies that are only retained give way."""
+        host = self._backend.host_arena
+        for last in (False, True):
+            try:
+                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self._disk_dir)
+            except HostMemoryError:
+                if last or not self._drop_retained():
+                    raise
+        raise AssertionError
+
+    def _drop_retained(self) -> bool:
+        """Of active tags: True if there was one."""
+        found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
+        for arena in found:
+            arena.retained = None
+        return bool(found)
+
+    def start_save(self, arena: Arena, version: Hashable) -> Waitable | None:
+        """Copy an active tag's content to the host while work goes on that does not write it."""
+        ranges = arena.saved_ranges()
+        arena.retained = None
+        backup = self._new_backup(ranges, "host")
+        assert isinstance(backup, HostBackup)
+        arena.retained = Retained(backup, version, fingerprint(ranges, arena.bytes_at))
+        arena.retained.digest.start()
+        arena.retained.copying = backup.start_save(self._backend, arena.address)
+        arena.version = version
+        return arena.retained.copying
 
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
             arena.paused = True
             arena.backup = backups.get(arena.tag)
+            arena.version = None
             arena.whole = whole
             arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag]) + arena.missing
             arena.missing = 0

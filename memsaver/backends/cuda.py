@@ -148,6 +148,12 @@ class CudaBackend(ShimBackend):
         self._copies.synchronize()
         self._check("copy", code)
 
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]]) -> torch.cuda.Event:
+        """After what is queued on the current stream; the event tells when it is done."""
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        self._check("copy", shim.copy(self.phys, transfers, self._copies.cuda_stream))
+        return self._copies.record_event()
+
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""
         torch.cuda.empty_cache()

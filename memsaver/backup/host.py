@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from memsaver.backends.base import Backend
 from memsaver.backup.host_arena import HostArena
 from memsaver.backup.ranges import Ranges, joined
+
+_ALIGNMENT = 64
+
+
+class Waitable(Protocol):
+    def synchronize(self) -> None: ...
 
 
 class HostBackup:
@@ -19,13 +26,17 @@ class HostBackup:
     def __init__(self, ranges: Ranges, arena: HostArena) -> None:
         self.ranges = tuple(ranges)
         self.nbytes = sum(nbytes for _, nbytes in ranges)
-        self._pieces = arena.take(self.nbytes)
+        self._pieces = arena.take(sum(_aligned(nbytes) for _, nbytes in joined(ranges)))
         self.host_bytes, self.disk_bytes = self.nbytes, 0
         weakref.finalize(self, arena.give, self._pieces).atexit = False
 
     def save(self, backend: Backend, base: int) -> None:
         """From the tag, whose arena begins at ``base``; returns when it is done."""
-        backend.copy([(host, base + offset, nbytes) for offset, host, nbytes in self._runs()])
+        backend.copy(self._out(base))
+
+    def start_save(self, backend: Backend, base: int) -> Waitable | None:
+        """The same, after what is queued on the current stream, and without waiting; None: it is done."""
+        return backend.start_copy(self._out(base))
 
     def restore(self, backend: Backend, base: int) -> None:
         backend.copy([(base + offset, host, nbytes) for offset, host, nbytes in self._runs()])
@@ -39,6 +50,9 @@ class HostBackup:
                 found.append(_view(host + first - start, last - first, self))
         return found
 
+    def _out(self, base: int) -> list[tuple[int, int, int]]:
+        return [(host, base + offset, nbytes) for offset, host, nbytes in self._runs()]
+
     def _runs(self) -> Iterator[tuple[int, int, int]]:
         """(offset in the tag, host address, nbytes), each contiguous on both sides and as long as it can be."""
         pieces = iter(self._pieces)
@@ -49,7 +63,13 @@ class HostBackup:
                     host, room = next(pieces)
                 size = min(nbytes, room)
                 yield offset, host, size
-                offset, host, nbytes, room = offset + size, host + size, nbytes - size, room - size
+                offset, nbytes = offset + size, nbytes - size
+                host, room = host + _aligned(size), room - _aligned(size)
+
+
+def _aligned(nbytes: int) -> int:
+    """So that every range begins where a tensor may."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
