@@ -140,6 +140,14 @@ class Arena:
         end = self.stats.committed
         return [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
 
+    def verify(self) -> None:
+        """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
+        if self.backup is not None and self.sums is not None:
+            self.sums.verify(self.bytes_at)
+
+    def forget_retained(self) -> None:
+        self.retained = None
+
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released."""
         extents, committed = shim.extents(self.slot), self.stats.committed

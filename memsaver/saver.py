@@ -245,6 +245,33 @@ class MemorySaver:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
         return self._switch.resume_most(arenas[0], at_least)
 
+    def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
+        """Pause one tag and resume another at once: the memory of the first serves the second.
+
+        Content goes to the host and comes from it at the same time, extent by extent, with at most 1 GiB of the device
+        beside what the first tag holds. Memory that the second does not need stays in the page pool. content: overrides
+        the first tag's policy, ``"host"`` or ``"discard"``. All or nothing, as ``pause`` and ``resume``. Memory
+        in too large extents goes through the driver the first time, one tag after the other.
+        """
+        with self._operation():
+            out, into = self._active(pause, "swap"), self._arena(resume)
+            check_content(content)
+            if not into.paused:
+                raise StateError(f"swap: tag {resume!r} is not paused")
+            if out.open_regions:
+                raise StateError(f"cannot pause {pause!r}: a region of it is open; leave the region first")
+            if (where := content or out.content) == "disk":
+                raise ValueError("swap keeps content in host memory; pass content='host', or pause and resume")
+            started = time.perf_counter()
+            try:
+                self._switch.swap(out, where, into)
+            except ShortOfMemory as short:
+                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause) from None
+            seconds = time.perf_counter() - started
+            out.last_pause_seconds = into.last_resume_seconds = seconds
+            self._recorder.record("pause", out, seconds)
+            self._recorder.record("resume", into, seconds)
+
     def mark_clean(self, tag: str, version: Hashable) -> None:
         """Say that the content of an active tag is, until its next pause, what the owner calls ``version``.
 

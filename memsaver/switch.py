@@ -19,6 +19,7 @@ from memsaver.checksums import Checksums, fingerprint
 from memsaver.device_lock import device_lock
 from memsaver.errors import HostMemoryError, LeaseError
 from memsaver.page_pool import PagePool
+from memsaver.swap import Swap, goes_piecewise
 
 if TYPE_CHECKING:
     from memsaver.lease import PoolTicket
@@ -99,19 +100,29 @@ class Switch:
         return lost
 
     def _save(self, arena: Arena, content: str) -> Backup:
+        backup, fresh = self._prepare(arena, content)
+        if fresh:
+            try:
+                backup.save(self._backend, arena.address)
+            except BaseException:
+                arena.retained = None
+                raise
+        return backup
+
+    def _prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
+        """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
         ranges = arena.saved_ranges()
         if self._checksums:
             arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
         if arena.retained is not None and arena.retained.holds(arena.version, ranges, content):
-            return arena.retained.backup
+            return arena.retained.backup, False
         arena.retained = None
         backup = self._new_backup(ranges, content)
-        backup.save(self._backend, arena.address)
         if arena.version is not None:
             arena.retained = Retained(backup, arena.version, fingerprint(ranges, arena.bytes_at))
             arena.retained.digest.start()
             arena.retained.settle()
-        return backup
+        return backup, True
 
     def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
         """Room for it, before anything is copied; copies that are only retained give way."""
@@ -181,6 +192,38 @@ class Switch:
         if self.server is not None:
             self.server.disown([extent.id for extent in extents])
         return lost
+
+    def swap(self, out: Arena, content: str, into: Arena) -> None:
+        """Pause one tag, its memory going to another that is resumed; what it raises has changed nothing."""
+        leaving = shim.extents(out.slot)
+        if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
+            self._swap_in_turn(out, content, into)
+            return
+        self.wait_unleased([out])
+        with contextlib.ExitStack() as undo:
+            out.freeze()
+            undo.callback(out.thaw)
+            self._drain(None)
+            backup, fresh = self._prepare(out, content) if content == "host" else (None, False)
+            assert backup is None or isinstance(backup, HostBackup)
+            undo.callback(out.forget_retained)
+            left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
+            into.verify()
+            undo.pop_all()
+        self._pool.keep(left)
+        self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
+        self._settle_resumed([into])
+
+    def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
+        """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
+        saved = [(out, content)] if content != "discard" else []
+        self.pause([out], saved, "driver", None, None)
+        out.whole = into.whole = False
+        try:
+            self.resume([into])
+        except BaseException:
+            self.resume([out])
+            raise
 
     def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
         """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
@@ -258,9 +301,11 @@ class Switch:
             for arena in arenas:
                 if arena.backup is not None:
                     arena.backup.restore(self._backend, arena.address)
-                    if arena.sums is not None:
-                        arena.sums.verify(arena.bytes_at)
+                arena.verify()
             undo.pop_all()
+        self._settle_resumed(arenas)
+
+    def _settle_resumed(self, arenas: Sequence[Arena]) -> None:
         for arena in arenas:
             arena.backup, arena.sums = None, None
             arena.paused = False

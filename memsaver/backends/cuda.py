@@ -95,7 +95,7 @@ class CudaBackend(ShimBackend):
         granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
-        self._copies = torch.cuda.Stream(self.device)
+        self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self.device_key = f"GPU-{properties.uuid}"
         self.total_bytes = properties.total_memory // granularity * granularity
 
@@ -144,15 +144,16 @@ class CudaBackend(ShimBackend):
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
         """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
-        code = shim.copy(self.phys, transfers, self._copies.cuda_stream)
-        self._copies.synchronize()
+        code = shim.copy(self.phys, transfers, self._copies[0].cuda_stream)
+        self._copies[0].synchronize()
         self._check("copy", code)
 
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]]) -> torch.cuda.Event:
-        """After what is queued on the current stream; the event tells when it is done."""
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        self._check("copy", shim.copy(self.phys, transfers, self._copies.cuda_stream))
-        return self._copies.record_event()
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> torch.cuda.Event:
+        """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
+        stream = self._copies[inward]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._check("copy", shim.copy(self.phys, transfers, stream.cuda_stream))
+        return stream.record_event()
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""

@@ -116,7 +116,7 @@ class HostBackend(ShimBackend):
                 codes = list(pool.map(partial(shim.copy, self.phys), groups))
         self._check("copy", max(codes, default=0))
 
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
         """The same: nothing is queued on the host."""
         self.copy(transfers)
 

@@ -14,6 +14,8 @@ from memsaver.backup.host_arena import HostArena
 from memsaver.backup.ranges import Ranges, joined
 
 _ALIGNMENT = 64
+Run = tuple[int, int, int]
+"""(offset in the tag, host address, nbytes)"""
 
 
 class Waitable(Protocol):
@@ -39,22 +41,22 @@ class HostBackup:
         return backend.start_copy(self._out(base))
 
     def restore(self, backend: Backend, base: int) -> None:
-        backend.copy([(base + offset, host, nbytes) for offset, host, nbytes in self._runs()])
+        backend.copy([(base + offset, host, nbytes) for offset, host, nbytes in self.runs()])
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
         found = []
-        for start, host, size in self._runs():
+        for start, host, size in self.runs():
             first, last = max(start, offset), min(start + size, offset + nbytes)
             if first < last:
                 found.append(_view(host + first - start, last - first, self))
         return found
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
-        return [(host, base + offset, nbytes) for offset, host, nbytes in self._runs()]
+        return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
 
-    def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """(offset in the tag, host address, nbytes), each contiguous on both sides and as long as it can be."""
+    def runs(self) -> Iterator[Run]:
+        """What is contiguous on both sides, as long as it can be, in order of the tag."""
         pieces = iter(self._pieces)
         host, room = 0, 0
         for offset, nbytes in joined(self.ranges):

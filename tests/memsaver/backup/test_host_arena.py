@@ -124,7 +124,7 @@ def test_ranges_are_packed_over_pieces() -> None:
     blocks = [arena.take(HUGE_PAGE) for _ in range(3)]
     arena.give([*blocks[0], *blocks[2]])  # two holes, or one if the kernel put them side by side
     backup = HostBackup([(0, HUGE_PAGE - 8), (HUGE_PAGE, 16), (HUGE_PAGE + 16, HUGE_PAGE)], arena)
-    runs = list(backup._runs())
+    runs = list(backup.runs())
     assert sum(nbytes for _, _, nbytes in runs) == backup.nbytes == 2 * HUGE_PAGE + 8
     offsets = [offset for offset, _, _ in runs]
     assert offsets == sorted(offsets) and len(runs) <= 5
