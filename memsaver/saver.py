@@ -82,7 +82,21 @@ class MemorySaver:
 
     @property
     def limit_bytes(self) -> int | None:
+        """May be set at any time; below what is held, nothing more is taken until enough was given back."""
         return self._backend.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        self._backend.limit_bytes = nbytes
+
+    @property
+    def disk_dir(self) -> Path:
+        """Where content ``"disk"`` is saved, from the next pause on."""
+        return self._switch.disk_dir
+
+    @disk_dir.setter
+    def disk_dir(self, path: str | Path) -> None:
+        self._switch.disk_dir = Path(path)
 
     @property
     def host_arena(self) -> HostArena:
@@ -96,6 +110,10 @@ class MemorySaver:
 
     def is_paused(self, tag: str) -> bool:
         return self._arena(tag).paused
+
+    def tag_of(self, tensor: torch.Tensor) -> str:
+        """The tag that a tensor is on; ``TagError`` if on none."""
+        return self._tags.at(tensor.data_ptr()).tag
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Byte offset of a tensor's first element in its tag's arena."""
@@ -297,6 +315,8 @@ class MemorySaver:
         zero_copy: the memory that it is saved in, which is someone else's after the tag's next resume; ``ValueError``
         where it lies on disk or in several pieces.
         """
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
             return reading.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
 

@@ -41,7 +41,7 @@ class Switch:
     def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
         """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
         of the saver's."""
-        self._disk_dir = disk_dir
+        self.disk_dir = disk_dir
         self._tags = tags
         self._checksums = debug
         self.server: ShareServer | None = None
@@ -129,7 +129,7 @@ class Switch:
         host = self._backend.host_arena
         for last in (False, True):
             try:
-                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self._disk_dir)
+                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
             except HostMemoryError:
                 if last or not self._drop_retained():
                     raise

@@ -36,8 +36,8 @@ class Backend(Protocol):
     total_bytes: int
     phys: int
 
-    @property
-    def limit_bytes(self) -> int | None: ...
+    limit_bytes: int | None
+
     @property
     def committed_bytes(self) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
@@ -79,6 +79,10 @@ class ShimBackend:
     def limit_bytes(self) -> int | None:
         limit: int = shim.library().ms_phys_limit(self.phys)
         return None if limit >= shim.NO_LIMIT else limit
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        shim.library().ms_phys_set_limit(self.phys, shim.NO_LIMIT if nbytes is None else nbytes)
 
     @property
     def committed_bytes(self) -> int:

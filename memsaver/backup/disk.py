@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import torch
 
 from memsaver.backends.base import Backend
@@ -66,7 +67,7 @@ class DiskBackup:
                 first, last = max(begin, offset), min(begin + size, offset + nbytes)
                 if first < last:
                     chunk = self._read_chunk(start, sum(n for _, n in parts))
-                    found.append(chunk[at + first - begin : at + last - begin].clone())
+                    found.append(chunk[at + first - begin : at + last - begin])
                 at += size
         return found
 
@@ -74,8 +75,8 @@ class DiskBackup:
         buffer = self._buffers.get()
         try:
             self._file.read(_memory(buffer, nbytes), at)
-            view = (ctypes.c_char * nbytes).from_address(buffer.address)
-            return torch.frombuffer(view, dtype=torch.uint8).clone()
+            held = numpy.frombuffer(_memory(buffer, nbytes)[:nbytes], numpy.uint8)
+            return torch.from_numpy(held.copy())  # on no tag, even inside a region
         finally:
             self._buffers.put(buffer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 
 from memsaver.arena import Arena
@@ -19,5 +20,15 @@ def read(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
         raise StateError("the tensor was not alive, or had no memory, when its tag was paused")
     if zero_copy and (len(views) != 1 or arena.backup.disk_bytes):
         raise ValueError("zero_copy needs content that is saved in host memory in one piece; use zero_copy=False")
-    flat = views[0] if zero_copy else torch.cat(views)
+    flat = views[0] if zero_copy else _gathered(views, tensor.nbytes)
     return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _gathered(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+    """One after the other, in memory that is on no tag even if a region is open."""
+    flat = torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+    done = 0
+    for view in views:
+        flat[done : done + len(view)] = view
+        done += len(view)
+    return flat
