@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.allocators.paged import Int64Array, PagedTokenToKVPoolAllocator, as_int64, to_device
+from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
@@ -32,7 +32,7 @@ class BlockManager:
     The manager assumes that nobody else allocates from `allocator` or `req_to_token`.
     """
 
-    def __init__(self, req_to_token: ReqToTokenPool, allocator: PagedTokenToKVPoolAllocator, pool: KVPool) -> None:
+    def __init__(self, req_to_token: ReqToTokenPool, allocator: KVAllocator, pool: KVPool) -> None:
         if req_to_token.device != allocator.device:
             raise ValueError(
                 f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; use one device"
@@ -83,6 +83,23 @@ class BlockManager:
         self._lens[row] = 0
         self.req_to_token.free(handle)
 
+    def truncate(self, handle: ReqHandle, new_len: int) -> None:
+        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether included."""
+        row = self.req_to_token.row(handle)
+        held = self._row_pages(row)
+        if not 0 <= new_len <= self._lens[row]:
+            raise ValueError(f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; extend() grows it")
+        self.allocator.free_pages(held[-(-new_len // self.page_size) :])
+        self._lens[row] = new_len
+
+    def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
+        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and `free_swa` of an allocator
+        take without a synchronise. ValueError for positions that it does not have."""
+        row = self.req_to_token.row(handle)
+        if not 0 <= start <= stop <= self._lens[row]:
+            raise ValueError(f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); stay inside them")
+        return self._slots(row, np.arange(start, stop))
+
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
         """Pages that `extend` with the same arguments would take, copies of shared pages included."""
         growth = self._plan(handles, new_lens)
@@ -128,14 +145,17 @@ class BlockManager:
             pages = self._row_pages(int(row))
             assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
             owners[pages] += 1
-            at = np.arange(self._lens[row])
-            slots = pages[at // self.page_size] * self.page_size + at % self.page_size
-            assert (table[row, : len(at)] == slots).all(), f"req_to_token row {row} differs from its page table"
+            slots = self._slots(row, np.arange(self._lens[row]))
+            assert (table[row, : len(slots)] == slots).all(), f"req_to_token row {row} differs from its page table"
         counts = self.allocator.ref_counts(np.arange(1, self.total_pages + 1))
         assert (owners[1:] == counts).all(), "reference counts differ from the sequences that hold the pages"
 
     def _row_pages(self, row: int) -> Int64Array:
         return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]
+
+    def _slots(self, rows: int | np.integer | Int64Array, positions: Int64Array) -> Int64Array:
+        """Token ids of positions by the page table, int64 of the positions' shape."""
+        return self._pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
         rows = self.req_to_token.rows(handles)
@@ -180,7 +200,7 @@ class BlockManager:
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
         rows, positions, moved = _token_index(growth)
-        loc = self._pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
+        loc = self._slots(rows, positions)
         if moved.any():
             # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
             offset = positions[moved] % self.page_size

@@ -1,73 +1,162 @@
-"""Shape and size of a KV cache, checked once, before any memory is taken."""
+"""Shape, size and element type of a KV cache, checked once, before any memory is taken."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
-STORABLE_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP4_DTYPE = torch.float4_e2m1fn_x2
+FP4_BLOCK = 16  # elements that share one block scale
+STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES, FP4_DTYPE)
+
+_KV_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp4_e2m1": FP4_DTYPE,
+}
+
+
+def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The stored dtype that `kv_cache_dtype` names; "auto" is the model's dtype. ValueError for an unknown name."""
+    if name == "auto":
+        return model_dtype
+    if name not in _KV_DTYPES:
+        raise ValueError(f"unknown kv_cache_dtype {name!r}; use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}")
+    return _KV_DTYPES[name]
+
+
+def store_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that elements are kept in: fp8 and fp4 lack indexing kernels on some devices and are kept as bytes."""
+    return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
+
+
+def row_bytes(dtype: torch.dtype, width: int) -> int:
+    """Bytes of `width` elements; with FP4 two elements a byte and a scale byte a block."""
+    return width // 2 + width // FP4_BLOCK if dtype == FP4_DTYPE else width * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCacheConfig:
-    """A paged key/value cache of `size` tokens for `num_layers` attention layers.
+class TokenConfig(ABC):
+    """A paged cache of `size` tokens for `num_layers` attention layers; what a token's rows are, a subclass says.
 
-    `size` is in tokens and a multiple of `page_size`; one padding page comes on top of it. `v_head_dim` None means
-    that values are as wide as keys. Token ids are stored as int32 in the request table, hence the limit on `size`.
+    size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are stored as int32 in the
+        request table, hence its limit.
+    compute_dtype: what rows are read in from fp8 or fp4 storage, None: bfloat16. Other dtypes are read as stored.
+    slot_major: all layers of a slot lie together, so that the pool can be resized on a memsaver tag; otherwise all
+        slots of a layer do.
     """
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
     size: int
     page_size: int = 16
     dtype: torch.dtype
     device: torch.device | str
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "size", "page_size"):
-            _positive(name, getattr(self, name))
-        if self.v_head_dim is not None:
-            _positive("v_head_dim", self.v_head_dim)
-        if self.size % self.page_size:
-            raise ValueError(
-                f"KVCacheConfig.size is {self.size} tokens, not a multiple of page_size {self.page_size}; "
-                f"use {self.size // self.page_size * self.page_size} or "
-                f"{(self.size // self.page_size + 1) * self.page_size}"
-            )
-        if self.size + self.page_size > 2**31:
-            raise ValueError(
-                f"KVCacheConfig.size {self.size} does not fit int32 token ids; use fewer than 2**31 tokens"
-            )
-        if self.dtype not in STORABLE_DTYPES:
-            names = ", ".join(str(d) for d in STORABLE_DTYPES)
-            raise ValueError(f"KVCacheConfig.dtype {self.dtype} can't be stored; use one of {names}")
-        try:
-            torch.device(self.device)
-        except RuntimeError as error:
-            raise ValueError(f"KVCacheConfig.device {self.device!r} is no device; use 'cpu' or 'cuda:0'") from error
+    compute_dtype: torch.dtype | None = None
+    slot_major: bool = False
 
     @property
-    def value_dim(self) -> int:
-        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+    @abstractmethod
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """What a token has in each layer: name -> (heads, width)."""
+
+    @abstractmethod
+    def _shape_fields(self) -> tuple[str, ...]:
+        """Fields that must be whole numbers >= 1."""
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype in which rows are read."""
+        return self.dtype if store_dtype(self.dtype) == self.dtype else self.compute_dtype or torch.bfloat16
 
     @property
     def bytes_per_token(self) -> int:
-        """Key and value bytes that one token takes over all layers."""
-        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        """Bytes that one token takes over all layers, block scales included."""
+        return self.num_layers * sum(heads * row_bytes(self.dtype, width) for heads, width in self.rows.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool, the padding page included."""
         return (self.size + self.page_size) * self.bytes_per_token
 
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for name in ("num_layers", "size", "page_size", *self._shape_fields()):
+            check_positive(f"{who}.{name}", getattr(self, name))
+        if self.size % self.page_size:
+            raise ValueError(
+                f"{who}.size is {self.size} tokens, not a multiple of page_size {self.page_size}; "
+                f"use {self.size // self.page_size * self.page_size} or "
+                f"{(self.size // self.page_size + 1) * self.page_size}"
+            )
+        if self.size + self.page_size > 2**31:
+            raise ValueError(f"{who}.size {self.size} does not fit int32 token ids; use fewer than 2**31 tokens")
+        self._check_dtypes(who)
+        check_device(who, self.device)
 
-def _positive(name: str, value: object) -> None:
+    def _check_dtypes(self, who: str) -> None:
+        if self.dtype not in STORABLE_DTYPES:
+            names = ", ".join(str(d) for d in STORABLE_DTYPES)
+            raise ValueError(f"{who}.dtype {self.dtype} can't be stored; use one of {names}")
+        if self.compute_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{who}.compute_dtype {self.compute_dtype} must be float32, float16 or bfloat16")
+        for name, (_, width) in self.rows.items():
+            if self.dtype == FP4_DTYPE and width % FP4_BLOCK:
+                raise ValueError(f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, {name!r} has {width}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheConfig(TokenConfig):
+    """Multi-head or grouped-query attention. `v_head_dim` None means that values are as wide as keys."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def rows(self) -> dict[str, tuple[int, int]]:
+        return {"k": (self.num_kv_heads, self.head_dim), "v": (self.num_kv_heads, self.value_dim)}
+
+    def _shape_fields(self) -> tuple[str, ...]:
+        return ("num_kv_heads", "head_dim", *(() if self.v_head_dim is None else ("v_head_dim",)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLACacheConfig(TokenConfig):
+    """Multi-head latent attention: one latent row a token, its rotary key behind it."""
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+    @property
+    def rows(self) -> dict[str, tuple[int, int]]:
+        return {"kv": (1, self.kv_lora_rank + self.qk_rope_head_dim)}
+
+    def _shape_fields(self) -> tuple[str, ...]:
+        return ("kv_lora_rank", "qk_rope_head_dim")
+
+    def _check_dtypes(self, who: str) -> None:
+        super()._check_dtypes(who)
+        if self.dtype == FP4_DTYPE and self.kv_lora_rank % FP4_BLOCK:
+            raise ValueError(f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, got {self.kv_lora_rank}")
+
+
+def check_positive(what: str, value: object) -> None:
+    """ValueError unless `value` is a whole number >= 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"KVCacheConfig.{name} must be a whole number >= 1, got {value!r}")
+        raise ValueError(f"{what} must be a whole number >= 1, got {value!r}")
+
+
+def check_device(who: str, device: torch.device | str) -> None:
+    """ValueError unless torch knows the device's name."""
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{who}.device {device!r} is no device; use 'cpu' or 'cuda:0'") from error

@@ -23,6 +23,9 @@ class ReqToTokenPool:
     The table (int32 `[size + 1, max_context_len]`) is on the device, who owns which row is decided on the CPU. Row 0 is
     the padding row: never issued, always zero, so padded batch entries read the padding page. Positions past a
     request's length hold leftovers of earlier owners.
+
+    A pool whose requests hold more than a row overrides three methods: `_fits` (is there enough of everything for n
+    new requests?), `_take` (takes it for all n, or raises with nothing taken) and `_drop` (gives one request's back).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -49,18 +52,32 @@ class ReqToTokenPool:
         All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle raises ValueError.
         """
         self.rows([r for r in reqs if r is not None])
-        if sum(r is None for r in reqs) > len(self._free_rows):
+        count = sum(r is None for r in reqs)
+        if not self._fits(count):
             return None
-        return [self._take() if r is None else r for r in reqs]
-
-    def _take(self) -> ReqHandle:
-        row = self._free_rows.pop()
-        self._live[row] = True
-        return ReqHandle(row, int(self._generation[row]))
+        taken = iter(self._take(count))
+        return [next(taken) if r is None else r for r in reqs]
 
     def free(self, handle: ReqHandle) -> None:
         """Gives the row back and makes `handle` stale. Freeing it again raises ValueError."""
-        row = self.row(handle)
+        self._drop(self.row(handle))
+
+    def shortage(self, request: object, rows: int = 1) -> str:
+        """Why `request` (anything that names it) can't have `rows` more rows."""
+        return (
+            f"{request} needs {rows} row(s) of the request table, {len(self._free_rows)} of {self.size} are free: "
+            f"{max(0, rows - len(self._free_rows))} are missing; end a request, or make the table larger"
+        )
+
+    def _fits(self, count: int) -> bool:
+        return count <= len(self._free_rows)
+
+    def _take(self, count: int) -> list[ReqHandle]:
+        rows = [self._free_rows.pop() for _ in range(count)]
+        self._live[rows] = True
+        return [ReqHandle(row, int(self._generation[row])) for row in rows]
+
+    def _drop(self, row: int) -> None:
         self._live[row] = False
         self._generation[row] += 1
         self._free_rows.append(row)

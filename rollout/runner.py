@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache import MHATokenToKVPool, ReqToTokenPool
-from kvcache.allocators.paged import to_device
+from kvcache.allocators.base import to_device
 from memsaver import MemorySaver
 from memsaver.ops.dispatch import Impl
 from rollout.graphs import DecodeGraphs

@@ -1,29 +1,38 @@
 """What every device pool of keys and values does."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
-# fp8 tensors lack indexing kernels on some devices: they are stored as bytes and viewed on reading.
-_STORED_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+@dataclass(frozen=True)
+class HostCopy:
+    """Slots of a pool in host memory, bytes as stored; fits any pool of the same `format`."""
 
-def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements of `dtype` are kept in."""
-    return torch.uint8 if dtype in _STORED_AS_BYTES else dtype
+    format: tuple[object, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class KVPool(ABC):
     """Device memory for keys and values, addressed by token id; page 0 takes the writes of padded tokens.
 
     A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused no method but the
-    byte counts may be called: the memory is not mapped.
+    byte counts may be called: the memory is not mapped. After a resume contents are undefined but for page 0.
+    Slots `loc` are int64 `[n]` on the pool's device; on a GPU they are not range-checked, that would synchronise. A
+    wrong layer, dtype, shape or device raises ValueError that names it, before anything is written.
     """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the storage block, the padding page included."""
+        """Bytes of the storage that is usable now, the padding page included."""
 
     @property
     @abstractmethod
@@ -32,16 +41,55 @@ class KVPool(ABC):
 
     @abstractmethod
     def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes one token's key and value a row into the slots `loc` (int64 `[n]`, on the device)."""
+        """Writes one token's key and value a row into the slots `loc`; k and v are never modified."""
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's keys and values, valid as long as the pool; writes through them reach the pool."""
+        """Views of a layer's keys and values, valid as long as the pool; writes through them reach the pool.
+
+        fp8: as stored, to be multiplied by the scales. ValueError where elements have no views (FP4).
+        """
+
+    @abstractmethod
+    def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values in slots `loc`, scales applied; only these rows are read."""
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
 
     @abstractmethod
+    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
+        """Slots `indices` of every layer in host memory; synchronises."""
+
+    @abstractmethod
+    def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
+        """Writes a host copy into as many other slots, bit for bit."""
+
+    @abstractmethod
     def on_resume(self) -> None:
-        """To be called after every resume of the tag: zeroes page 0, because 0 x NaN spreads."""
+        """To be called after every resume of the tag, and after a graph capture: zeroes page 0, as 0 x NaN spreads."""
+
+
+def check_loc(name: str, loc: torch.Tensor, device: torch.device) -> None:
+    """ValueError unless `loc` is int64 `[n]` on `device`."""
+    if loc.dtype != torch.int64 or loc.ndim != 1:
+        raise ValueError(f"{name} must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
+    if loc.device != device:
+        raise ValueError(f"{name} on {loc.device} must be on the pool's {device}")
+
+
+def check_pairs(tgt_loc: torch.Tensor, src_loc: torch.Tensor, device: torch.device) -> None:
+    """ValueError unless both are slots and equally many."""
+    check_loc("tgt_loc", tgt_loc, device)
+    check_loc("src_loc", src_loc, device)
+    if tgt_loc.shape != src_loc.shape:
+        raise ValueError(f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; pair them")
+
+
+def check_copy(copy: HostCopy, wanted: tuple[object, ...], count: int) -> None:
+    """ValueError unless a host copy has the pool's format and `count` slots."""
+    if copy.format != wanted:
+        raise ValueError(f"the host copy is of a pool with {copy.format}, this pool has {wanted}")
+    if any(tensor.shape[1] != count for tensor in copy.tensors):
+        raise ValueError(f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; pair them")

@@ -9,11 +9,13 @@ import torch
 
 from kvcache import (
     BlockManager,
+    KVAllocator,
     KVCacheConfig,
     MHATokenToKVPool,
     PagedTokenToKVPoolAllocator,
     ReqHandle,
     ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +46,7 @@ class Blocks:
 
     manager: BlockManager
     pool: CountingPool
-    allocator: PagedTokenToKVPoolAllocator
+    allocator: KVAllocator
     table: ReqToTokenPool
 
     def write(self, loc: torch.Tensor, values: Sequence[float]) -> None:
@@ -109,6 +111,13 @@ def make_blocks(pages: int, page_size: int, rows: int = 8, max_context_len: int 
     return Blocks(BlockManager(table, allocator, pool), pool, allocator, table)
 
 
-def ledger_state(allocator: PagedTokenToKVPoolAllocator) -> tuple[list[int], list[int]]:
+def ledger_state(allocator: KVAllocator) -> tuple[Any, ...]:
+    """All that a refused call must leave as it was: owners, free list in order, open group, and the mapping."""
     every = np.arange(1, allocator.total_pages + 1)
-    return allocator.ref_counts(every).tolist(), allocator._free[: allocator.available_pages].tolist()
+    group = allocator._deferred if allocator._deferred is None else allocator._deferred_pages().tolist()
+    owners = allocator.ref_counts(every).tolist()
+    if isinstance(allocator, SWATokenToKVPoolAllocator):
+        mapping = (allocator._swa_page.tolist(), allocator.full_to_swa_index_mapping.tolist())
+        return owners, group, *mapping, ledger_state(allocator.full), ledger_state(allocator.swa)
+    assert isinstance(allocator, PagedTokenToKVPoolAllocator)
+    return owners, allocator._free[: allocator.available_pages].tolist(), group

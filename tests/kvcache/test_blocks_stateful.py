@@ -60,6 +60,12 @@ class Forest:
         with pytest.raises(ValueError, match="stale"):
             self.real.manager.extend([handle], [1])
 
+    def truncate(self, handle: ReqHandle, length: int) -> None:
+        sequence = self.model[handle]
+        length = min(length, len(sequence.tokens))
+        self.real.manager.truncate(handle, length)
+        del sequence.tokens[length:], sequence.blocks[-(-length // self.ps) :]
+
     def extend(self, handles: list[ReqHandle], gains: list[int]) -> None:
         gains = [min(g, LONGEST - len(self.model[h].tokens)) for h, g in zip(handles, gains, strict=True)]
         lens = [len(self.model[h].tokens) + g for h, g in zip(handles, gains, strict=True)]
@@ -143,6 +149,11 @@ class ForestMachine(RuleBasedStateMachine):
         if handle := self._pick(data):
             self.forest.release(handle)
 
+    @rule(data=st.data(), length=st.integers(0, LONGEST))
+    def truncate(self, data: st.DataObject, length: int) -> None:
+        if handle := self._pick(data):
+            self.forest.truncate(handle, length)
+
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
         handles = data.draw(st.permutations(list(self.forest.model)))[: data.draw(st.integers(1, ROWS))]
@@ -165,7 +176,7 @@ def test_a_long_random_walk(page_size: int) -> None:
     forest = Forest(page_size)
     for _ in range(800):
         live = list(forest.model)
-        step = dice.choices(["admit", "fork", "release", "extend"], [1, 2, 4, 6])[0]
+        step = dice.choices(["admit", "fork", "release", "truncate", "extend"], [1, 2, 3, 1, 6])[0]
         if step == "admit" or not live:
             forest.admit()
             forest.extend(list(forest.model)[-1:], [dice.randint(0, 9)])
@@ -175,6 +186,8 @@ def test_a_long_random_walk(page_size: int) -> None:
                 forest.fork(parent)
         elif step == "release":
             forest.release(dice.choice(live))
+        elif step == "truncate":
+            forest.truncate(dice.choice(live), dice.randint(0, 12))
         else:
             batch = dice.sample(live, dice.randint(1, len(live)))
             forest.extend(batch, [dice.choice([0, 1, 1, 1, 2, 5]) for _ in batch])

@@ -95,3 +95,51 @@ def test_table_needs_rows_and_positions() -> None:
     for size, length in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match="at least one row"):
             ReqToTokenPool(size, length, DEVICE)
+
+
+def test_shortage_of_rows_names_the_request() -> None:
+    table = ReqToTokenPool(2, 4, DEVICE)
+    table.alloc([None])
+    assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in table.shortage(
+        "request 5", 3
+    )
+
+
+class WithState(ReqToTokenPool):
+    """Requests that hold a state slot besides their row, of which there are fewer: what a hybrid pool does."""
+
+    def __init__(self, size: int, states: int) -> None:
+        super().__init__(size, 4, DEVICE)
+        self.free_states = list(range(states, 0, -1))
+        self.state = [0] * (size + 1)
+
+    def _fits(self, count: int) -> bool:
+        return super()._fits(count) and count <= len(self.free_states)
+
+    def _take(self, count: int) -> list[ReqHandle]:
+        handles = super()._take(count)
+        for handle in handles:
+            self.state[handle.row] = self.free_states.pop()
+        return handles
+
+    def _drop(self, row: int) -> None:
+        self.free_states.append(self.state[row])
+        self.state[row] = 0
+        super()._drop(row)
+
+
+def test_a_pool_with_more_than_rows_stays_all_or_none() -> None:
+    table = WithState(4, 2)
+    assert table.alloc([None, None, None]) is None
+    assert (table.available_size(), table.free_states) == (4, [2, 1])
+    handles = table.alloc([None, None])
+    assert handles is not None
+    kept = list(table.state)
+    assert table.alloc([*handles]) == handles
+    assert table.alloc([handles[0], None]) is None
+    assert table.state == kept
+    table.free(handles[0])
+    with pytest.raises(ValueError, match="stale"):
+        table.free(handles[0])
+    assert table.free_states == [1]
+    table.check_integrity()

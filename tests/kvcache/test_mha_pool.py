@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvcache.pools.base import store_dtype
+from kvcache.config import store_dtype
 from tests.kvcache.support import DEVICE, make_pool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -168,15 +168,19 @@ def test_lengths_on_another_device_are_refused() -> None:
         make(2, 2).alloc_decode(torch.empty(1, dtype=torch.int64, device="meta"), [-1])
 
 
-def test_pages_return_when_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_taken_when_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("full")
 
     allocator = make(3, 4)
-    monkeypatch.setattr("kvcache.allocators.paged.expand_pages", fail)
+    allocator.alloc(12)
+    allocator.free_pages([2])
+    allocator.free_pages([1])
+    before = ledger_state(allocator)
+    monkeypatch.setattr("kvcache.allocators.base.expand_pages", fail)
     with pytest.raises(torch.OutOfMemoryError):
         allocator.alloc(8)
-    assert allocator.available_pages == 3
+    assert ledger_state(allocator) == before
     allocator.check_integrity()
 
 

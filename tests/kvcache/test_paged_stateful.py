@@ -1,13 +1,14 @@
 """The page ledger against a plain dict page -> number of owners."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache import PagedTokenToKVPoolAllocator
+from kvcache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from tests.helpers.soak import rounds
 from tests.kvcache.support import DEVICE, ledger_state
 
@@ -18,17 +19,30 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 7]))
     def build(self, page_size: int) -> None:
         self.ps = page_size
-        self.ledger = PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, DEVICE)
+        self.ledger = (
+            TokenToKVPoolAllocator(PAGES, DEVICE)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, DEVICE)
+        )
         self.owners: Counter[int] = Counter()
+        self.group: set[int] | None = None  # pages that the open free group holds back
         self.sequences: list[list[int]] = []  # token ids of each
 
     def _take(self, pages: set[int]) -> None:
         assert 0 not in pages
         assert all(0 < page <= PAGES and self.owners[page] == 0 for page in pages)
+        assert not pages & (self.group or set())
         self.owners.update(pages)
 
+    def _drop(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        self.owners.subtract(pages)
+        if self.group is not None:
+            self.group |= {page for page in pages if not self.owners[page]}
+        self.sequences = [s for s in self.sequences if all(self.owners[i // self.ps] for i in s)]
+
     def _free_pages(self) -> int:
-        return PAGES - len(+self.owners)
+        return PAGES - len(+self.owners) - len(self.group or ())
 
     @rule(count=st.integers(0, PAGES))
     def alloc(self, count: int) -> None:
@@ -92,8 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = ledger_state(self.ledger)
         if all(self.owners[page] >= times for page, times in Counter(pages).items()):
             self.ledger.free_pages(pages)
-            self.owners.subtract(pages)
-            self._forget_freed()
+            self._drop(pages)
             return
         with pytest.raises(ValueError, match="double free"):
             self.ledger.free_pages(pages)
@@ -104,12 +117,21 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.sequences:
             return
         ids = data.draw(st.sampled_from(self.sequences))
+        before = ledger_state(self.ledger)
+        with pytest.raises(ValueError, match="double free of token"):
+            self.ledger.free([*ids, ids[0]])
+        assert ledger_state(self.ledger) == before
         self.ledger.free(ids)
-        self.owners.subtract({i // self.ps for i in ids})
-        self._forget_freed()
+        self._drop({i // self.ps for i in ids})
 
-    def _forget_freed(self) -> None:
-        self.sequences = [s for s in self.sequences if all(self.owners[i // self.ps] for i in s)]
+    @rule()
+    def group_begins_or_ends(self) -> None:
+        if self.group is None:
+            self.ledger.free_group_begin()
+            self.group = set()
+        else:
+            self.ledger.free_group_end()
+            self.group = None
 
     @invariant()
     def ledger_equals_the_model(self) -> None:

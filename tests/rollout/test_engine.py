@@ -83,7 +83,9 @@ def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float,
     params = SamplingParams(max_tokens=8, temperature=0, n=2)
     expected = ids(make(device=device).generate(prompts, params))
     engine = make(device=device, max_prefill_tokens=16)
-    engine._pool._block.fill_(value)
+    for layer in range(engine.model.num_layers):
+        for cache in engine._pool.get_kv_buffer(layer):
+            cache.fill_(value)
 
     def poison(done: int, total: int, generated: int) -> None:
         table = engine._runner._table.req_to_token

@@ -1,0 +1,230 @@
+"""From a Hugging Face config object to what its KV cache is made of. Reads attributes only, imports no transformers.
+
+Known: dense and mixture-of-experts decoders with full or sliding attention in every layer or alternating (Llama, Qwen2,
+Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2, V3), gated delta nets (Qwen3-Next) and Mamba-2
+(Bamba) beside full attention. Out of scope: multimodal embedding caches and vision towers; of a config with a
+`text_config`, that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvcache.config import FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
+from kvcache.pools.base import KVPool
+from kvcache.pools.mamba import MambaConfig, MambaPool
+from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
+from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver
+
+Kind = Literal["full", "sliding", "mla", "linear"]
+PoolName = Literal["mha", "mla", "swa", "hybrid_linear"]
+
+_KINDS: dict[str, Kind] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "linear_attention": "linear",
+    "mamba": "linear",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """What a model's layers keep.
+
+    kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a `MambaPool` beside it.
+    dtype: stored, model_dtype: computed with. rows: what a token has in a layer that keeps tokens, name -> (heads,
+    width). conv_shapes, temporal_shape: states of a linear layer, None without one; the convolution's is kernel - 1
+    wide, and in the model's dtype, the recurrent one in `state_dtype`.
+    """
+
+    kinds: tuple[Kind, ...]
+    pool: PoolName
+    dtype: torch.dtype
+    model_dtype: torch.dtype
+    rows: dict[str, tuple[int, int]]
+    sliding_window: int | None = None
+    kv_lora_rank: int | None = None
+    conv_shapes: tuple[tuple[int, ...], ...] = ()
+    temporal_shape: tuple[int, ...] | None = None
+    state_dtype: torch.dtype = torch.float32
+
+    def layers(self, *kinds: Kind) -> tuple[int, ...]:
+        """Ids of the layers of these kinds."""
+        return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
+
+    @property
+    def layer_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """For each layer: what one token has there (heads, width), or one request (states of linear layers)."""
+        states = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
+        states |= {"temporal": self.temporal_shape} if self.temporal_shape else {}
+        return tuple(dict(states if kind == "linear" else self.rows) for kind in self.kinds)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, as long as it is in every window."""
+        return self._bytes(len(self.kinds) - len(self.layers("linear")))
+
+    @property
+    def bytes_per_token_past_window(self) -> int:
+        """Bytes of a token that the sliding layers of a `swa` pool have let go."""
+        return self._bytes(len(self.layers("full"))) if self.pool == "swa" else self.bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one request's states over all linear layers, 0 without any."""
+        return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
+
+    def _bytes(self, layers: int) -> int:
+        return self.token_config(num_layers=layers, size=1, page_size=1, device="cpu").bytes_per_token if layers else 0
+
+    def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
+        """The config of a pool of so many of the layers that keep tokens. fields: size, page_size, device, ..."""
+        fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
+        if self.kv_lora_rank is not None:
+            rope = self.rows["kv"][1] - self.kv_lora_rank
+            return MLACacheConfig(kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=rope, **fields)
+        (heads, dim), (_, value_dim) = self.rows["k"], self.rows["v"]
+        return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
+
+    def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
+        """The config of the pool of states for `size` requests; ValueError for a model without linear layers."""
+        if self.temporal_shape is None:
+            raise ValueError("this model has no linear layers and keeps no states")
+        return MambaConfig(
+            num_layers=len(self.layers("linear")),
+            size=size,
+            conv_shapes=self.conv_shapes,
+            temporal_shape=self.temporal_shape,
+            conv_dtype=self.model_dtype,
+            temporal_dtype=self.state_dtype,
+            device=device,
+        )
+
+    def build(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        device: torch.device | str,
+        window_size: int | None = None,
+        saver: MemorySaver | None = None,
+        tag: str = "kv_cache",
+    ) -> KVPool:
+        """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed there only."""
+        fields = {"size": size, "page_size": page_size, "device": device}
+        fp4 = self.dtype == FP4_DTYPE
+        mha = MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool
+        tokens = self.layers("full", "sliding", "mla")
+        config: Any = self.token_config(num_layers=len(self.layers("full") if self.pool == "swa" else tokens), **fields)
+        if self.pool == "mla":
+            return (MLATokenToKVPoolFP4 if fp4 else MLATokenToKVPool)(config, saver, tag)
+        if self.pool == "mha":
+            return mha(config, saver, tag)
+        if self.pool == "hybrid_linear":
+            return HybridLinearKVPool(config, tokens, saver, tag, mha)
+        if window_size is None:
+            raise ValueError("a model with full and sliding layers needs window_size, the tokens of its window pool")
+        sliding = self.layers("sliding")
+        window: Any = self.token_config(num_layers=len(sliding), **fields | {"size": window_size})
+        return SWAKVPool(config, window, self.layers("full"), sliding, saver, tag, mha)
+
+    def build_states(self, *, size: int, device: torch.device | str, saver: MemorySaver | None = None) -> MambaPool:
+        """The pool of the linear layers' states, for `size` requests."""
+        return MambaPool(self.mamba_config(size=size, device=device), saver)
+
+
+def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None = None) -> KVLayout:
+    """What the KV cache of the model with this Hugging Face config is made of.
+
+    kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or "fp4_e2m1". dtype: the
+    model's, None: what the config says, torch's default dtype if it says nothing (as a model built from it has).
+    ValueError for an unknown dtype, an unknown kind of layer, or a mix of kinds that no pool holds.
+    """
+    config = getattr(config, "text_config", None) or config
+    model_dtype = dtype or _dtype(config)
+    kinds = _kinds(config)
+    states = _states(config) if "linear" in kinds else {}
+    window = getattr(config, "sliding_window", None) if "sliding" in kinds else None
+    rank = getattr(config, "kv_lora_rank", None)
+    result = KVLayout(
+        kinds=kinds,
+        pool=_pool(kinds),
+        dtype=kv_dtype(kv_cache_dtype, model_dtype),
+        model_dtype=model_dtype,
+        rows={"kv": (1, rank + config.qk_rope_head_dim)} if rank else _mha_rows(config),
+        sliding_window=window,
+        kv_lora_rank=rank,
+        **states,
+    )
+    result._bytes(1)  # says if the dtype can't hold the rows
+    return result
+
+
+def _dtype(config: Any) -> torch.dtype:
+    given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.get_default_dtype()
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"the config's dtype {given!r} is no torch dtype; pass dtype=")
+    return found
+
+
+def _kinds(config: Any) -> tuple[Kind, ...]:
+    """Each layer's kind: from the config's own list, else from its sliding window."""
+    count = config.num_hidden_layers
+    if getattr(config, "kv_lora_rank", None):
+        return ("mla",) * count
+    names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if names is None:
+        slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        return ("sliding" if slides else "full",) * count
+    if unknown := sorted(set(names) - set(_KINDS)):
+        raise ValueError(f"layers of kind {unknown} are not supported; supported: {', '.join(_KINDS)}")
+    if len(names) != count:
+        raise ValueError(f"the config names the kinds of {len(names)} layers and has {count}")
+    return tuple(_KINDS[name] for name in names)
+
+
+def _pool(kinds: Sequence[Kind]) -> PoolName:
+    present = set(kinds)
+    if present == {"mla"}:
+        return "mla"
+    if present in ({"full"}, {"sliding"}):
+        # where all layers slide, one ledger can free pages by itself: a second pool would save nothing
+        return "mha"
+    if present == {"full", "sliding"}:
+        return "swa"
+    if present == {"full", "linear"}:
+        return "hybrid_linear"
+    raise ValueError(f"no pool holds layers of the kinds {sorted(present)} together")
+
+
+def _mha_rows(config: Any) -> dict[str, tuple[int, int]]:
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {"k": (kv_heads, dim), "v": (kv_heads, getattr(config, "v_head_dim", None) or dim)}
+
+
+def _states(config: Any) -> dict[str, Any]:
+    """Shapes of a linear layer's states: a gated delta net's (Qwen3-Next) or Mamba-2's (Bamba)."""
+    if getattr(config, "linear_conv_kernel_dim", None):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        conv = (2 * keys + values, config.linear_conv_kernel_dim - 1)
+        temporal = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    elif getattr(config, "mamba_d_state", None):
+        inner = config.mamba_expand * config.hidden_size
+        conv = (inner + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv - 1)
+        temporal = (config.mamba_n_heads, inner // config.mamba_n_heads, config.mamba_d_state)
+    else:
+        raise ValueError(f"{type(config).__name__} has linear layers whose states are not known here")
+    return {"conv_shapes": (conv,), "temporal_shape": temporal}

@@ -1,0 +1,108 @@
+"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32: no hardware support of fp8 or FP4 is needed.
+
+Bit-exact to the torch reference on every GPU and in the interpreter, whose own fp8 arithmetic is wrong.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache.config import FP4_BLOCK
+from kvcache.ops import quant
+
+_LIMIT = tl.constexpr(quant.FP4_LIMIT)
+_MAX_EXPONENT = tl.constexpr(quant.FP4_MAX_EXPONENT)
+_MAX_BLOCK = 1024
+
+
+@triton.jit
+def saturate(x, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 within +-LIMIT, NaN as 0."""
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+@triton.jit
+def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32, saturated -> fp8 bits as uint8, rounded to nearest even: e4m3 has (3, 7), e5m2 (2, 15)."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # normal: drop 23 - MANTISSA bits, half an ulp added first; a carry goes into the exponent as it should
+    DROP: tl.constexpr = 23 - MANTISSA
+    odd = (magnitude >> DROP) & 1
+    normal = ((magnitude + ((1 << (DROP - 1)) - 1) + odd) >> DROP) - ((127 - BIAS) << MANTISSA)
+    # below: in the sum with a number whose ulp is fp8's least step, the hardware has rounded to that step
+    MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    magic = tl.full(magnitude.shape, MAGIC, tl.int32)
+    rounded = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    small = rounded.to(tl.int32, bitcast=True) - MAGIC
+    code = tl.where(magnitude < ((128 - BIAS) << 23), small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
+    """Scale bytes int32 [B] of blocks whose elements, saturated fp32, are even [B, 8] and odd [B, 8]."""
+    amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    bits = amax.to(tl.int32, bitcast=True)
+    # amax = 1.m * 2**x <= 6 * 2**e = 1.5 * 2**(e + 2): e is x - 2, one more where 1.m passes 1.5
+    e = (bits >> 23) - 127 - 2 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
+    e = tl.minimum(tl.maximum(e, -_MAX_EXPONENT), _MAX_EXPONENT)
+    return tl.where(bits == 0, 0, e + 127)
+
+
+@triton.jit
+def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
+    """Codes int32 [B, 8] of saturated fp32 [B, 8] under scale bytes int32 [B]."""
+    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)  # 2**-e; of a block of zeros, some finite number
+    a = tl.abs(x) * inverse[:, None]
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def decode_fp4(code, scale):  # type: ignore[no-untyped-def]
+    """fp32 [B, 8] of codes int32 [B, 8] under scale bytes int32 [B]."""
+    magnitude = code & 7
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    small = tl.where(magnitude == 0, 0, 126 << 23)  # 0 and .5
+    # the sign by its bit: Triton negates as 0 - x, which loses that of -0
+    bits = tl.where(magnitude < 2, small, normal) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * (scale << 23).to(tl.float32, bitcast=True)[:, None]
+
+
+def read_fp4_triton(codes: torch.Tensor, scales: torch.Tensor, loc: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Same contract as `read_fp4`."""
+    assert codes.stride(2) == scales.stride(2) == 1
+    n, heads, dim = loc.shape[0], codes.shape[1], codes.shape[2] * 2
+    out = torch.empty((n, heads, dim), dtype=dtype, device=codes.device)
+    blocks = heads * dim // FP4_BLOCK
+    at_once = min(_MAX_BLOCK // FP4_BLOCK, triton.next_power_of_2(blocks))
+    with torch.cuda.device_of(codes):
+        _read_fp4_kernel[(n, triton.cdiv(blocks, at_once))](
+            codes, scales, loc, out, loc.stride(0), *codes.stride()[:2], *scales.stride()[:2],
+            HEADS=heads, DIM=dim, BLOCKS=at_once, LIMIT=torch.finfo(dtype).max,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _read_fp4_kernel(  # type: ignore[no-untyped-def]
+    codes, scales, loc, out, loc_stride, code_slot, code_head, scale_slot, scale_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk of BLOCKS blocks of 16)."""
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(loc + i * loc_stride).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < HEADS * DIM // 16
+    head, first = block * 16 // DIM, block * 16 % DIM
+    pair = tl.arange(0, 8)
+    at = slot * code_slot + (head * code_head + first // 2)[:, None] + pair[None, :]
+    byte = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32)
+    scale = tl.load(scales + slot * scale_slot + head * scale_head + first // 16, mask=inside, other=0).to(tl.int32)
+    even, odd = decode_fp4(byte & 15, scale), decode_fp4(byte >> 4, scale)
+    to = out + i * HEADS * DIM + (block * 16)[:, None] + 2 * pair[None, :]
+    tl.store(to, saturate(even, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(to + 1, saturate(odd, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,157 @@
+"""What all pools with one block of token rows share; the kinds of rows come from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache.config import FP4_DTYPE, TokenConfig, store_dtype
+from kvcache.pools.base import HostCopy, KVPool, check_copy, check_loc, check_pairs
+from kvcache.pools.codec import make_codec
+from kvcache.pools.storage import Part, SlotStorage
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver
+
+
+class TokenPool(KVPool):
+    """Token rows `[L, size + ps, H, W]` for every kind of row of the config, in one storage block.
+
+    The block is on the saver's `tag` (contents discarded by a pause unless the tag says otherwise), in plain torch
+    memory without a saver. Slots other than page 0 start undefined. `size` is what is usable now: `config.size`, unless
+    the pool was resized or its tag resumed with less.
+    """
+
+    fp4 = False  # whether the pool takes configs of FP4
+
+    def __init__(self, config: TokenConfig, saver: MemorySaver | None = None, tag: str = "kv_cache") -> None:
+        self._check_kind(config)
+        self.size = config.size
+        self.page_size = config.page_size
+        self.dtype = config.dtype
+        self.store_dtype = store_dtype(config.dtype)
+        self._token_config = config
+        self._codec = make_codec(config)
+        by_row = [self._codec.parts(name, *shape) for name, shape in config.rows.items()]
+        self._storage = SlotStorage(
+            [*(part for parts in by_row for part in parts), *self._extra_parts()],
+            num_layers=config.num_layers,
+            slots=config.size + config.page_size,
+            device=config.device,
+            saver=saver,
+            tag=tag,
+            slot_major=config.slot_major,
+        )
+        self.device = self._storage.block.device
+        tensors = self._storage.parts
+        self._layers = [
+            [tuple(tensors[part.name][layer] for part in parts) for parts in by_row]
+            for layer in range(config.num_layers)
+        ]
+        self.on_resume()
+
+    def _check_kind(self, config: TokenConfig) -> None:
+        if self.fp4 != (config.dtype == FP4_DTYPE):
+            raise ValueError(f"{type(self).__name__} can't store {config.dtype}; FP4 has pools of its own (...PoolFP4)")
+
+    def _extra_parts(self) -> Sequence[Part]:
+        """Parts beside the rows, for subclasses."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._storage.bytes_per_slot
+
+    def scales(self, layer_id: int) -> tuple[float, ...]:
+        """What stored values of the layer are multiplied by, one number a kind of row (keys, values); 1 but for fp8."""
+        self._check_layer(layer_id)
+        return self._codec.scales(layer_id)
+
+    def set_scales(self, layer_id: int, *scales: float) -> None:
+        """fp8: a number for each kind of row (keys, values), as fp32. Rows written before are not rescaled."""
+        self._check_layer(layer_id)
+        self._codec.set_scales(layer_id, scales)
+
+    def get_stored(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The stored tensors `[size + ps, H, ...]` of a layer, for kernels: elements, with FP4 scales, too."""
+        self._check_layer(layer_id)
+        return tuple(part for parts in self._layers[layer_id] for part in parts)
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        check_pairs(tgt_loc, src_loc, self.device)
+        self._storage.move(tgt_loc, src_loc)
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
+        check_loc("indices", indices, self.device)
+        return HostCopy(self._format(), self._storage.to_host(indices))
+
+    def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
+        check_loc("indices", indices, self.device)
+        self.check_cpu_copy(copy, len(indices))
+        self._storage.from_host(copy.tensors, indices)
+
+    def check_cpu_copy(self, copy: HostCopy, count: int) -> None:
+        """ValueError unless `load_cpu_copy` can put the copy into `count` slots."""
+        check_copy(copy, self._format(), count)
+
+    @property
+    def num_parts(self) -> int:
+        """Tensors that a host copy has."""
+        return len(self._storage.parts)
+
+    def _format(self) -> tuple[object, ...]:
+        """What two pools must have in common so that one can take the other's bytes."""
+        config = self._token_config
+        shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
+        scales = tuple(self._codec.scales(layer) for layer in range(config.num_layers))
+        return (config.dtype, config.num_layers, shapes, scales)
+
+    def on_resume(self) -> None:
+        self.size = max(0, self._storage.refresh() - self.page_size) // self.page_size * self.page_size
+        self._storage.zero_first(self.page_size)
+
+    def resize(self, tokens: int) -> int:
+        """Gives memory back, or takes it again, behind the slots past `tokens`; returns `size`, tokens usable now.
+
+        For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so do contents of the
+        slots that stay; slots that come are undefined, and slots that went must not be touched: their pages have to be
+        out of the ledger before. ValueError past `config.size`; the saver's errors leave everything as it was.
+        """
+        if not 0 < tokens <= self._token_config.size:
+            raise ValueError(f"can't resize to {tokens} tokens; the pool was made for 1..{self._token_config.size}")
+        self._storage.resize(tokens + self.page_size)
+        # on a GPU the saver rounds up to whole extents
+        self.size = (self._storage.slots - self.page_size) // self.page_size * self.page_size
+        return self.size
+
+    def _check_layer(self, layer_id: int) -> None:
+        if not 0 <= layer_id < len(self._layers):
+            raise ValueError(f"layer {layer_id} is not in this pool; it holds layers 0..{len(self._layers) - 1}")
+
+    def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
+        """ValueError unless each tensor fits. rows: name -> (tensor, its wanted heads and width)."""
+        first = next(iter(rows.values()))[0].dtype
+        for name, (row, shape) in rows.items():
+            if row.dtype not in self._codec.accepts:
+                raise ValueError(
+                    f"{name} is {row.dtype}, the pool stores {self.dtype}; convert {name} before writing it"
+                )
+            if row.dtype != first:
+                raise ValueError(f"{name} is {row.dtype}, beside {first}; give all rows one dtype")
+            self._check_shape(name, row, loc, shape)
+
+    def _check_shape(self, name: str, row: torch.Tensor, loc: torch.Tensor, shape: tuple[int, int]) -> None:
+        if loc.dtype != torch.int64 or loc.ndim != 1:
+            raise ValueError(f"loc must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
+        if row.shape != (len(loc), *shape):
+            raise ValueError(
+                f"{name} has shape {tuple(row.shape)}, needed {(len(loc), *shape)}: [tokens, KV heads, head dim]"
+            )
+        if row.device != self.device or loc.device != self.device:
+            raise ValueError(f"{name} on {row.device} and loc on {loc.device} must be on the pool's {self.device}")

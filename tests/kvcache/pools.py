@@ -1,0 +1,92 @@
+"""One small pool of every kind, and rows to write into it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcache import (
+    DoubleSparseTokenToKVPool,
+    HybridLinearKVPool,
+    KVCacheConfig,
+    KVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLACacheConfig,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+    SWAKVPool,
+)
+from kvcache.config import FP4_DTYPE
+from memsaver import MemorySaver
+from tests.kvcache.support import DEVICE
+
+PS, SIZE = 4, 64
+SLOTS = PS + SIZE
+FP8 = torch.float8_e4m3fn
+
+
+def mha(dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, **fields: Any) -> KVCacheConfig:
+    fields = {"num_kv_heads": 2, "head_dim": 32, "v_head_dim": 16, "page_size": PS, "device": DEVICE} | fields
+    return KVCacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
+
+
+def mla(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> MLACacheConfig:
+    fields = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "page_size": PS, "device": DEVICE} | fields
+    return MLACacheConfig(num_layers=2, size=SIZE, dtype=dtype, **fields)
+
+
+def swa(saver: MemorySaver | None) -> SWAKVPool:
+    pool = SWAKVPool(mha(layers=1), mha(layers=1, size=16), [1], [0], saver)
+    mapping = torch.zeros(SLOTS, dtype=torch.int64, device=DEVICE)
+    mapping[PS:20] = torch.arange(PS, 20, device=DEVICE).flip(0)
+    pool.register_mapping(mapping)
+    return pool
+
+
+# pool, bytes a token
+POOLS: dict[str, tuple[Callable[[MemorySaver | None], KVPool], int]] = {
+    "mha": (lambda saver: MHATokenToKVPool(mha(), saver), 2 * 2 * 48 * 4),
+    "slot-major": (lambda saver: MHATokenToKVPool(mha(torch.bfloat16, slot_major=True), saver), 2 * 2 * 48 * 2),
+    "fp8": (lambda saver: MHATokenToKVPool(mha(FP8), saver), 2 * 2 * 48),
+    "fp4": (lambda saver: MHATokenToKVPoolFP4(mha(FP4_DTYPE), saver), 2 * 2 * (24 + 3)),
+    "mla": (lambda saver: MLATokenToKVPool(mla(), saver), 2 * 64 * 2),
+    "mla-fp8": (lambda saver: MLATokenToKVPool(mla(FP8), saver), 2 * 64),
+    "mla-fp4": (lambda saver: MLATokenToKVPoolFP4(mla(FP4_DTYPE, slot_major=True), saver), 2 * (32 + 4)),
+    "double-sparse": (lambda saver: DoubleSparseTokenToKVPool(mha(FP8), 5, saver), 2 * 2 * (48 + 5 * 2)),
+    "swa": (swa, 2 * 2 * 48 * 4),
+    "hybrid": (lambda saver: HybridLinearKVPool(mha(), [1, 0], saver), 2 * 2 * 48 * 4),
+}
+
+
+def new_saver() -> MemorySaver:
+    return MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
+
+
+def make(name: str, saver: MemorySaver | None = None) -> KVPool:
+    return POOLS[name][0](saver)
+
+
+def blocks(pool: Any) -> list[torch.Tensor]:
+    return [p._storage.block for p in getattr(pool, "_pools", [pool])]
+
+
+def stored(pool: Any) -> list[torch.Tensor]:
+    """All tensors [L, slots, ...] of a pool and its sub-pools."""
+    return [part for p in getattr(pool, "_pools", [pool]) for part in p._storage.parts.values()]
+
+
+def rows_for(pool: KVPool, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = pool.get_rows(0, torch.zeros(n, dtype=torch.int64, device=DEVICE))
+    return tuple(torch.randn(x.shape, generator=generator).to(x.dtype).to(DEVICE) for x in (k, v))  # type: ignore
+
+
+def write(pool: KVPool, loc: torch.Tensor, seed: int = 0) -> None:
+    for layer in range(2):
+        k, v = rows_for(pool, len(loc), seed + layer)
+        pool.set_kv_buffer(layer, loc, k, k[..., : v.shape[-1]] if isinstance(pool, MLATokenToKVPool) else v)
+
+
+def at(*slots: int) -> torch.Tensor:
+    return torch.tensor(slots, device=DEVICE)

@@ -1,0 +1,193 @@
+"""Layouts read from transformers' own config objects."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPoolFP4, SWAKVPool, kv_dtype, layout
+from kvcache.config import FP4_DTYPE
+from tests.kvcache.support import DEVICE
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_llama_and_its_dtypes() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=4, dtype="bfloat16")  # 32 heads of 128
+    got = layout(config)
+    assert (got.pool, got.kinds, got.sliding_window) == ("mha", ("full",) * 4, None)
+    assert got.rows == {"k": (32, 128), "v": (32, 128)}
+    assert got.layer_shapes == ({"k": (32, 128), "v": (32, 128)},) * 4
+    assert got.bytes_per_token == got.bytes_per_token_past_window == 4 * 2 * 32 * 128 * 2
+    assert got.state_bytes == 0
+    sizes = {"auto": 256, "bf16": 256, "fp16": 256, "fp32": 512, "fp8_e4m3": 128, "fp8_e5m2": 128, "fp4_e2m1": 72}
+    for name, head in sizes.items():
+        assert layout(config, name).bytes_per_token == 4 * 2 * 32 * head
+    assert layout(config, "fp8_e4m3").dtype == torch.float8_e4m3fn
+    assert layout(config, "fp4_e2m1").dtype == FP4_DTYPE
+    assert layout(config, dtype=torch.float16).dtype == torch.float16
+    assert layout(transformers.LlamaConfig()).dtype == torch.float32  # as a model built from it
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int4'"):
+        layout(config, "int4")
+    with pytest.raises(ValueError, match="a multiple of 16 elements"):
+        layout(transformers.LlamaConfig(hidden_size=120, num_attention_heads=5), "fp4_e2m1")
+
+
+def test_opt_13b_s_worked_example() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=40, num_attention_heads=40, hidden_size=5120, dtype="float16")
+    assert layout(config).bytes_per_token == 819_200
+
+
+def test_qwen() -> None:
+    qwen2 = transformers.Qwen2Config(
+        num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, dtype="bfloat16"
+    )
+    assert layout(qwen2).bytes_per_token == 12_288  # Qwen2.5-0.5B
+    assert layout(qwen2).pool == "mha"
+    qwen3 = transformers.Qwen3Config(num_hidden_layers=2, num_key_value_heads=8, head_dim=96, dtype="bfloat16")
+    assert layout(qwen3).rows == {"k": (8, 96), "v": (8, 96)}
+    some = transformers.Qwen2Config(
+        num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=3, dtype="bfloat16"
+    )
+    got = layout(some)
+    assert (got.kinds, got.pool, got.sliding_window) == (("full",) * 3 + ("sliding",), "swa", 64)
+
+
+def test_mistral_slides_everywhere() -> None:
+    config = transformers.MistralConfig(num_hidden_layers=3, dtype="bfloat16")
+    got = layout(config)
+    assert (got.kinds, got.pool, got.sliding_window) == (("sliding",) * 3, "mha", 4096)
+    assert got.rows["k"] == (8, 128)
+    config.sliding_window = None
+    assert layout(config).kinds == ("full",) * 3
+
+
+def test_gemma2_alternates() -> None:
+    config = transformers.Gemma2Config(num_hidden_layers=5, dtype="bfloat16")
+    got = layout(config)
+    assert got.kinds == ("sliding", "full", "sliding", "full", "sliding")
+    assert (got.pool, got.sliding_window) == ("swa", 4096)
+    a_layer = 2 * 4 * 256 * 2
+    assert (got.bytes_per_token, got.bytes_per_token_past_window) == (5 * a_layer, 2 * a_layer)
+    with pytest.raises(ValueError, match="needs window_size"):
+        got.build(size=32, page_size=4, device=DEVICE)
+    pool = got.build(size=32, page_size=4, device=DEVICE, window_size=8)
+    assert isinstance(pool, SWAKVPool)
+    assert pool.nbytes == 36 * 2 * a_layer + 12 * 3 * a_layer
+    assert [pool.route(i)[0] is pool.full_pool for i in range(5)] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2Config", "DeepseekV3Config"])
+def test_deepseek_keeps_latent_rows(name: str) -> None:
+    got = layout(getattr(transformers, name)(num_hidden_layers=3, dtype="bfloat16"))
+    assert (got.pool, got.kinds, got.rows) == ("mla", ("mla",) * 3, {"kv": (1, 576)})
+    assert got.kv_lora_rank == 512
+    assert got.bytes_per_token == 3 * 576 * 2
+    fp4 = layout(getattr(transformers, name)(num_hidden_layers=3, dtype="bfloat16"), "fp4_e2m1")
+    pool = fp4.build(size=8, page_size=4, device=DEVICE)
+    assert isinstance(pool, MLATokenToKVPoolFP4)
+    assert pool.bytes_per_token == fp4.bytes_per_token == 3 * (288 + 36)
+
+
+def tiny(name: str, **fields: Any) -> Any:
+    common = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common |= {"vocab_size": 40, "intermediate_size": 16, "dtype": "float32"}
+    return getattr(transformers, name)(**common | fields)
+
+
+def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """Shapes of a layer's states after a forward of the model itself, None for attention layers."""
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = model(torch.tensor([[1, 2, 3, 4, 5, 6]]), use_cache=True).past_key_values
+    found: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+    for layer in cache.layers:
+        states = getattr(layer, "conv_states", None)
+        found.append(states and (tuple(states[0].shape[1:]), tuple(layer.recurrent_states[0].shape[1:])))
+    return found
+
+
+def test_qwen3_next_and_its_states() -> None:
+    config = tiny(
+        "Qwen3NextConfig",
+        head_dim=8,
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    got = layout(config)
+    assert got.kinds == ("linear", "linear", "linear", "full")
+    check_states(got, config)
+    assert got.state_bytes == 3 * (40 * 3 * 4 + 4 * 4 * 6 * 4)
+    assert got.layer_shapes[3] == {"k": (2, 8), "v": (2, 8)}
+    pool = got.build(size=8, page_size=4, device=DEVICE)
+    assert isinstance(pool, HybridLinearKVPool)
+    assert pool.bytes_per_token == got.bytes_per_token == 2 * 2 * 8 * 4
+    assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes
+
+
+def test_bamba_and_its_states() -> None:
+    config = tiny(
+        "BambaConfig", attn_layer_indices=[1, 3], mamba_n_heads=4, mamba_d_state=8, mamba_d_conv=4, mamba_chunk_size=4
+    )
+    got = layout(config)
+    assert (got.kinds, got.pool) == (("linear", "full", "linear", "full"), "hybrid_linear")
+    check_states(got, config)
+    assert got.bytes_per_token == 2 * 2 * 2 * 8 * 4
+
+
+def check_states(got: Any, config: Any) -> None:
+    """Against the model: transformers keeps one column more of the convolution, which the next token shifts out."""
+    for kind, shapes, own in zip(got.kinds, got.layer_shapes, states_of(config), strict=True):
+        assert (kind == "linear") == (own is not None)
+        if own is not None:
+            (channels, kernel), temporal = own
+            assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
+
+
+def test_plain_objects_will_do() -> None:
+    """No transformers needed: attributes alone, older names included, the text side of a multimodal config."""
+    old = SimpleNamespace(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        torch_dtype="float16",
+        layer_types=None,
+        layers_block_type=["attention", "mamba"],
+        mamba_expand=2,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_n_heads=8,
+    )
+    got = layout(SimpleNamespace(text_config=old))
+    assert (got.kinds, got.dtype, got.rows["k"]) == (("full", "linear"), torch.float16, (4, 16))
+    assert got.temporal_shape == (8, 16, 8)
+    odd = SimpleNamespace(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, v_head_dim=8, head_dim=16)
+    assert layout(odd, "bf16").rows == {"k": (4, 16), "v": (4, 8)}
+    assert isinstance(layout(odd).build(size=4, page_size=4, device=DEVICE), MHATokenToKVPool)
+
+
+def test_unknown_models_are_refused() -> None:
+    base = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    for fields, message in (
+        ({"layer_types": ["full_attention", "conv"]}, r"layers of kind \['conv'\] are not supported"),
+        ({"layer_types": ["full_attention"]}, "the kinds of 1 layers and has 2"),
+        ({"layer_types": ["sliding_attention", "linear_attention"], "mamba_d_state": None}, "states are not known"),
+        ({"dtype": "float7"}, "'float7' is no torch dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layout(SimpleNamespace(**base, **fields))
+    mixed = {"layer_types": ["sliding_attention", "linear_attention"], "linear_conv_kernel_dim": 4}
+    for name in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
+        mixed[f"linear_{name}"] = 2
+    with pytest.raises(ValueError, match=r"no pool holds layers of the kinds \['linear', 'sliding'\] together"):
+        layout(SimpleNamespace(**base, **mixed))
+    with pytest.raises(ValueError, match="no linear layers"):
+        layout(SimpleNamespace(**base)).mamba_config(size=1, device="cpu")
+    assert kv_dtype("auto", torch.float64) == torch.float64

@@ -1,0 +1,227 @@
+"""State slots, and the request table that takes and gives them back together with its rows."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import HybridReqToTokenPool, MambaConfig, MambaPool, ReqHandle
+from memsaver import MemorySaver
+from tests.kvcache.support import DEVICE
+
+CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
+
+
+def make(size: int = 4, saver: MemorySaver | None = None, **changes: Any) -> MambaPool:
+    fields: dict[str, Any] = {
+        "num_layers": 3,
+        "conv_shapes": CONV,
+        "temporal_shape": TEMPORAL,
+        "conv_dtype": torch.bfloat16,
+    }
+    return MambaPool(MambaConfig(size=size, device=DEVICE, **fields | changes), saver)
+
+
+def fill(pool: MambaPool, slot: int, value: float) -> None:
+    for layer in range(3):
+        conv, temporal = pool.states(layer)
+        for state in (*conv, temporal):
+            state[slot] = value + layer
+
+
+def values(pool: MambaPool, slot: int) -> list[float]:
+    """What each layer's states hold, which must be one number a layer."""
+    found = []
+    for layer in range(3):
+        conv, temporal = pool.states(layer)
+        (value,) = {x for state in (*conv, temporal) for x in state[slot].flatten().tolist()}
+        found.append(value)
+    return found
+
+
+def new_saver() -> MemorySaver:
+    return MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
+
+
+def test_shapes_and_bytes() -> None:
+    saver = new_saver()
+    pool = make(saver=saver)
+    assert [tuple(c.shape) for c in pool.conv] == [(3, 5, 5, 3), (3, 5, 2, 3)]
+    assert tuple(pool.temporal.shape) == (3, 5, 2, 4, 3)
+    assert (pool.conv[0].dtype, pool.temporal.dtype) == (torch.bfloat16, torch.float32)
+    assert pool.bytes_per_slot == pool.config.bytes_per_slot == 3 * ((15 + 6) * 2 + 24 * 4)
+    assert pool.nbytes == 5 * pool.bytes_per_slot
+    report = saver.report().tags["kv_cache"]
+    assert pool.nbytes <= report.live_bytes <= pool.nbytes + 4096
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=f"layer {wrong} is not in this pool"):
+            pool.states(wrong)
+    saver.close()
+
+
+def test_slots_come_zeroed_and_never_0() -> None:
+    pool = make()
+    for state in (*pool.conv, pool.temporal):
+        state[:, 1:].fill_(torch.nan)
+    slots = pool.alloc(3)
+    assert slots is not None
+    assert len(set(slots)) == 3
+    assert 0 not in slots
+    assert all(values(pool, slot) == [0, 0, 0] for slot in (0, *slots))
+    (left,) = set(range(1, 5)) - set(slots)
+    assert pool.temporal[:, left].isnan().all()  # only what was handed out is touched
+    assert pool.alloc(2) is None
+    assert pool.available_size() == 1
+    assert pool.alloc(0) == []
+    pool.free(slots[1:])
+    pool.check_integrity()
+    for wrong in ([slots[1]], [0], [99], [slots[0], slots[0]]):
+        with pytest.raises(ValueError, match="not held|name one twice"):
+            pool.free(wrong)
+    pool.check_integrity()
+    assert pool.available_size() == 3
+
+
+def test_states_are_cloned_and_copied() -> None:
+    pool = make()
+    a, b = pool.alloc(2) or []
+    fill(pool, a, 10)
+    fill(pool, b, 20)
+    (c,) = pool.clone([a]) or []
+    fill(pool, a, 30)
+    assert values(pool, c) == [10, 11, 12]
+    pool.copy([a, b], [b, a])  # all read before any is written
+    assert (values(pool, a), values(pool, b)) == ([20, 21, 22], [30, 31, 32])
+    assert pool.clone([a, b]) is None
+    with pytest.raises(ValueError, match="slot 99 is not held"):
+        pool.clone([99])
+    with pytest.raises(ValueError, match="pair them"):
+        pool.copy([a, b], [c])
+    copy = pool.get_cpu_copy([a, c])
+    assert copy.nbytes == 2 * pool.bytes_per_slot
+    pool.load_cpu_copy(copy, [b, a])
+    assert (values(pool, b), values(pool, a)) == ([20, 21, 22], [10, 11, 12])
+    with pytest.raises(ValueError, match="pair them"):
+        pool.load_cpu_copy(copy, [a])
+    with pytest.raises(ValueError, match="the host copy is of"):
+        make(conv_dtype=torch.float16).load_cpu_copy(copy, [])
+
+
+def test_slots_taken_in_a_pause_are_zeroed_by_the_resume() -> None:
+    saver = new_saver()
+    pool = make(saver=saver)
+    (held,) = pool.alloc(1) or []
+    for _ in range(2):
+        saver.pause("kv_cache")
+        taken = pool.alloc(2)
+        assert taken is not None
+        pool.free(taken[:1])  # one of them goes before the resume
+        for call in (lambda: pool.clone([held]), lambda: pool.copy([held], [held])):
+            with pytest.raises(ValueError, match="can't be copied while tag 'kv_cache' is paused"):
+                call()
+        pool.check_integrity()
+        saver.resume("kv_cache")
+        for state in (*pool.conv, pool.temporal):
+            state.fill_(7)
+        pool.on_resume()
+        assert [values(pool, slot) for slot in (0, taken[1])] == [[0] * 3] * 2
+        assert values(pool, held) == values(pool, taken[0]) == [7] * 3  # nobody's, and the owner's to restore
+        pool.free(taken[1:])
+    saver.close()
+
+
+def test_config_names_what_is_wrong() -> None:
+    for changes, message in (
+        ({"num_layers": 0}, "num_layers"),
+        ({"conv_shapes": ((5, 0),)}, "conv_shapes"),
+        ({"temporal_shape": (2, -1)}, "temporal_shape"),
+        ({"temporal_dtype": torch.int8}, "temporal_dtype torch.int8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
+
+
+# ---------------------------------------------------------------- rows with states
+
+
+def hybrid(rows: int, slots: int) -> HybridReqToTokenPool:
+    return HybridReqToTokenPool(rows, 8, DEVICE, make(size=slots))
+
+
+def test_rows_and_slots_are_taken_together_or_not_at_all() -> None:
+    table = hybrid(rows=4, slots=3)
+    first = table.alloc([None, None])
+    assert first is not None
+    slots = [table.mamba_slot(handle) for handle in first]
+    assert table.req_to_mamba.dtype == torch.int32
+    assert table.req_to_mamba[[h.row for h in first]].tolist() == slots
+    fill(table.mamba, slots[0], 5)
+    assert table.alloc([None, first[0], None]) is None  # rows would do, slots don't
+    table.check_integrity()
+    assert "1 state slot" not in table.shortage("request 7", 1)
+    assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
+    again = table.alloc([first[0], None])
+    assert again is not None
+    assert again[0] == first[0]
+    assert values(table.mamba, table.mamba_slot(first[0])) == [5, 6, 7]  # a held slot is reused as it is
+    assert values(table.mamba, table.mamba_slot(again[1])) == [0, 0, 0]
+    table.copy_states(again[1], first[0])
+    assert values(table.mamba, table.mamba_slot(again[1])) == [5, 6, 7]
+    table.free(first[0])
+    with pytest.raises(ValueError, match="stale"):
+        table.free(first[0])
+    with pytest.raises(ValueError, match="stale"):
+        table.mamba_slot(first[0])
+    table.check_integrity()
+
+    few = hybrid(rows=1, slots=3)  # slots would do, rows don't
+    assert few.alloc([None, None]) is None
+    assert few.mamba.available_size() == 3
+    few.check_integrity()
+
+
+def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = hybrid(rows=4, slots=4)
+
+    def fail(slots: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(table.mamba, "_zero", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        table.alloc([None, None])
+    monkeypatch.undo()
+    assert (table.available_size(), table.mamba.available_size()) == (4, 4)
+    monkeypatch.setattr(table, "_map", lambda rows, slots: fail(slots) if any(slots) else None)
+    with pytest.raises(torch.OutOfMemoryError):
+        table.alloc([None, None])
+    monkeypatch.undo()
+    assert (table.available_size(), table.mamba.available_size()) == (4, 4)
+    table.check_integrity()
+
+
+def test_random_requests_keep_one_slot_each() -> None:
+    chooser = random.Random(3)
+    table = hybrid(rows=5, slots=4)
+    live: list[ReqHandle] = []
+    slot_of: dict[ReqHandle, int] = {}
+    for _ in range(60):
+        if live and chooser.random() < 0.45:
+            handle = live.pop(chooser.randrange(len(live)))
+            table.free(handle)
+            del slot_of[handle]
+        else:
+            wanted = chooser.randint(1, 2)
+            got = table.alloc([*live[:1], *[None] * wanted])
+            assert (got is None) == (len(live) + wanted > 4)
+            for handle in (got or [])[len(live[:1]) :]:
+                live.append(handle)
+                slot_of[handle] = table.mamba_slot(handle)
+        assert {h: table.mamba_slot(h) for h in live} == slot_of
+        assert len(set(slot_of.values())) == len(live)
+        table.check_integrity()
+
+
+def test_table_and_states_are_on_one_device() -> None:
+    with pytest.raises(ValueError, match="use one device"):
+        HybridReqToTokenPool(2, 4, "meta", make())

@@ -1,0 +1,169 @@
+"""What only some pools do: fp8 scales, FP4 rows, latent rows, labels."""
+
+import pytest
+import torch
+
+from kvcache import (
+    DoubleSparseTokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
+from kvcache.config import FP4_DTYPE
+from kvcache.ops import quant
+from memsaver import MemorySaver
+from tests.kvcache.pools import FP8, PS, SLOTS, at, blocks, mha, mla, new_saver, rows_for, write
+from tests.kvcache.support import DEVICE
+
+# ---------------------------------------------------------------- fp8 and FP4
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
+    pool = MHATokenToKVPool(mha(dtype, compute_dtype=torch.float32))
+    assert pool.store_dtype == torch.uint8
+    assert pool.scales(0) == pool.scales(1) == (1.0, 1.0)
+    pool.set_scales(1, 0.1, 4)
+    assert pool.scales(1) == (torch.tensor(0.1).item(), 4.0)
+    assert pool.scales(0) == (1.0, 1.0)
+    k, v = torch.randn(3, 2, 32, device=DEVICE), torch.randn(3, 2, 16, device=DEVICE) * 30
+    k[0, 0, 0], v[0, 0, 0], v[0, 0, 1] = 1e9, -torch.inf, torch.nan
+    kept = k.clone(), v.clone()
+    pool.set_kv_buffer(1, at(6, 4, 9), k, v)
+    assert torch.equal(k, kept[0])
+    assert torch.equal(v[1:], kept[1][1:])
+    limit = torch.finfo(dtype).max
+    k_view, v_view = (view[at(6, 4, 9)].float() for view in pool.get_kv_buffer(1))
+    assert pool.get_kv_buffer(1)[0].dtype == dtype
+    assert (k_view[0, 0, 0], v_view[0, 0, 0], v_view[0, 0, 1]) == (limit, -limit, 0)
+    k_rows, v_rows = pool.get_rows(1, at(6, 4, 9))
+    assert torch.equal(k_rows, k_view * torch.tensor(0.1))
+    assert torch.equal(v_rows, v_view * 4)
+    step = {FP8: 2**-4, torch.float8_e5m2: 2**-3}[dtype]
+    assert ((k_rows - k).abs() <= step * k.abs() + 1e-3)[1:].all()
+
+
+def test_fp8_rows_are_taken_as_scaled() -> None:
+    pool = MHATokenToKVPool(mha(FP8))
+    pool.set_scales(0, 0.5, 0.5)
+    k = torch.full((1, 2, 32), 3.0, device=DEVICE).to(FP8)
+    pool.set_kv_buffer(0, at(4), k, k[..., :16])
+    assert (pool.get_rows(0, at(4))[0] == 1.5).all()
+    with pytest.raises(ValueError, match="one dtype"):
+        pool.set_kv_buffer(0, at(4), k, k[..., :16].float())
+
+
+def test_scales_are_checked_and_travel_with_copies() -> None:
+    pool = MHATokenToKVPool(mha(FP8))
+    for wrong in ((1.0,), (1.0, 0.0), (1.0, -1.0), (torch.inf, 1.0), (1.0, 1e-45), (torch.nan, 1.0)):
+        with pytest.raises(ValueError, match="of layer 1 must be one finite number > 0 for each of k, v"):
+            pool.set_scales(1, *wrong)
+    assert pool.scales(1) == (1.0, 1.0)
+    copy = pool.get_cpu_copy(at(4))
+    pool.set_scales(1, 2.0, 1.0)
+    with pytest.raises(ValueError, match="the host copy is of"):
+        pool.load_cpu_copy(copy, at(4))
+    with pytest.raises(ValueError, match="no layer scales"):
+        MHATokenToKVPool(mha()).set_scales(0, 1.0, 1.0)
+
+
+def test_fp8_scales_survive_a_pause() -> None:
+    saver = new_saver()
+    pool = MHATokenToKVPool(mha(FP8), saver)
+    pool.set_scales(0, 2.0, 3.0)
+    saver.pause("kv_cache")
+    assert pool.scales(0) == (2.0, 3.0)
+    saver.resume("kv_cache")
+    pool.on_resume()
+    write(pool, at(4))
+    rows = [pool.get_rows(0, at(4)), rows_for(pool, 1)]
+    assert all(torch.allclose(a.float(), b.float(), rtol=0.07, atol=0.01) for a, b in zip(*rows, strict=True))
+    saver.close()
+
+
+def test_fp4_reads_what_the_definition_says() -> None:
+    pool = MHATokenToKVPoolFP4(mha(FP4_DTYPE, compute_dtype=torch.float16))
+    for block in blocks(pool):
+        block.fill_(255)  # unallocated slots: scale byte 255 is infinity or NaN
+    pool.on_resume()
+    k, v = (x.half() for x in rows_for(pool, 3))
+    pool.set_kv_buffer(1, at(9, 4, 30), k, v)
+    got = pool.get_rows(1, at(9, 4, 30))
+    for rows, read in zip((k, v), got, strict=True):
+        assert torch.equal(read, quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float16))
+    assert [tuple(t.shape) for t in pool.get_stored(1)] == [(SLOTS, 2, w) for w in (16, 2, 8, 1)]
+    with pytest.raises(ValueError, match="use get_rows"):
+        pool.get_kv_buffer(1)
+
+
+def test_pools_refuse_what_they_can_not_store() -> None:
+    with pytest.raises(ValueError, match="FP4 has pools of its own"):
+        MHATokenToKVPool(mha(FP4_DTYPE))
+    with pytest.raises(ValueError, match="MLATokenToKVPoolFP4 can't store torch.bfloat16"):
+        MLATokenToKVPoolFP4(mla())
+    with pytest.raises(ValueError, match="a multiple of 16 elements, 'k' has 24"):
+        mha(FP4_DTYPE, head_dim=24)
+    with pytest.raises(ValueError, match="kv_lora_rank of a multiple of 16, got 40"):
+        mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8)
+    with pytest.raises(ValueError, match="compute_dtype"):
+        mha(FP8, compute_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="use one device"):
+        MLATokenToKVPool(mla(device="meta"), MemorySaver(device="cpu"))
+
+
+# ---------------------------------------------------------------- MLA
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, FP4_DTYPE])
+def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
+    cls = MLATokenToKVPoolFP4 if dtype == FP4_DTYPE else MLATokenToKVPool
+    pools = [cls(mla(dtype)) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(3, 1, 64, generator=generator).bfloat16().to(DEVICE)
+    loc = at(9, 4, 30)
+    for pool in pools:
+        if dtype == FP8:
+            pool.set_scales(1, 0.01)  # one number: 448 * 0.01 is near the largest, some saturate
+            assert len(pool.scales(1)) == 1
+        blocks(pool)[0].zero_()
+    pools[0].set_kv_buffer(1, loc, row)
+    pools[1].set_mla_kv_buffer(1, loc, row[..., :48], row[..., 48:])
+    assert torch.equal(blocks(pools[0])[0], blocks(pools[1])[0])
+    k, v = pools[0].get_rows(1, loc)
+    assert k.shape == (3, 1, 64)
+    assert v.shape == (3, 1, 48)
+    assert v.data_ptr() == k.data_ptr()
+    if dtype == torch.bfloat16:
+        assert torch.equal(k, row)
+    else:
+        assert ((k - row).abs() <= row.abs().amax() / 6).all()
+    if dtype != FP4_DTYPE:
+        whole, value = pools[0].get_kv_buffer(1)
+        assert whole.shape == (SLOTS, 1, 64)
+        assert value.shape == (SLOTS, 1, 48)
+        assert value.data_ptr() == whole.data_ptr()
+    with pytest.raises(ValueError, match=r"rope has shape \(3, 1, 48\), needed \(3, 1, 16\)"):
+        pools[0].set_mla_kv_buffer(1, loc, row[..., :48], row[..., :48])
+
+
+# ---------------------------------------------------------------- double sparsity
+
+
+def test_labels_beside_keys_and_values() -> None:
+    pool = DoubleSparseTokenToKVPool(mha(FP8), 5)
+    label = torch.randn(2, 5, 2, device=DEVICE).bfloat16().transpose(1, 2)
+    pool.set_label_buffer(1, at(4, 9), label)
+    buffer = pool.get_label_buffer(1)
+    assert buffer.shape == (SLOTS, 2, 5)
+    assert torch.equal(buffer[at(4, 9)], label)
+    assert not buffer[:PS].any()
+    pool.move_kv_cache(at(5), at(9))
+    assert torch.equal(buffer[5], label[1])
+    for wrong, message in ((label.float(), "label is torch.float32"), (label[:1], r"label has shape \(1, 2, 5\)")):
+        with pytest.raises(ValueError, match=message):
+            pool.set_label_buffer(1, at(4, 9), wrong)
+    with pytest.raises(ValueError, match="layer 2"):
+        pool.get_label_buffer(2)
+    with pytest.raises(ValueError, match="more than the head's 32 channels"):
+        DoubleSparseTokenToKVPool(mha(), 33)

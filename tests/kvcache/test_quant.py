@@ -1,0 +1,229 @@
+"""fp8 and FP4: the torch definition against plain arithmetic, the Triton kernels against the torch definition."""
+
+import bisect
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.ops import kv_write, quant
+from tests.kvcache.support import DEVICE
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+POISON = 171
+IMPLS: list[Any] = ["torch", "triton"]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern is fair: NaN, infinities, subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).to(DEVICE)
+
+
+def nearest(x: float, values: list[float]) -> int:
+    """Index of the value nearest to x among ascending ones, of two equally near the one with the even index."""
+    i = min(max(bisect.bisect_left(values, x), 1), len(values) - 1)
+    below, above = Fraction(x) - Fraction(values[i - 1]), Fraction(values[i]) - Fraction(x)
+    return i - 1 if below < above or (below == above and (i - 1) % 2 == 0) else i
+
+
+# ---------------------------------------------------------------- fp8
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_is_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    positive = sorted({v for v in every.tolist() if 0 <= v < float("inf")})
+    midpoints = [(a + b) / 2 for a, b in itertools.pairwise(positive)]
+    around = [m * factor for m in midpoints for factor in (1 - 2**-20, 1 + 2**-20)]
+    xs = torch.tensor([*positive, *midpoints, *around, 1e30, float("inf"), 2.0**-140])
+    got = quant.quantise_fp8(torch.cat((xs, -xs)), torch.ones(()), dtype).float()
+    expected = torch.tensor([positive[-1] if x > positive[-1] else positive[nearest(x, positive)] for x in xs.tolist()])
+    assert torch.equal(got, torch.cat((expected, -expected)))
+    assert quant.quantise_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(()), dtype).float().tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply")  # numpy, in the interpreter
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("rows_dtype", FLOATS)
+def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """For 16-bit rows: every pattern there is."""
+    if rows_dtype == torch.float32:
+        k = random_bits((16, 2, 512), rows_dtype)
+        k[:8] = torch.ldexp(torch.randn_like(k[:8]), torch.randint(-20, 18, k[:8].shape, device=DEVICE))
+    else:
+        k = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(rows_dtype).view(32, 2, 1024)
+    v = k.flip(0)[..., ::4]  # narrower, strided
+    loc = torch.randperm(40, device=DEVICE)[: len(k)]
+    scales = torch.tensor([1 / 0.37, 1.0], device=DEVICE)
+    before, results = bits(k).clone(), []
+    for impl in IMPLS:
+        buffers = [torch.full((40, 2, r.shape[2]), POISON, dtype=torch.uint8, device=DEVICE) for r in (k, v)]
+        kv_write.set_kv_buffer_fp8(k, v, *buffers, loc, scales, dtype, impl)
+        results.append(buffers)
+        rest = torch.ones(40, dtype=torch.bool, device=DEVICE)
+        rest[loc] = False
+        for buffer in buffers:
+            assert (buffer[rest] == POISON).all()
+            assert buffer[loc].view(dtype).float().isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(bits(k), before)
+
+
+def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
+    stored = torch.tensor([[[448.0, -448.0, 0.5, 0.0]]]).to(torch.float8_e4m3fn).view(torch.uint8).to(DEVICE)
+    loc = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    for dtype, large in ((torch.float16, 65504.0), (torch.float32, 448 * 400.0)):
+        got = quant.read_fp8(stored, loc, torch.tensor(400.0, device=DEVICE), torch.float8_e4m3fn, dtype)
+        assert got.dtype == dtype
+        assert got.tolist() == [[[large, -large, 200.0, 0.0]]] * 2
+
+
+# ---------------------------------------------------------------- FP4
+
+
+def blocks_of(values: list[float], e: int) -> torch.Tensor:
+    """fp32 [n, 16]: each value times 2**e in a block of its own whose largest element is 6 * 2**e."""
+    blocks = torch.zeros(len(values), 16)
+    blocks[:, 3] = 6.0
+    blocks[:, 8] = torch.tensor(values)
+    return torch.ldexp(blocks, torch.tensor(e)).to(DEVICE)
+
+
+@pytest.mark.parametrize("e", [-125, -7, 0, 9, 125])
+def test_every_code_tie_and_neighbour(e: int) -> None:
+    around = [(b, b * (1 - 2**-22), b * (1 + 2**-22)) for b in quant.FP4_BOUNDS]
+    values = [*quant.FP4_VALUES, *itertools.chain(*around)]
+    values += [-value for value in values]
+    codes, scales = quant.quantise_fp4(blocks_of(values, e))
+    got = codes[:, 4] & 15  # element 8 is even: the low nibble
+    expected = [nearest(abs(v), list(quant.FP4_VALUES)) + (8 if v < 0 or str(v) == "-0.0" else 0) for v in values]
+    assert got.tolist() == expected
+    assert (codes[:, 1] >> 4 == 7).all()  # element 3 is odd: the high nibble
+    assert (scales == e + 127).all()
+    ties = {bound: quant.FP4_VALUES[expected[values.index(bound)]] for bound in quant.FP4_BOUNDS}
+    assert ties == {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4}
+    read = quant.dequantise_fp4(codes, scales, torch.float32)[:, 8]
+    assert read.tolist() == [(-1 if c > 7 else 1) * quant.FP4_VALUES[c & 7] * 2.0**e for c in expected]
+
+
+def test_all_256_bytes_read_as_their_two_values() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(32, 8)
+    scales = torch.full((32, 1), 127 + 3, dtype=torch.uint8, device=DEVICE)
+    got = quant.dequantise_fp4(codes, scales, torch.bfloat16).float().flatten().tolist()
+    value = [*quant.FP4_VALUES, *(-v for v in quant.FP4_VALUES)]
+    expected = [8 * value[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4)]
+    assert got == expected
+    zero = torch.zeros_like(scales)
+    assert not quant.dequantise_fp4(codes, zero, torch.float32).any()  # scale byte 0: zeros
+
+
+def test_the_exponent_is_the_least_that_fits() -> None:
+    amax = torch.tensor([1.0, 1.5, 1.5 + 2**-23, 2.0, 6.0, 6.1, 0.75, 2.0**-126, 2.0**-149, 3e38, torch.inf, 2.0**-130])
+    blocks = torch.zeros(len(amax), 16)
+    blocks[:, 5] = -amax
+    _, scales = quant.quantise_fp4(blocks.to(DEVICE))
+    for value, scale in zip(amax.tolist(), scales[:, 0].tolist(), strict=True):
+        e = scale - 127
+        assert -125 <= e <= 125
+        value = min(value, quant.FP4_LIMIT)
+        assert Fraction(value) <= 6 * Fraction(2) ** e
+        assert e == -125 or Fraction(value) > 6 * Fraction(2) ** (e - 1)
+
+
+def test_zeros_nan_and_infinity() -> None:
+    blocks = torch.zeros(4, 16, device=DEVICE)
+    blocks[1, 0] = torch.nan
+    blocks[2, :3] = torch.tensor([torch.inf, -torch.inf, 1.0])
+    blocks[3] = -0.0
+    codes, scales = quant.quantise_fp4(blocks)
+    assert scales[:, 0].tolist() == [0, 0, 252, 0]
+    read = quant.dequantise_fp4(codes, scales, torch.float32)
+    assert read[2, :3].tolist() == [quant.FP4_LIMIT, -quant.FP4_LIMIT, 0]
+    assert not read[[0, 1, 3]].any()
+    assert read[3].signbit().all()
+    assert quant.dequantise_fp4(codes, scales, torch.float16)[2, :3].tolist() == [65504, -65504, 0]
+
+
+@pytest.mark.parametrize("rows_dtype", FLOATS)
+def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
+    rows = torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
+    read = quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float32)
+    blocks, error = rows.float().unflatten(-1, (-1, 16)), (read - rows.float()).unflatten(-1, (-1, 16)).abs()
+    assert (error <= blocks.abs().amax(-1, keepdim=True) / 3).all()  # at most half of the widest gap, 4 to 6, of 3
+    assert error.square().mean().sqrt() < 0.15 * rows.float().std()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
+    heads, k_dim, v_dim, slots = 5, 272, 32, 30  # a row wider than one program's blocks
+    k = random_bits((12, heads, k_dim), dtype, 3)
+    k[:6] = torch.randn(6, heads, k_dim, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
+    k[6, 0, :16] = 0
+    k[7, :, ::2] = -0.0
+    ties = torch.tensor([*quant.FP4_BOUNDS, *quant.FP4_VALUES, 6.0], dtype=dtype, device=DEVICE)
+    k[8] = ties.repeat(k_dim // 16)
+    k[9] = -ties.repeat(k_dim // 16) / 64
+    v = random_bits((12, v_dim, heads), dtype, 5).transpose(1, 2)  # dim-first
+    loc = torch.randperm(slots, device=DEVICE, generator=None)[:24].view(12, 2)[:, 1]
+    assert not loc.is_contiguous()
+    before, results = (bits(k).clone(), bits(v).clone()), []
+    for impl in IMPLS:
+        widths = (k_dim // 2, k_dim // 16, v_dim // 2, v_dim // 16)
+        wide = [torch.full((slots, heads, w + 8), POISON, dtype=torch.uint8, device=DEVICE) for w in widths]
+        parts = [t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)]  # rows inside of wider ones
+        kv_write.set_kv_buffer_fp4(k, v, parts[:2], parts[2:], loc, impl)
+        for t, w in zip(wide, widths, strict=True):
+            assert (t[..., :4] == POISON).all()
+            assert (t[..., 4 + w :] == POISON).all()
+        results.append(wide)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(bits(k), before[0])
+    assert torch.equal(bits(v), before[1])
+    for out in FLOATS:
+        a, b = (quant.read_fp4(parts[0], parts[1], loc[4:9], out, impl) for impl in IMPLS)
+        assert torch.equal(bits(a), bits(b))
+        assert a.dtype == out
+        assert a.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply")
+def test_fp4_reads_any_bytes_alike() -> None:
+    """Also what was never written: no byte reads as NaN or infinity, and both agree."""
+    codes, scales = random_bits((9, 2, 32), torch.uint8, 6), random_bits((9, 2, 4), torch.uint8, 7)
+    scales[8, :, 0], scales[3, :, 0] = 255, 254
+    loc = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    for dtype in FLOATS:
+        a, b = (quant.read_fp4(codes, scales, loc, dtype, impl) for impl in IMPLS)
+        assert torch.equal(bits(a), bits(b))
+        assert a.isfinite().all()
+    none = loc[:0]
+    assert all(quant.read_fp4(codes, scales, none, torch.bfloat16, impl).shape == (0, 2, 64) for impl in IMPLS)
+
+
+def test_writing_no_rows_is_a_no_op() -> None:
+    buffer = torch.full((2, 1, 16), POISON, dtype=torch.uint8, device=DEVICE)
+    none, loc = torch.empty(0, 1, 16, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    for impl in IMPLS:
+        kv_write.set_kv_buffer_fp8(none, none, buffer, buffer, loc, torch.ones(2, device=DEVICE), FP8[0], impl)
+        kv_write.set_kv_buffer_fp4(none, none, [buffer] * 2, [buffer] * 2, loc, impl)
+        kv_write.set_rows(none, buffer, loc, impl)
+    assert (buffer == POISON).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_row_a_token(impl: Any) -> None:
+    buffer = torch.zeros(4, 2, 8, device=DEVICE)
+    rows = torch.randn(2, 2, 3, device=DEVICE)
+    kv_write.set_rows(rows, buffer[..., 2:5], torch.tensor([3, 1], device=DEVICE), impl)
+    expected = torch.zeros_like(buffer)
+    expected[[3, 1], :, 2:5] = rows
+    assert torch.equal(buffer, expected)
