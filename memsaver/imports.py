@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memsaver.backends.base import Backend
-from memsaver.errors import BackendError
+from memsaver.errors import BackendError, LeaseError
+
+_ARRIVAL_SECONDS = 2.0  # less than a peer waits that revokes
 
 
 @dataclass
@@ -27,17 +30,40 @@ class Imports:
     """By the extent's id. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._by_id: dict[int, Import] = {}
+        self._arriving: set[int] = set()
+        self._gone: weakref.WeakSet[object] = weakref.WeakSet()
 
     def add(self, extent_id: int, item: Import) -> None:
+        """From here on the handle is looked after here; it is released at once if its owner is gone."""
         with self._lock:
             assert extent_id not in self._by_id
             self._by_id[extent_id] = item
+            if item.owner in self._gone:
+                self._release(extent_id)
+
+    @contextlib.contextmanager
+    def arriving(self, ids: Sequence[int]) -> Iterator[None]:
+        """Inside, these may be added, and their owner, who knows that already, may revoke them: that waits."""
+        with self._lock:
+            self._arriving.update(ids)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._arriving.difference_update(ids)
+                self._lock.notify_all()
+
+    def unchanged(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, only this thread changes what is here."""
+        return self._lock
 
     def pin(self, ids: Sequence[int]) -> list[int]:
-        """The handles; they stay until ``unpin``. KeyError for one that is not here."""
+        """The handles; they stay until ``unpin``."""
         with self._lock:
+            if any(extent_id not in self._by_id for extent_id in ids):
+                raise LeaseError("the owner has gone, or has revoked the memory; attach again if it is there")
             items = [self._by_id[extent_id] for extent_id in ids]
             for item in items:
                 item.pins += 1
@@ -64,16 +90,18 @@ class Imports:
     def drop(self, ids: Sequence[int]) -> list[int]:
         """Release those that no lease maps; the ids of the others."""
         with self._lock:
+            self._lock.wait_for(lambda: self._arriving.isdisjoint(ids), _ARRIVAL_SECONDS)
             here = [extent_id for extent_id in ids if extent_id in self._by_id]
             mapped = [extent_id for extent_id in here if self._by_id[extent_id].pins]
             for extent_id in here:
                 if extent_id not in mapped:
                     self._release(extent_id)
-            return mapped
+            return mapped + sorted(self._arriving.intersection(ids))
 
     def drop_owner(self, owner: object) -> None:
         """The owner is gone: release all of its extents, those that a lease maps when it ends."""
         with self._lock:
+            self._gone.add(owner)
             for extent_id in [key for key, item in self._by_id.items() if item.owner is owner]:
                 if self._by_id[extent_id].pins:
                     self._by_id[extent_id].orphan = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -45,17 +47,36 @@ class PoolTicket:
 
 
 class Owner:
-    """The connection of this process to one saver, here or in another process; one for all leases of it."""
+    """The connection of this process to one saver, here or in another process; one for all leases of it.
+
+    ``granting``: held from asking for a lease until what came with it is imported, for the next answer builds on that.
+    """
 
     def __init__(self, socket_name: str) -> None:
+        self._socket_name = socket_name
+        self.granting = threading.Lock()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect("\0" + socket_name)
-        except OSError:
+            _, uid = rpc.credentials(connection)
+            if uid != os.getuid():  # who would not answer; or who has taken a dead saver's name, to be told tokens
+                raise rpc.Refused(f"its saver is user {uid}'s, this process is user {os.getuid()}'s")
+        except BaseException:
             connection.close()
             raise
-        self.endpoint = rpc.Endpoint(connection, self._serve, lambda: imports.drop_owner(self), "memsaver-peer")
+        self.endpoint = rpc.Endpoint(connection, self._serve, self._gone, "memsaver-peer", self._late)
         self.endpoint.start()
+
+    def _gone(self) -> None:
+        imports.drop_owner(self)
+        with _lock:
+            if _owners.get(self._socket_name) is self:
+                del _owners[self._socket_name]
+
+    def _late(self, answer: dict[str, Any]) -> None:
+        """Give back a lease that nobody waits for any longer; what came with it, the next one asks for."""
+        if "lease" in answer:
+            self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
 
     def _serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
         assert op == "revoke" and not fds
@@ -144,16 +165,29 @@ def attach(ticket: Ticket) -> Lease:
 
 
 def _granted(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack) -> list[tuple[int, int, int]]:
-    """Ask the owner; (id, offset, nbytes) of every extent, all of them imported here."""
-    with explained(f"no lease of tag {ticket.tag!r}", f"the owner of tag {ticket.tag!r}"):
+    """(id, offset, nbytes) of every extent, all of them imported here."""
+    with _explained(ticket):
         owner = owner_of(ticket.socket_name)
+    with owner.granting:
+        extents, forgotten = _ask(owner, ticket, backend, undo)
+        if lost := imports.missing([extent_id for extent_id, _, _ in extents]):
+            forgotten += lost  # with an answer that came too late
+            undo.close()
+            extents, _ = _ask(owner, ticket, backend, undo)
+    return extents
+
+
+def _ask(
+    owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """The leased extents, and which of them the owner wrongly believes to be here: to be told when the lease ends."""
+    with _explained(ticket):
         answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token)
-    forgotten: list[int] = []
-    undo.callback(_end_lease, owner, answer["lease"], forgotten)
     fresh = [(extent_id, nbytes) for extent_id, _, nbytes, new in answer["extents"] if new]
-    forgotten += [extent_id for extent_id, _ in fresh]
+    forgotten = [extent_id for extent_id, _ in fresh]
+    undo.callback(_end_lease, owner, answer["lease"], forgotten)
     import_all(fresh, fds, backend, owner, forgotten)
-    return [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]]
+    return [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]], forgotten
 
 
 def import_all(
@@ -162,6 +196,8 @@ def import_all(
     """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they succeed."""
     pending = list(fds)
     try:
+        if len(extents) != len(fds):  # the kernel leaves out those that would pass the limit of open files
+            raise LeaseError(f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files")
         for extent_id, nbytes in extents:
             handle = backend.import_fd(pending.pop(0))
             imports.add(extent_id, Import(handle, nbytes, backend, owner))
@@ -181,31 +217,51 @@ def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) 
 
     Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known what became of them.
     """
-    with explained("the memory was not handed over", "the saver to hand it to"):
-        owner = owner_of(to.socket_name)
-        wanted = [(extent.id, extent.nbytes) for extent in extents]
-        answer, _ = owner.endpoint.call("offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted)
-    need = set(answer["need"])
+    _giving[threading.get_ident()] = time.monotonic()
+    try:
+        with explained("the memory was not handed over", "the saver to hand it to"):
+            owner = owner_of(to.socket_name)
+            wanted = [(extent.id, extent.nbytes) for extent in extents]
+            answer, _ = owner.endpoint.call("offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted)
+        with imports.arriving([extent.id for extent in extents]):
+            _give(owner, extents, to, backend, answer["need"])
+            for extent in extents:
+                imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
+    finally:
+        del _giving[threading.get_ident()]
+
+
+_giving: dict[int, float] = {}  # by thread: when its hand-over began
+
+
+def gives_for(seconds: float) -> bool:
+    """Whether a hand-over of this process has waited for its receiver that long."""
+    return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
+
+
+def _give(owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]) -> None:
+    """need: ids of those that the receiver has not imported."""
     fds: list[int] = []
+    wanted = [(extent.id, extent.nbytes) for extent in extents]
     try:
         for extent in extents:
             if extent.id in need:
                 fds.append(backend.export_fd(extent.handle))
-        owner.endpoint.call(
-            "give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=answer["need"]
-        )
+        owner.endpoint.call("give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need)
     except rpc.Refused as error:
         raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
     except (rpc.Closed, TimeoutError) as error:
         raise Lost(str(error)) from error
     finally:
         rpc.close_all(fds)
-    for extent in extents:
-        imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
 
 
 class Lost(Exception):
     """The peer fell silent while extents changed hands: it may own them, so the giver must not."""
+
+
+def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:
+    return explained(f"no lease of tag {ticket.tag!r}", f"the owner of tag {ticket.tag!r}")
 
 
 @contextlib.contextmanager

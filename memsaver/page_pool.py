@@ -88,7 +88,7 @@ class PagePool:
             )
 
     def adopt(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
-        """Become the owner of a peer's extents (id, nbytes), all or none.
+        """Become the owner of a peer's extents (id, nbytes), all or none. The caller holds ``imports.unchanged()``.
 
         fds: descriptors of those that this process has not imported; each leaves the dictionary when it is used.
         """

@@ -21,6 +21,7 @@ from typing import Any
 _FDS = 200  # in a message; the kernel takes 253
 _TEXT = 1 << 15  # bytes in a message
 _HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
+_SEND_SECONDS = 5.0  # the other end always reads, unless it is stopped
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 Serve = Callable[[str, dict[str, Any], list[int]], Reply]
@@ -39,19 +40,29 @@ class Refused(Exception):
 
 
 class Endpoint:
-    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or this one closed."""
+    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or this one closed.
+    ``on_late`` gets, from the same thread, an answer that came when its caller had given up; it must not ``call``."""
 
-    def __init__(self, connection: socket.socket, serve: Serve, on_close: Callable[[], None], name: str) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        serve: Serve,
+        on_close: Callable[[], None],
+        name: str,
+        on_late: Callable[[dict[str, Any]], None] = lambda answer: None,
+    ) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout(_SEND_SECONDS))
         self._socket = connection
         self._serve = serve
         self._on_close = on_close
+        self._on_late = on_late
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[tuple[dict[str, Any], list[int]]]] = {}
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self.closed = False
-        self.peer_pid, self.peer_uid = _credentials(connection)
+        self.peer_pid, self.peer_uid = credentials(connection)
         self._name = name
         _endpoints.add(self)
 
@@ -72,17 +83,26 @@ class Endpoint:
             self._waiting[number] = answers
         try:
             self._send(False, number, {"op": op, **arguments}, fds)
-            answer, received = answers.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"process {self.peer_pid} gave no answer for {timeout:g} s") from None
+            with contextlib.suppress(queue.Empty):
+                return self._accepted(*answers.get(timeout=timeout))
         finally:
-            with self._lock:
+            with self._lock:  # an answer after this is late
                 self._waiting.pop(number, None)
+        with contextlib.suppress(queue.Empty):
+            return self._accepted(*answers.get_nowait())
+        raise TimeoutError(f"process {self.peer_pid} gave no answer for {timeout:g} s")
+
+    def _accepted(self, answer: dict[str, Any], received: list[int]) -> tuple[dict[str, Any], list[int]]:
         if "closed" in answer:
             raise Closed(f"process {self.peer_pid} is gone")
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer, received
+
+    def tell(self, op: str, **arguments: Any) -> None:
+        """Request something whose answer nobody waits for."""
+        with contextlib.suppress(Closed, TimeoutError):
+            self._send(False, next(self._numbers), {"op": op, **arguments}, ())
 
     def close(self) -> None:
         """End the connection; the other end notices."""
@@ -104,23 +124,28 @@ class Endpoint:
                 try:
                     socket.send_fds(self._socket, [head + body], list(fds[part * _FDS : (part + 1) * _FDS]))
                 except OSError as error:
+                    if part:
+                        self.close()  # half a message cannot be taken back
+                    if isinstance(error, BlockingIOError):
+                        raise TimeoutError(f"process {self.peer_pid} reads nothing") from error
                     raise Closed(f"process {self.peer_pid} is gone ({error})") from error
 
     def _receive(self) -> tuple[bool, int, dict[str, Any], list[int]] | None:
-        """The next message; None when the other end is gone."""
+        """The next message; None when the other end is gone, or sends what is none."""
         text, fds, more = b"", [], True
-        while more:
-            try:
+        try:
+            while more:
                 data, got, _, _ = socket.recv_fds(self._socket, _TEXT + 64, _FDS, socket.MSG_CMSG_CLOEXEC)
-            except OSError:
-                data, got = b"", []
-            fds += got
-            if not data:
-                close_all(fds)
-                return None
-            answer, number, more = _HEADER.unpack_from(data)
-            text += data[_HEADER.size :]
-        return answer, number, json.loads(text), fds
+                fds += got
+                answer, number, more = _HEADER.unpack_from(data)  # struct.error: the end
+                text += data[_HEADER.size :]
+            content = json.loads(text)
+            if not isinstance(content, dict):
+                raise ValueError(content)
+            return answer, number, content, fds
+        except (OSError, struct.error, ValueError, RecursionError):
+            close_all(fds)
+            return None
 
     def _read(self) -> None:
         while message := self._receive():
@@ -128,25 +153,28 @@ class Endpoint:
             if not answer:
                 self._requests.put((number, content, fds))
                 continue
-            with self._lock:
+            with self._lock:  # a caller that gives up meanwhile finds the answer, or leaves it to us
                 waiting = self._waiting.get(number)
-            if waiting is None:  # nobody waits any longer
+                if waiting is not None:
+                    waiting.put((content, fds))
+            if waiting is None:
                 close_all(fds)
-            else:
-                waiting.put((content, fds))
+                self._on_late(content)
         with self._lock:
             self.closed = True
             for waiting in self._waiting.values():
                 waiting.put(({"closed": True}, []))
         self._requests.put(None)
-        self._socket.close()
+        self.close()  # ends a send that is under way
+        with self._sending:  # else its descriptor could be another one's by then
+            self._socket.close()
         self._on_close()
 
     def _work(self) -> None:
         while request := self._requests.get():
             number, content, fds = request
             reply, sent = self._answer(content, fds)
-            with contextlib.suppress(Closed):
+            with contextlib.suppress(Closed, TimeoutError):
                 self._send(True, number, reply, sent)
             close_all(sent)
 
@@ -154,7 +182,7 @@ class Endpoint:
         from memsaver.errors import MemSaverError
 
         try:
-            return self._serve(content.pop("op"), content, fds)
+            return self._serve(content.pop("op", None), content, fds)
         except (MemSaverError, Refused, MemoryError) as error:
             return {"refused": str(error)}, []
         except Exception as error:  # a bug here must not leave the other end waiting
@@ -167,7 +195,13 @@ def close_all(fds: Sequence[int]) -> None:
             os.close(fd)
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int]:
+def send_timeout(seconds: float) -> bytes:
+    """As the socket option wants it; unlike Python's own timeout, it leaves receiving alone."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end; of one that connected, those of the process that listens."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid

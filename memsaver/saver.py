@@ -23,7 +23,7 @@ from memsaver.errors import StateError
 from memsaver.page_pool import PagePool
 from memsaver.recorder import Recorder
 from memsaver.report import CallStats, Event, Report, TagReport
-from memsaver.shortage import explain
+from memsaver.shortage import PAGE_POOL, explain
 from memsaver.switch import Switch
 from memsaver.tags import Tags, check_content
 
@@ -160,6 +160,8 @@ class MemorySaver:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
         tensor = arena.empty(nbytes)
+        if tensor is None and self._switch.make_room():
+            tensor = arena.empty(nbytes)
         if tensor is None:
             raise self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
         self._settle(arena, before, trim=False)
@@ -373,7 +375,7 @@ class MemorySaver:
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
         needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._tags}
-        holders["the page pool"] = self._pool.held_bytes
+        holders[PAGE_POOL] = self._pool.held_bytes
         return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self._backend)
 
     # ---------------------------------------------------------------- sharing and reporting

@@ -8,6 +8,7 @@ holds nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,10 +26,13 @@ from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.errors import LeaseError
 from memsaver.imports import imports
-from memsaver.lease import PoolTicket, Ticket
+from memsaver.lease import TIMEOUT_SECONDS, PoolTicket, Ticket, gives_for
 from memsaver.page_pool import PagePool
 
 REVOKE_SECONDS = 5.0
+_BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
+_CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
@@ -132,8 +136,14 @@ class ShareServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno not in (*_SCARCE, errno.ECONNABORTED):
+                    return  # closed
+                time.sleep(0.1)
+                continue
+            if rpc.credentials(connection)[1] != os.getuid():
+                connection.close()  # a stranger costs no thread
+                continue
             link = Link()
             link.endpoint = rpc.Endpoint(connection, _Handler(self, link), partial(self._gone, link), "memsaver-owner")
             with self._changed:
@@ -150,9 +160,9 @@ class ShareServer:
 
     def lease(self, link: Link, token: str) -> rpc.Reply:
         ticket = self._tickets.get(token)
-        if ticket is None or link.endpoint.peer_uid != os.getuid():
-            raise rpc.Refused("unknown ticket, or another user's")
-        with self._lock:  # no pause between looking and sending
+        if ticket is None:
+            raise rpc.Refused("unknown ticket")
+        with self._locked():  # no pause between looking and sending
             find_arena = self._find_arena()
             if find_arena is None:
                 raise rpc.Refused("the saver is gone")
@@ -186,26 +196,47 @@ class ShareServer:
         return {}, []
 
     def offer(self, link: Link, token: str, extents: list[list[int]]) -> rpc.Reply:
-        self._check_pool_token(link, token)
-        with self._lock:
+        self._check_pool_token(token)
+        with self._locked(link):
             self._pool.check_room(sum(nbytes for _, nbytes in extents))
         return {"need": imports.missing([extent_id for extent_id, _ in extents])}, []
 
     def give(self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]) -> rpc.Reply:
         """Take ownership of all or none; the giver keeps its handles, as imports."""
+        self._check_pool_token(token)
+        if len(fds) != len(need):  # the kernel leaves out those that would pass the limit of open files
+            raise rpc.Refused(f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there")
         pending = dict(zip(need, fds, strict=True))
+        fds.clear()
         try:
-            self._check_pool_token(link, token)
-            with self._lock:
+            with self._locked(link), imports.unchanged():
                 self._pool.adopt([(extent_id, nbytes) for extent_id, nbytes in extents], pending)
                 link.imported.update(extent_id for extent_id, _ in extents)
         finally:
             rpc.close_all(list(pending.values()))
         return {}, []
 
-    def _check_pool_token(self, link: Link, token: str) -> None:
-        if token != self._pool_token or link.endpoint.peer_uid != os.getuid():
-            raise rpc.Refused("unknown pool ticket, or another user's")
+    def _check_pool_token(self, token: str) -> None:
+        if token != self._pool_token:
+            raise rpc.Refused("unknown pool ticket")
+
+    @contextlib.contextmanager
+    def _locked(self, giver: Link | None = None) -> Iterator[None]:
+        """The saver's lock. What cannot have it in time is refused: its caller is not to give up and then be served.
+
+        Savers that hand over to each other, or in a ring, would wait for each other, for each holds its lock. So a
+        process that waits as a giver lets only those with a smaller number wait for itself.
+        """
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while not self._lock.acquire(timeout=0.05):
+            if giver is not None and giver.endpoint.peer_pid >= os.getpid() and gives_for(_CROSSING_SECONDS):
+                raise rpc.Refused(f"process {os.getpid()} hands memory over itself at this moment; try again")
+            if time.monotonic() > deadline:
+                raise rpc.Refused(f"the saver of process {os.getpid()} is busy for {_BUSY_SECONDS:g} s; try again")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class _Handler:
@@ -221,9 +252,11 @@ class _Handler:
         self._link = link
 
     def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        if op not in self._operations:
+        try:
+            if op not in self._operations:
+                raise rpc.Refused(f"unknown operation {op!r}")
+            if op == "give":
+                arguments["fds"] = fds  # those that it takes leave the list
+            return self._operations[op](self._link, **arguments)
+        finally:
             rpc.close_all(fds)
-            raise rpc.Refused(f"unknown operation {op!r}")
-        if op == "give":
-            arguments["fds"] = fds
-        return self._operations[op](self._link, **arguments)

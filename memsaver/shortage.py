@@ -8,6 +8,8 @@ from memsaver.allocator import shim
 from memsaver.backends.base import Backend
 from memsaver.errors import BackendError, OutOfMemory, StateError, format_bytes
 
+PAGE_POOL = "the page pool"
+
 
 def explain(
     what: str, cause: shim.Cause, needed: int, reserve_bytes: int, holders: Mapping[str, int], backend: Backend
@@ -34,6 +36,8 @@ def explain(
         missing = 0
         why = f"the driver refused with {backend.error_name(cause.driver)}"
         advice = "Pause another tag, or end what holds the memory"
+    if holders.get(PAGE_POOL):
+        advice = f"trim() gives the page pool's memory back. {advice}"
     everyone = {**holders, **backend.other_holders()}
     held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in everyone.items() if nbytes)
     message = f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. {advice}; nothing was changed."

@@ -287,6 +287,14 @@ class Switch:
                 undo.pop_all()
             arena.thaw()
 
+    def make_room(self) -> bool:
+        """Give up what the page pool keeps, also what peers have imported; False if there was nothing."""
+        if not (kept := self._pool.extents):
+            return False
+        with contextlib.suppress(LeaseError):
+            self.trim([], kept)
+        return True
+
     def _reclaim(self) -> None:
         """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its imports."""
         with contextlib.suppress(LeaseError):

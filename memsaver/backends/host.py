@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import torch
@@ -16,6 +15,7 @@ from memsaver.allocator import shim
 from memsaver.allocator.shim import Operation
 from memsaver.backends.base import ShimBackend
 from memsaver.backup.host_arena import HostArena
+from memsaver.backup.workers import workers
 from memsaver.errors import BackendError
 
 _MAP_NORESERVE = 0x4000
@@ -112,8 +112,7 @@ class HostBackend(ShimBackend):
         if len(groups) == 1:
             codes = [shim.copy(self.phys, groups[0])]
         else:
-            with ThreadPoolExecutor(_THREADS, "memsaver-copy") as pool:
-                codes = list(pool.map(partial(shim.copy, self.phys), groups))
+            codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
         self._check("copy", max(codes, default=0))
 
     def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:

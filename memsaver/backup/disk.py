@@ -6,7 +6,7 @@ import ctypes
 import queue
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy
@@ -16,6 +16,7 @@ from memsaver.backends.base import Backend
 from memsaver.backup.disk_file import BLOCK, DiskFile
 from memsaver.backup.host_arena import HostArena, Piece
 from memsaver.backup.ranges import Ranges, cut
+from memsaver.backup.workers import workers
 
 _CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
@@ -89,8 +90,10 @@ class DiskBackup:
             finally:
                 self._buffers.put(buffer)
 
-        with ThreadPoolExecutor(_WORKERS, "memsaver-disk") as pool:
-            list(pool.map(work, cut(self.ranges, _CHUNK)))
+        futures = [workers("disk").submit(work, chunk) for chunk in cut(self.ranges, _CHUNK)]
+        wait(futures)  # also those that began before one failed
+        for future in futures:
+            future.result()
 
 
 def _whole(arena: HostArena, nbytes: int) -> list[Piece]:

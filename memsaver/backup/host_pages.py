@@ -6,15 +6,15 @@ import ctypes
 import errno
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Protocol
+
+from memsaver.backup.workers import workers
 
 HUGE_PAGE = 2 << 20
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _CHUNK = 64 << 20
-_THREADS = min(16, os.cpu_count() or 1)
 
 
 class Pinner(Protocol):
@@ -69,8 +69,7 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
 def _touch(address: int, nbytes: int) -> None:
     """One thread gets 2 GiB/s from the kernel, which clears the pages; many get many times that."""
     starts = range(address, address + nbytes, _CHUNK)
-    with ThreadPoolExecutor(_THREADS, "memsaver-touch") as pool:
-        list(pool.map(lambda start: _populate(start, min(_CHUNK, address + nbytes - start)), starts))
+    list(workers("touch").map(lambda start: _populate(start, min(_CHUNK, address + nbytes - start)), starts))
 
 
 def _populate(address: int, nbytes: int) -> None:

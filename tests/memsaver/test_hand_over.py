@@ -279,3 +279,23 @@ def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
     for part in parts:
         part.fill_(1)
     saver.check_integrity()
+
+
+def test_an_allocation_takes_what_peers_have_imported(device: str) -> None:
+    giver = memsaver.MemorySaver(device)
+    given = giver.empty(4 << 20, torch.uint8, tag="given")
+    taker = memsaver.MemorySaver(device, limit_bytes=4 << 20)
+    giver.pause(release="hand_over", to=taker.pool_ticket())
+    assert taker.report().pool_bytes == 4 << 20
+    with pytest.raises(memsaver.OutOfMemory, match="page pool 4.0 MiB.*trim"), taker.region("a region"):
+        torch.empty(6 << 20, dtype=torch.uint8, device=device)
+    assert taker.report().pool_bytes == 4 << 20
+    with pytest.raises(memsaver.OutOfMemory, match="missing under the limit of 4.0 MiB"):
+        taker.empty(6 << 20, torch.uint8, tag="too much")
+    giver.resume()
+    giver.pause(release="hand_over", to=taker.pool_ticket())
+    halves = [taker.empty(2 << 20, torch.uint8, tag=f"half {i}").fill_(i) for i in range(2)]
+    assert [int(half[0]) for half in halves] == [0, 1]
+    assert taker.report().pool_bytes == 0
+    giver.resume()
+    given.fill_(1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -15,7 +19,9 @@ import pytest
 import torch
 
 import memsaver
+from memsaver import rpc
 from tests.helpers.memory import memory_maps, open_fds, process_bytes
+from tests.helpers.peers import Peer
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -151,3 +157,127 @@ def test_closed_savers_take_no_slots(device: str) -> None:
         tensor = saver.empty(10, tag="t")
         saver.close()
         del tensor
+
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+def _connected(socket_name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect("\0" + socket_name)
+    connection.settimeout(5)
+    return connection
+
+
+def _ask_for_lease(ticket: memsaver.Ticket, token: str) -> tuple[dict[str, object] | None, int]:
+    """What comes back to a well-formed request (None: the connection is closed), and how many descriptors."""
+    request = json.dumps({"op": "lease", "token": token}).encode()
+    with _connected(ticket.socket_name) as connection:
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(rpc._HEADER.pack(False, 1, False) + request)
+        try:
+            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 200)
+        except ConnectionResetError:  # closed with our request unread
+            data, fds = b"", []
+        for fd in fds:
+            os.close(fd)
+        return (json.loads(data[rpc._HEADER.size :]) if data else None), len(fds)
+
+
+def test_a_descriptor_only_with_the_token(device: str) -> None:
+    saver, tensor = _shared(device)
+    ticket = saver.share("weights")
+    answer, fds = _ask_for_lease(ticket, ticket.token)
+    assert answer is not None and fds == saver.report().tags["weights"].extents >= 1
+    for token in ("", "0" * 32, ticket.token[:-1], saver.pool_ticket().token):
+        assert _ask_for_lease(ticket, token) == ({"refused": "unknown ticket"}, 0)
+    tensor.numel()
+
+
+def _stranger(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
+    """Another user, who has a valid ticket."""
+    memsaver.MemorySaver(device).empty(10, tag="t")  # loads what another user may not read
+    pipe.recv()
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    with pytest.raises(memsaver.LeaseError) as refused:
+        memsaver.attach(ticket)
+    pipe.send(str(refused.value))
+    pipe.send([_ask_for_lease(ticket, token) for token in (ticket.token, "")])
+    many = [_connected(ticket.socket_name) for _ in range(100)]
+    for connection in many:
+        assert connection.recv(1) == b""
+    pipe.send("all closed")
+    pipe.recv()
+
+
+@needs_root
+def test_another_user_gets_nothing_and_costs_nothing(device: str) -> None:
+    saver, tensor = _shared(device)
+    ticket = saver.share("weights", writable=True)
+    memsaver.attach(ticket).close()
+    stranger = Peer(_stranger, device, ticket)
+    try:
+        before = open_fds(), threading.active_count()
+        stranger.tell("begin")
+        assert stranger.hear() == (
+            f"no lease of tag 'weights': its saver is user {os.getuid()}'s, this process is user {NOBODY}'s"
+        )
+        assert stranger.hear() == [(None, 0), (None, 0)]
+        assert stranger.hear() == "all closed"
+        assert saver.report().tags["weights"].leases == 0
+        memsaver.attach(ticket).close()
+        assert open_fds() <= before[0] and threading.active_count() <= before[1]
+    finally:
+        stranger.bury()
+    saver.pause()
+    tensor.numel()
+
+
+def _squatter(pipe: Connection, socket_name: str) -> None:
+    """Another user, who has taken the name of a saver that is gone."""
+    os.setuid(NOBODY)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + socket_name)
+    listener.listen()
+    pipe.send("listening")
+    connection, _ = listener.accept()
+    pipe.send(connection.recv(1 << 16))
+
+
+@needs_root
+def test_no_token_goes_to_another_user(device: str) -> None:
+    saver, _ = _shared(device)
+    ticket = saver.share("weights")
+    saver.close()
+    squatter = Peer(_squatter, ticket.socket_name)
+    try:
+        assert squatter.hear() == "listening"
+        with pytest.raises(memsaver.LeaseError, match=f"its saver is user {NOBODY}'s"):
+            memsaver.attach(ticket)
+        assert squatter.hear() == b""
+    finally:
+        squatter.bury()
+
+
+def test_no_more_descriptors_for_a_while(device: str) -> None:
+    """Then nobody can connect; when there are some again, the owner goes on."""
+    saver, _ = _shared(device)
+    ticket = saver.share("weights")
+    connection, taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), []
+    connection.settimeout(5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connection.fileno() + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        connection.connect("\0" + ticket.socket_name)
+        time.sleep(0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        rpc.close_all(taken)
+        connection.close()
+    memsaver.attach(ticket).close()

@@ -167,4 +167,4 @@ class SaverMachine(RuleBasedStateMachine):
 
 
 TestSaver = pytest.mark.soak(SaverMachine.TestCase)
-TestSaver.settings = settings(max_examples=rounds(25, 300), stateful_step_count=25, deadline=None, derandomize=True)
+TestSaver.settings = settings(max_examples=rounds(25, 400), stateful_step_count=25, deadline=None, derandomize=True)

@@ -1,0 +1,97 @@
+"""Messages between two processes: what is late, malformed, unwanted or not read costs neither descriptors nor time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from memsaver import rpc
+from memsaver.share import _Handler
+from tests.helpers.memory import open_fds
+
+
+class Ends:
+    """An end that serves, and the other one as a bare socket or as an end, too."""
+
+    def __init__(self) -> None:
+        ours, self.raw = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.raw.settimeout(5)
+        self.closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.late: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.end = rpc.Endpoint(ours, self.serve, lambda: self.closed.put(True), "test", self.late.put)
+        self.end.start()
+
+    def serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        rpc.close_all(fds)
+        return arguments, []
+
+    def send(self, answer: bool, number: int, text: bytes, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self.raw, [rpc._HEADER.pack(answer, number, False) + text], list(fds))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    before = open_fds()
+    ends = Ends()
+    yield ends
+    ends.raw.close()
+    assert ends.closed.get(timeout=5)
+    assert open_fds() == before
+
+
+def test_a_late_answer_leaves_no_descriptors(ends: Ends) -> None:
+    with pytest.raises(TimeoutError, match="gave no answer for 0.05 s"):
+        ends.end.call("anything", timeout=0.05)
+    before = open_fds()
+    ends.send(True, 1, b'{"lease": 7}', [0, 1, 2])
+    assert ends.late.get(timeout=5) == {"lease": 7}
+    assert open_fds() == before
+
+
+HEADER = rpc._HEADER.pack(False, 1, False)
+GARBAGE = {
+    "short": b"?",
+    "empty": HEADER,
+    "list": HEADER + b"[1]",
+    "bytes": HEADER + b"\xff",
+    "deep": HEADER + b"[" * 9999,
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_ends_the_connection(ends: Ends, garbage: bytes) -> None:
+    socket.send_fds(ends.raw, [garbage], [0])
+    assert ends.raw.recv(1) == b""
+    with pytest.raises(rpc.Closed):
+        ends.end.call("anything", timeout=5)
+
+
+def test_who_does_not_read_is_not_waited_for(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.end._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(0.1))
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="reads nothing"):
+        ends.end.call("anything", timeout=20, blob="x" * 1_000_000)
+    assert time.monotonic() - started < 5
+
+
+class Server:
+    """Stands for a ShareServer: no operation takes descriptors but ``give``, which fails."""
+
+    def refuse(self, link: object, **arguments: Any) -> rpc.Reply:
+        raise rpc.Refused(str(sorted(arguments)))
+
+    lease = unlease = offer = give = refuse
+
+
+@pytest.mark.parametrize("op", ["lease", "give", "nonsense"])
+def test_descriptors_that_nobody_takes_are_closed(op: str) -> None:
+    before = open_fds()
+    with pytest.raises(rpc.Refused):
+        _Handler(Server(), None)(op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
+    assert open_fds() == before
