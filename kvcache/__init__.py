@@ -14,9 +14,12 @@ from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
+from kvcache.radix import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
 from kvcache.requests import ReqHandle, ReqToTokenPool
+from kvcache.staging import ALLOC_OVERSIZED, StagingAllocator, StagingBuffer, compute_head_slice_params
 
 __all__ = [
+    "ALLOC_OVERSIZED",
     "BlockManager",
     "DoubleSparseTokenToKVPool",
     "HostCopy",
@@ -32,13 +35,21 @@ __all__ = [
     "MLATokenToKVPool",
     "MLATokenToKVPoolFP4",
     "MambaConfig",
+    "MambaInsert",
+    "MambaMatch",
     "MambaPool",
+    "MambaRadixCache",
     "PagedTokenToKVPoolAllocator",
+    "PrefixMatch",
+    "RadixCache",
     "ReqHandle",
     "ReqToTokenPool",
     "SWAKVPool",
     "SWATokenToKVPoolAllocator",
+    "StagingAllocator",
+    "StagingBuffer",
     "TokenToKVPoolAllocator",
+    "compute_head_slice_params",
     "kv_dtype",
     "layout",
 ]

@@ -1,0 +1,6 @@
+"""Prefix caches: trees of page-aligned token runs that say which pages hold a prompt's beginning. No tensors."""
+
+from kvcache.radix.cache import PrefixMatch, RadixCache
+from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache
+
+__all__ = ["MambaInsert", "MambaMatch", "MambaRadixCache", "PrefixMatch", "RadixCache"]

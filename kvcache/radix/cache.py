@@ -1,0 +1,55 @@
+"""Prefix cache of attention K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvcache.radix.keys import Int64Array, Tokens, as_ids
+from kvcache.radix.node import RadixNode
+from kvcache.radix.tree import PrefixTree, pages_of
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest cached prefix of a key: `length` tokens (whole pages) in `pages`, int64 on the CPU.
+
+    Nothing is reserved: lock `node` (or share the pages) before anything else is evicted or inserted.
+    """
+
+    length: int
+    pages: Int64Array
+    node: RadixNode
+
+
+class RadixCache(PrefixTree):
+    """Which pages hold the K/V of which token prefixes.
+
+    A request matches its prompt, locks the node, computes the rest, inserts what it computed and unlocks. Policies:
+    lru, lfu, fifo, mru, priority (lower ones go first, then the least recently used).
+    """
+
+    def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
+        """The longest prefix in whole pages that this namespace holds under the current version. A match that ends
+        inside a node splits it, so that a lock keeps exactly what was matched."""
+        tokens = as_ids(key, "key")
+        self._now += 1
+        walk = self._split_end(self._walk(tokens, extra_key))
+        self._touch(walk.path)
+        return PrefixMatch(walk.length, pages_of(walk.path), walk.end)
+
+    def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
+        """Adds the whole pages of a key, computed under weights `version`; `pages` are their ids, one a page.
+
+        Returns the tokens n that the cache took no pages for: those of the prefix that was already there, or all of
+        them where `version` is older than the cache's. It is now the owner of `pages[n // page_size :]`; the owners of
+        the pages before are as they were, so the caller frees the duplicates that it owns. `priority` raises that of
+        every node on the path. ValueError, with nothing changed, for a wrong number of pages or a future version.
+        """
+        tokens, ids = self._checked_entry(key, pages, version)
+        if version < self.version:
+            return len(tokens)
+        self._now += 1
+        walk = self._split_end(self._walk(tokens, extra_key))
+        self._touch(self._extend(walk, tokens, ids).path, priority)
+        return walk.length

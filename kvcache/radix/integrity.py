@@ -1,0 +1,54 @@
+"""What has to hold for a prefix tree, found by walking it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.radix.keys import Int64Array
+from kvcache.radix.node import Generation, RadixNode
+
+if TYPE_CHECKING:
+    from kvcache.radix.tree import PageLedger
+
+
+def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
+    """Tokens of one version that can be evicted and that are locked; AssertionError when its trees contradict
+    themselves."""
+    evictable = protected = 0
+    nodes = list(generation.nodes())
+    for root in generation.roots.values():
+        assert root.children and root.is_root and root.lock_ref == 0, f"{root} is empty or locked"
+        _check_children(root, page_size)
+    for node in nodes:
+        _check_node(node, page_size)
+        if node.lock_ref:
+            protected += len(node.key)
+        else:
+            evictable += len(node.key)
+    assert generation.tokens == evictable + protected, f"version {generation.version} counts {generation.tokens} tokens"
+    leaves = sum(not node.children and node.lock_ref == 0 for node in nodes)
+    assert leaves == len(generation.leaves), "the eviction queue holds nodes that are not in the tree"
+    return evictable, protected
+
+
+def check_pages(runs: list[Int64Array], allocator: PageLedger) -> None:
+    """Every page of the cache is in it once and has an owner in the ledger."""
+    pages = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+    assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
+    assert (allocator.ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
+
+
+def _check_node(node: RadixNode, page_size: int) -> None:
+    assert len(node.key) and len(node.key) == len(node.pages) * page_size, f"{node} has {len(node.pages)} pages"
+    below = sum(child.lock_ref for child in node.children.values())
+    assert node.lock_ref == node.own_lock_ref + below, f"{node} has {node.own_lock_ref} locks and {below} below it"
+    assert node.own_lock_ref >= 0, f"{node} was unlocked too often"
+    _check_children(node, page_size)
+
+
+def _check_children(node: RadixNode, page_size: int) -> None:
+    for edge, child in node.children.items():
+        assert child.parent is node and child.generation is node.generation, f"{child} has another parent"
+        assert child.key[:page_size].tobytes() == edge, f"{child} is under another run's first page"

@@ -1,0 +1,179 @@
+"""Prefix cache of models that mix attention and Mamba layers: K/V pages for every token, states at some nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.radix.cache import PrefixMatch
+from kvcache.radix.keys import Tokens, as_ids
+from kvcache.radix.node import RadixNode, Usage
+from kvcache.radix.tree import PageLedger, PrefixTree, pages_of
+
+
+class StatePool(Protocol):
+    """What of a MambaPool the cache uses."""
+
+    def free(self, slots: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class MambaMatch(PrefixMatch):
+    """`state` is the slot with the states after `length` tokens; clone it before writing. None where length is 0."""
+
+    state: int | None
+
+
+@dataclass(frozen=True)
+class MambaInsert:
+    """`length`: tokens that the cache took no pages for, as of RadixCache.insert. The slot is the cache's only where
+    `state_taken`."""
+
+    length: int
+    state_taken: bool
+
+
+class MambaRadixCache(PrefixTree):
+    """RadixCache for hybrid models: a prefix is of use only up to a node that has a Mamba state.
+
+    A lock keeps the pages of the whole path (lock_ref, the "full" lock) but the state of its own node alone
+    (own_lock_ref, the "mamba" lock; never above lock_ref). States are evicted on their own: an inner node without one
+    is a tombstone, whose pages still serve the nodes below. Every leaf has a state: one that loses it goes, together
+    with the tombstones above that thereby lead nowhere.
+    """
+
+    def __init__(
+        self, allocator: PageLedger, states: StatePool, eviction_policy: str = "lru", version: int = 0
+    ) -> None:
+        super().__init__(allocator, eviction_policy, version)
+        self.states = states
+        self._num_states = 0
+
+    @property
+    def evictable_states(self) -> int:
+        """States that `evict_states` can free."""
+        return sum(len(generation.states) for generation in self._generations())
+
+    @property
+    def protected_states(self) -> int:
+        return self._num_states - self.evictable_states
+
+    def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
+        """The longest prefix under the current version that ends at a node with a state. Splits nothing."""
+        tokens = as_ids(key, "key")
+        self._now += 1
+        walk = self._walk(tokens, extra_key)
+        path = walk.path
+        while path and not path[-1].state:
+            path.pop()
+        if not path:
+            return MambaMatch(0, pages_of([]), walk.root, None)
+        self._use_state(path[-1])
+        self._touch(path)
+        return MambaMatch(sum(len(node.key) for node in path), pages_of(path), path[-1], path[-1].state)
+
+    def insert(
+        self, key: Tokens, pages: Tokens, state: int, *, version: int, extra_key: Hashable = None, priority: int = 0
+    ) -> MambaInsert:
+        """Adds a key with the slot of the states after all of its tokens; otherwise as RadixCache.insert.
+
+        A tombstone at that place gets the state; a node that has one keeps its own. ValueError also for a key that is
+        empty or ends inside a page: there is no node that its state would belong to.
+        """
+        tokens, ids = self._checked_entry(key, pages, version)
+        if len(tokens) != len(key) or not len(key):
+            raise ValueError(f"{len(key)} tokens are not one or more whole pages of {self.page_size}; align the key")
+        if state < 1:
+            raise ValueError(f"slot {state} holds no request's state; slots begin at 1")
+        if version < self.version:
+            return MambaInsert(len(tokens), False)
+        self._now += 1
+        walk = self._split_end(self._walk(tokens, extra_key))
+        grown = self._extend(walk, tokens, ids)
+        taken = self._put_state(grown.end, state, priority)
+        self._touch(grown.path, priority)
+        return MambaInsert(walk.length, taken)
+
+    def inc_lock_ref(self, node: RadixNode) -> None:
+        """Keeps the pages of the path and the state of `node`. ValueError if the node or its state was evicted."""
+        self._check_present(node)
+        if not (node.is_root or node.state):
+            raise ValueError(f"the state of {node} was evicted since it was matched; lock right after match_prefix")
+        super().inc_lock_ref(node)
+
+    def evict_states(self, count: int) -> int:
+        """Frees states, older versions first and then by policy, until `count` are free or none is left that is
+        unlocked; how many were freed. Inner nodes become tombstones, leaves go with their pages."""
+        if count < 0:
+            raise ValueError(f"can't evict {count} states; pass a count >= 0")
+        gone: list[RadixNode] = []
+        before = self._num_states
+        for generation in self._generations():
+            while before - self._num_states < count and generation.states:
+                node = generation.states.pop()
+                if node.children:
+                    self._drop_state(node)
+                else:
+                    gone += self._remove(node)
+        self._release(gone)
+        return before - self._num_states
+
+    def reset(self) -> None:
+        held = [node.state for g in self._generations() for node in g.nodes() if node.state]
+        super().reset()
+        self.states.free(held)
+        self._num_states = 0
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        held = [node.state for g in self._generations() for node in g.nodes() if node.state]
+        assert len(held) == len(set(held)) == self._num_states, "a state is in the cache twice, or was lost"
+
+    def _check_node(self, node: RadixNode) -> None:
+        super()._check_node(node)
+        assert node.children or node.state, f"{node} is a leaf without a state"
+        assert node.state or not node.own_lock_ref, f"the state of {node} is locked and gone"
+        rank = None
+        if node.state and not node.own_lock_ref:
+            assert node.state_usage is not None
+            rank = self._policy(node.state_usage)
+        queued = node.generation.states.rank(node)
+        assert queued == rank, f"the state of {node} is queued as {queued}"
+
+    def _use_state(self, node: RadixNode, priority: int | None = None) -> None:
+        # only the state that was used, not those above it: a longer prefix makes the shorter one's state idle
+        assert node.state_usage is not None
+        node.state_usage.touch(self._now, priority)
+
+    def _put_state(self, node: RadixNode, state: int, priority: int) -> bool:
+        taken = not node.state
+        if taken:
+            node.state, node.state_usage = state, Usage(self._now, self._now)
+            self._num_states += 1
+        self._use_state(node, priority)
+        return taken
+
+    def _drop_state(self, node: RadixNode) -> None:
+        if node.state:
+            self.states.free([node.state])
+            node.generation.states.discard(node)
+            node.state, node.state_usage = 0, None
+            self._num_states -= 1
+
+    def _requeue(self, node: RadixNode) -> None:
+        super()._requeue(node)
+        if node.state and not node.own_lock_ref:
+            assert node.state_usage is not None
+            node.generation.states.push(node, self._policy(node.state_usage))
+        else:
+            node.generation.states.discard(node)
+
+    def _remove(self, leaf: RadixNode) -> list[RadixNode]:
+        parent = leaf.parent
+        self._drop_state(leaf)
+        gone = super()._remove(leaf)
+        # a leaf without a state can't be locked: every lock is that of a state at or below its node
+        if parent is not None and not (parent.is_root or parent.children or parent.state):
+            gone += self._remove(parent)
+        return gone

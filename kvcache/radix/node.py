@@ -1,0 +1,90 @@
+"""What a prefix tree is made of: nodes, their use so far, and the tree of one weight version."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.radix.keys import Int64Array
+from kvcache.radix.queue import EvictionQueue
+
+EMPTY = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Usage:
+    """What policies rank by. Times are ticks of the cache's own clock: one match or insert is one tick."""
+
+    created: int
+    last_access: int
+    hits: int = 0
+    priority: int = 0
+
+    def touch(self, now: int, priority: int | None = None) -> None:
+        self.last_access = now
+        self.hits += 1
+        if priority is not None:
+            self.priority = max(self.priority, priority)
+
+    def copy(self) -> Usage:
+        return Usage(self.created, self.last_access, self.hits, self.priority)
+
+
+@dataclass(slots=True, eq=False)
+class RadixNode:
+    """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and read nothing else.
+
+    `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
+    lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without one.
+    A root has no tokens and is never locked; a node that was evicted has no parent and is no root.
+    """
+
+    generation: Generation
+    key: Int64Array
+    pages: Int64Array
+    parent: RadixNode | None
+    usage: Usage
+    extra_key: Hashable = None  # of a root
+    is_root: bool = False
+    children: dict[bytes, RadixNode] = field(default_factory=dict)  # by the bytes of a child's first page of tokens
+    lock_ref: int = 0
+    own_lock_ref: int = 0
+    state: int = 0
+    state_usage: Usage | None = None
+
+    def path(self) -> Iterator[RadixNode]:
+        """This node and its ancestors, without the root."""
+        node: RadixNode | None = self
+        while node is not None and not node.is_root:
+            yield node
+            node = node.parent
+
+    def __repr__(self) -> str:
+        kind = "root" if self.is_root else "evicted node" if self.parent is None else "node"
+        return f"<{kind} of version {self.generation.version}, {len(self.key)} tokens, {self.lock_ref} lock(s)>"
+
+
+class Generation:
+    """All trees of one weight version, and what of them can be evicted."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.roots: dict[Hashable, RadixNode] = {}  # only those with children
+        self.tokens = 0
+        self.leaves: EvictionQueue[RadixNode] = EvictionQueue()
+        self.states: EvictionQueue[RadixNode] = EvictionQueue()  # Mamba states that nobody locks
+
+    def root(self, extra_key: Hashable) -> RadixNode:
+        """The root of a namespace; an empty one is made up and not kept, so that misses leave nothing behind."""
+        found = self.roots.get(extra_key)
+        return found or RadixNode(self, EMPTY, EMPTY, None, Usage(0, 0), extra_key=extra_key, is_root=True)
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """Every node but the roots, parents first."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()

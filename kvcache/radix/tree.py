@@ -1,0 +1,273 @@
+"""What both prefix caches are built on: namespaces, versions, walking, splitting, path locks, counters, eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvcache.radix.integrity import check_generation, check_pages
+from kvcache.radix.keys import Int64Array, Tokens, as_ids, common_prefix
+from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
+from kvcache.radix.policies import policy
+
+
+class PageLedger(Protocol):
+    """What of an allocator a prefix cache uses (any KVAllocator)."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    def free_pages(self, pages: Int64Array) -> None: ...
+
+    def ref_counts(self, pages: Int64Array) -> Int64Array: ...
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into `child`."""
+
+    root: RadixNode
+    path: list[RadixNode]
+    length: int
+    child: RadixNode | None
+    inside: int
+
+    @property
+    def end(self) -> RadixNode:
+        return self.path[-1] if self.path else self.root
+
+
+class PrefixTree:
+    """Trees of page-aligned runs, one a namespace (`extra_key`) and weight version. Not thread-safe; on the CPU only.
+
+    The cache is one owner of every page in it, and drops that owner when it evicts the page; a page that a sequence
+    shares becomes available when that sequence lets go too.
+    """
+
+    def __init__(self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0) -> None:
+        self._policy = policy(eviction_policy)
+        self.eviction_policy = eviction_policy
+        self.allocator = allocator
+        self.page_size = allocator.page_size
+        self._current = Generation(version)
+        self._garbage: dict[int, Generation] = {}  # older versions that still hold tokens, oldest first
+        self._now = 0
+        self._evictable = 0
+        self._protected = 0
+
+    @property
+    def version(self) -> int:
+        """The weight version that entries are looked up under."""
+        return self._current.version
+
+    @property
+    def evictable_size(self) -> int:
+        """Tokens that `evict` can drop, those of older versions included."""
+        return self._evictable
+
+    @property
+    def protected_size(self) -> int:
+        """Tokens that locks keep."""
+        return self._protected
+
+    @property
+    def total_size(self) -> int:
+        return self._evictable + self._protected
+
+    def raise_version(self, version: int) -> None:
+        """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others, locked ones once
+        they are unlocked. ValueError unless `version` is above the present one."""
+        if version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}; weight versions only grow")
+        if self._current.tokens:
+            self._garbage[self.version] = self._current
+        self._current = Generation(version)
+
+    def inc_lock_ref(self, node: RadixNode) -> None:
+        """Keeps a match's node and all above it until `dec_lock_ref`. ValueError for a node that was evicted."""
+        self._check_present(node)
+        for above in node.path():
+            if above.lock_ref == 0:
+                self._evictable -= len(above.key)
+                self._protected += len(above.key)
+            above.lock_ref += 1
+        if not node.is_root:
+            node.own_lock_ref += 1
+        self._requeue(node)  # those above have children, so that they are queued neither before nor after
+
+    def dec_lock_ref(self, node: RadixNode) -> None:
+        """Takes one lock off; of an older version too. ValueError for a node that is not locked itself."""
+        self._check_present(node)
+        if node.is_root:
+            return
+        if node.own_lock_ref == 0:
+            raise ValueError(f"{node} has no lock of its own; call dec_lock_ref once for each inc_lock_ref")
+        for above in node.path():
+            above.lock_ref -= 1
+            if above.lock_ref == 0:
+                self._evictable += len(above.key)
+                self._protected -= len(above.key)
+        node.own_lock_ref -= 1
+        self._requeue(node)  # those above have children, so that they are queued neither before nor after
+
+    def evict(self, num_tokens: int) -> int:
+        """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens are gone or nothing is
+        left to drop; the number of tokens dropped. Costs O(log n) a node, besides freeing its pages."""
+        if num_tokens < 0:
+            raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
+        gone: list[RadixNode] = []
+        dropped = 0
+        for generation in self._generations():
+            while dropped < num_tokens and generation.leaves:
+                chain = self._remove(generation.leaves.pop())
+                dropped += sum(len(node.key) for node in chain)
+                gone += chain
+        self._release(gone)
+        return dropped
+
+    def reset(self) -> None:
+        """Drops everything. ValueError, with nothing changed, while something is locked."""
+        if self._protected:
+            raise ValueError(f"{self._protected} tokens are locked; end the requests that use them before reset()")
+        gone = [node for generation in self._generations() for node in generation.nodes()]
+        self._garbage.clear()
+        self._current = Generation(self.version)
+        self._evictable = 0
+        self._release(gone)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when counters, locks or queues differ from what a walk finds. Costs O(tokens)."""
+        evictable = protected = 0
+        for generation in self._generations():
+            free, locked = check_generation(generation, self.page_size)
+            assert generation is self._current or generation.tokens, f"version {generation.version} is empty and kept"
+            evictable, protected = evictable + free, protected + locked
+            for node in generation.nodes():
+                self._check_node(node)
+        assert (evictable, protected) == (self._evictable, self._protected), "sizes differ from a walk"
+        check_pages([node.pages for g in self._generations() for node in g.nodes()], self.allocator)
+
+    def _check_node(self, node: RadixNode) -> None:
+        """More that has to hold for a node."""
+        rank = self._policy(node.usage) if not node.children and node.lock_ref == 0 else None
+        assert node.generation.leaves.rank(node) == rank, f"{node} is queued as {node.generation.leaves.rank(node)}"
+
+    def _generations(self) -> list[Generation]:
+        return [*self._garbage.values(), self._current]
+
+    def _check_present(self, node: RadixNode) -> None:
+        if node.parent is None and not node.is_root:
+            raise ValueError(f"{node} was evicted since it was matched; lock right after match_prefix")
+
+    def _checked_entry(self, key: Tokens, pages: Tokens, version: int) -> tuple[Int64Array, Int64Array]:
+        """The whole pages of a key and their ids; ValueError for what can't be inserted."""
+        tokens, ids = as_ids(key, "key"), as_ids(pages, "pages")
+        whole = len(tokens) // self.page_size
+        if len(ids) != whole:
+            raise ValueError(
+                f"{len(tokens)} tokens fill {whole} page(s) of {self.page_size}, got {len(ids)}; "
+                f"pass the whole pages only, one id a page"
+            )
+        if version > self.version:
+            raise ValueError(f"version {version} is above the cache's {self.version}; call raise_version first")
+        return tokens[: whole * self.page_size], ids
+
+    def _walk(self, key: Int64Array, extra_key: Hashable) -> Walk:
+        """Follows the whole pages of a key under the current version. Changes nothing."""
+        root = node = self._current.root(extra_key)
+        path: list[RadixNode] = []
+        at, size = 0, self.page_size
+        while len(key) - at >= size:
+            child = node.children.get(key[at : at + size].tobytes())
+            if child is None:
+                break
+            agree = common_prefix(child.key, key[at:]) // size * size
+            if agree < len(child.key):
+                return Walk(root, path, at, child, agree)
+            path.append(child)
+            node, at = child, at + agree
+        return Walk(root, path, at, None, 0)
+
+    def _split_end(self, walk: Walk) -> Walk:
+        """The same walk, ending at a node: the child that it ends inside of is cut there."""
+        if walk.child is None:
+            return walk
+        upper = self._split(walk.child, walk.inside)
+        return Walk(walk.root, [*walk.path, upper], walk.length + walk.inside, None, 0)
+
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
+        """Puts the first `at` tokens of a node into a new one above it. The node itself stays the deeper part, so that
+        handles and locks go on meaning the same prefix."""
+        parent = node.parent
+        assert parent is not None and 0 < at < len(node.key)
+        cut = at // self.page_size
+        upper = RadixNode(node.generation, node.key[:at].copy(), node.pages[:cut].copy(), parent, node.usage.copy())
+        upper.lock_ref = node.lock_ref
+        parent.children[self._edge(upper)] = upper
+        node.key, node.pages, node.parent = node.key[at:].copy(), node.pages[cut:].copy(), upper
+        upper.children[self._edge(node)] = node
+        return upper
+
+    def _extend(self, walk: Walk, key: Int64Array, pages: Int64Array) -> Walk:
+        """Adds what is left of a key below the end of a walk."""
+        if walk.length == len(key):
+            return walk
+        parent, generation = walk.end, walk.root.generation
+        # copies: the caller's arrays may change, and a view would keep all of them alive
+        own_key, own_pages = key[walk.length :].copy(), pages[walk.length // self.page_size :].copy()
+        leaf = RadixNode(generation, own_key, own_pages, parent, Usage(self._now, self._now))
+        generation.roots[walk.root.extra_key] = walk.root
+        parent.children[self._edge(leaf)] = leaf
+        self._requeue(parent)
+        generation.tokens += len(own_key)
+        self._evictable += len(own_key)
+        return Walk(walk.root, [*walk.path, leaf], len(key), None, 0)
+
+    def _edge(self, node: RadixNode) -> bytes:
+        return node.key[: self.page_size].tobytes()
+
+    def _touch(self, path: Sequence[RadixNode], priority: int | None = None) -> None:
+        for node in path:
+            node.usage.touch(self._now, priority)
+            self._requeue(node)
+
+    def _requeue(self, node: RadixNode) -> None:
+        """Brings the eviction queue in line with a node that has changed."""
+        if node.is_root:
+            return
+        if node.children or node.lock_ref:
+            node.generation.leaves.discard(node)
+        else:
+            node.generation.leaves.push(node, self._policy(node.usage))
+
+    def _remove(self, leaf: RadixNode) -> list[RadixNode]:
+        """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be released."""
+        parent, generation = leaf.parent, leaf.generation
+        assert parent is not None and not leaf.children and leaf.lock_ref == 0
+        del parent.children[self._edge(leaf)]
+        leaf.parent = None
+        generation.tokens -= len(leaf.key)
+        self._evictable -= len(leaf.key)
+        generation.leaves.discard(leaf)
+        if parent.is_root and not parent.children:
+            del generation.roots[parent.extra_key]
+        if not generation.tokens:
+            self._garbage.pop(generation.version, None)
+        self._requeue(parent)
+        return [leaf]
+
+    def _release(self, gone: list[RadixNode]) -> None:
+        """Gives the pages of removed nodes back, all at once."""
+        if gone:
+            self.allocator.free_pages(np.concatenate([node.pages for node in gone]))
+        for node in gone:  # outdated queue entries and old handles shall not keep the arrays
+            node.parent, node.key, node.pages = None, EMPTY, EMPTY
+            node.children.clear()
+
+
+def pages_of(path: Iterator[RadixNode] | Sequence[RadixNode]) -> Int64Array:
+    """The pages of nodes in order, as a new array."""
+    return np.concatenate([EMPTY, *(node.pages for node in path)])

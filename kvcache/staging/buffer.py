@@ -1,0 +1,46 @@
+"""The bytes that a staging ring hands out."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class StagingBuffer:
+    """`size_bytes` of contiguous uint8 on `device`, contents undefined.
+
+    custom_mem_pool: where the memory comes from, for instance `saver.mem_pool(tag)`, which a peer GPU can read once it
+    is exported; CUDA only. On the CPU open `saver.region(tag)` around the call instead. The pool is kept as long as the
+    buffer. A buffer on a paused tag must not be touched, and its ring has to be empty before the pause.
+    """
+
+    def __init__(
+        self, size_bytes: int, device: torch.device | str, custom_mem_pool: torch.cuda.MemPool | None = None
+    ) -> None:
+        device = torch.device(device)
+        if size_bytes <= 0:
+            raise ValueError(f"size_bytes must be positive, got {size_bytes}")
+        if custom_mem_pool is not None and device.type != "cuda":
+            raise ValueError(f"custom_mem_pool needs a CUDA device, got {device}")
+        self._pool = custom_mem_pool
+        with contextlib.ExitStack() as placed:
+            if custom_mem_pool is not None:
+                placed.enter_context(torch.cuda.use_mem_pool(custom_mem_pool, device))
+            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.device = self.tensor.device
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, in this process."""
+        return self.tensor.data_ptr()
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes`, uint8; ValueError past the end."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside this buffer of {self.size_bytes}")
+        return self.tensor[offset : offset + nbytes]

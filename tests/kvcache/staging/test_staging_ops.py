@@ -1,0 +1,191 @@
+"""Gather and scatter kernels against plain indexing, byte by byte; without a GPU in Triton's interpreter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.ops import staging_triton
+from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from tests.kvcache.support import DEVICE
+
+POISON = 171
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+IMPLS = ["torch", "triton"]
+
+
+def noise(*shape: int, itemsize: int) -> torch.Tensor:
+    """Any bits at all, NaN patterns among them, as integers of this size."""
+    bytes_ = torch.randint(0, 256, (*shape[:-1], shape[-1] * itemsize), dtype=torch.uint8)
+    return bytes_.view(BITS[itemsize]).to(DEVICE)
+
+
+def locations(*slots: int) -> torch.Tensor:
+    """int64, every other element of a tensor."""
+    return torch.tensor(slots, dtype=torch.int64, device=DEVICE).repeat_interleave(2)[::2]
+
+
+def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+
+
+def memory(pages: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a view, those between its rows too."""
+    return torch.empty(0, dtype=torch.uint8, device=pages.device).set_(pages.untyped_storage())
+
+
+def with_surroundings(pages: torch.Tensor) -> torch.Tensor:
+    """The same view of a copy of that memory."""
+    return memory(pages).clone().view(pages.dtype).as_strided(pages.shape, pages.stride(), pages.storage_offset())
+
+
+def padded(nbytes: int, offset: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned bytes, and the part of them that may be written."""
+    whole = torch.full((offset + nbytes + 16,), POISON, dtype=torch.uint8, device=DEVICE)
+    return whole, whole[offset : offset + nbytes]
+
+
+def in_memory_order(order: str, layers: int, slots: int, heads: int, width: int, itemsize: int) -> torch.Tensor:
+    """`[L, N, H, W]` as layer-major and slot-major pools hold it, and cut out of wider rows, at an odd place."""
+    if order == "layers":
+        return noise(layers, slots, heads, width, itemsize=itemsize)
+    if order == "slots":
+        return noise(slots, layers, heads, width, itemsize=itemsize).transpose(0, 1)
+    return noise(layers, slots, heads + 1, width + 3, itemsize=itemsize)[:, :, 1:, 1 : 1 + width]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("order", ["layers", "slots", "sliced"])
+@pytest.mark.parametrize(
+    ("itemsize", "widths", "offset"),
+    [
+        (1, (16, 48), 16),  # 16 bytes at a time, 48 no power of two
+        (1, (5, 3), 1),
+        (2, (8, 24), 16),
+        (2, (8, 24), 2),  # staged at an odd place
+        (2, (6, 10), 8),
+        (4, (4, 1), 4),
+        (4, (2, 6), 16),
+    ],
+)
+def test_gather_and_scatter(impl: Any, order: str, itemsize: int, widths: tuple[int, int], offset: int) -> None:
+    torch.manual_seed(0)
+    k, v = (in_memory_order(order, 2, 11, 5, width, itemsize) for width in widths)
+    before = k.clone(), v.clone()
+    loc = locations(9, 2, 2, 0, 7, 9, 10)  # scattered, and some twice
+    whole, staged = padded(staged_bytes(k, v, len(loc), 3), offset)
+    gather_staged(k, v, loc, 1, 3, staged, impl)
+    expected = as_bytes(k[:, loc, 1:4], v[:, loc, 1:4])
+    assert torch.equal(staged, expected)
+    assert (whole[:offset] == POISON).all()
+    assert (whole[offset + len(staged) :] == POISON).all()
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+
+    check_scatter(impl, k, v, locations(9, 2, 0, 7, 10), [(3, 2), (0, 1), (1, 1)], offset)
+
+
+def check_scatter(
+    impl: Any, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, heads: Sequence[tuple[int, int]], offset: int
+) -> None:
+    """Head 2 has no writer. All other slots and heads, and what lies between the rows, stay as they are."""
+    writers = Writers.of(heads, DEVICE)
+    _, staged = padded(staged_bytes(k, v, len(loc), writers.total), offset)
+    sent, expected = [], (with_surroundings(k), with_surroundings(v))
+    for first, count in heads:
+        for pages in expected:
+            rows = noise(k.shape[0], len(loc), count, pages.shape[3], itemsize=k.element_size())
+            pages[:, loc, first : first + count] = rows
+            sent.append(rows)
+    staged.copy_(as_bytes(*sent))
+    scatter_staged(staged, k, v, loc, writers, impl)
+    for pages, wanted in zip((k, v), expected, strict=True):
+        assert torch.equal(memory(pages), memory(wanted))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_many_blocks_and_long_rows(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows longer than a program, more blocks than the grid takes: programs go round."""
+    monkeypatch.setattr(staging_triton, "_MAX_BLOCK", 32)
+    monkeypatch.setattr(staging_triton, "_MAX_BLOCKS", 3)
+    torch.manual_seed(1)
+    k, v = noise(1, 9, 4, 10, itemsize=1), noise(1, 9, 4, 3, itemsize=1)
+    loc = locations(8, 1, 3, 5)
+    _, staged = padded(staged_bytes(k, v, 4, 4))
+    gather_staged(k, v, loc, 0, 4, staged, impl)
+    assert torch.equal(staged, as_bytes(k[:, loc], v[:, loc]))
+    check_scatter(impl, k, v, loc, [(0, 4)], 16)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_offsets_past_2_to_the_31(impl: Any) -> None:
+    """Slots a gigabyte apart, of memory that is reserved and hardly touched."""
+    far = 2**30 + 1
+    block = torch.empty(3 * far + 64, dtype=torch.uint8, device=DEVICE)
+    k = block.as_strided((1, 4, 2, 3), (1, far, 3, 1))
+    v = block.as_strided((1, 4, 2, 3), (1, far, 3, 1), 32)
+    loc = locations(3, 0)
+    k[:, loc], v[:, loc] = noise(1, 2, 2, 3, itemsize=1), noise(1, 2, 2, 3, itemsize=1)
+    _, staged = padded(staged_bytes(k, v, 2, 1))
+    gather_staged(k, v, loc, 1, 1, staged, impl)
+    assert torch.equal(staged, as_bytes(k[:, loc, 1:], v[:, loc, 1:]))
+    scatter_staged(staged, k, v, locations(2, 3), Writers.of([(0, 1)], DEVICE), impl)
+    assert torch.equal(k[:, [2, 3], 0], k[:, loc, 1])
+    assert torch.equal(v[:, [2, 3], 0], v[:, loc, 1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_tokens(impl: Any) -> None:
+    k = noise(1, 3, 2, 4, itemsize=2)
+    before = k.clone()
+    nothing = torch.empty(0, dtype=torch.uint8, device=DEVICE)
+    gather_staged(k, k, locations(), 0, 2, nothing, impl)
+    scatter_staged(nothing, k, k, locations(), Writers.of([(0, 2)], DEVICE), impl)
+    assert torch.equal(k, before)
+
+
+GATHER: dict[str, Any] = {"head_start": 0, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"head_start": 1}, "heads 1 to 3 are not in a pool of 2"),
+        ({"head_start": -1}, "heads -1 to 1"),
+        ({"num_heads": 0}, "heads 0 to 0"),
+        ({"loc": torch.tensor([1], dtype=torch.int32)}, "loc must be int64"),
+        ({"v": noise(1, 3, 1, 4, itemsize=2)}, "alike"),
+        ({"v": noise(1, 3, 2, 8, itemsize=2)[..., ::2]}, "rows must be contiguous"),
+        (
+            {"staged": torch.empty(31, dtype=torch.uint8, device=DEVICE)},
+            r"uint8 \[32\], got torch.uint8 of shape \(31,\)",
+        ),
+        ({"staged": torch.empty(32, dtype=torch.int8, device=DEVICE)}, "got torch.int8"),
+        ({"staged": torch.empty(64, dtype=torch.uint8, device=DEVICE)[::2]}, "contiguous"),
+        ({"impl": "cuda"}, "unknown impl 'cuda'"),
+        ({"loc": torch.empty(1, dtype=torch.int64, device="meta")}, "not one"),
+    ],
+)
+def test_gather_refuses(change: dict[str, Any], match: str) -> None:
+    k = noise(1, 3, 2, 4, itemsize=2)
+    staged = torch.full((32,), POISON, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=match):
+        gather_staged(**({"k": k, "v": k, "loc": locations(1), "staged": staged} | GATHER | change))
+    assert (staged == POISON).all()
+
+
+def test_writers_and_scatter_refuse() -> None:
+    for heads in ([], [(0, 2), (1, 1)], [(-1, 1)], [(0, 0)]):
+        with pytest.raises(ValueError, match="head in common"):
+            Writers.of(heads, DEVICE)
+    k = noise(1, 3, 2, 4, itemsize=2)
+    before = k.clone()
+    staged = torch.zeros(32, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match="heads 1 to 3 are not in a pool of 2"):
+        scatter_staged(staged, k, k, locations(1), Writers.of([(1, 2)], DEVICE))
+    with pytest.raises(ValueError, match=r"uint8 \[16\]"):
+        scatter_staged(staged, k, k, locations(1), Writers.of([(1, 1)], DEVICE))
+    with pytest.raises(ValueError, match="writers on meta"):
+        scatter_staged(staged, k, k, locations(1), Writers.of([(0, 2)], "meta"))
+    assert torch.equal(k, before)
