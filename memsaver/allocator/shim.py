@@ -26,10 +26,10 @@ class Operation(enum.IntEnum):
     SET_ACCESS = 3
     UNMAP = 4
     RESIZE = 5
-    RESERVE = 6
-    UNRESERVE = 7
-    EXPORT = 8
-    IMPORT = 9
+    EXPORT = 6
+    IMPORT = 7
+    RESERVE = 8
+    UNRESERVE = 9
     SYNCHRONIZE = 10
 
 
@@ -94,6 +94,7 @@ class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
+    _fields_ += [("export_fd", ctypes.c_void_p), ("import_fd", ctypes.c_void_p)]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
 
@@ -131,6 +132,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
     ),
     "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
+    "ms_export": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)]),
+    "ms_import": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]),
     "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
     "ms_discharge": (None, [ctypes.c_void_p, _size]),
     "ms_mark_shared": (None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int]),

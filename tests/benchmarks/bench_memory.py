@@ -190,8 +190,8 @@ def allocating() -> dict[str, float]:
     return {"plain torch": plain, "in a region": inside}
 
 
-def rival() -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.benchmarks.rival_tms", str(COUNT), str(MIB), str(REPEATS)]
+def rival(written: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks.rival_tms", str(COUNT), str(MIB), str(REPEATS), written]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -201,11 +201,13 @@ def rival() -> dict[str, float]:
 
 
 CASES = {
-    "torch_memory_saver": rival,
     "kept": kept,
+    "torch_memory_saver, freed bytes written": lambda: rival("freed"),
     "driver, clean": lambda: to_the_driver(False),
+    "torch_memory_saver, clean": lambda: rival("nothing"),
     "driver's floor, clean": lambda: driver_floor(False),
     "driver, filled first": lambda: to_the_driver(True),
+    "torch_memory_saver, filled first": lambda: rival("all"),
     "driver's floor, filled first": lambda: driver_floor(True),
     "60 GiB handed over": handed_over,
     "60 GiB through the driver": lambda: {"resume": through_the_driver()},
