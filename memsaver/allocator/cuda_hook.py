@@ -33,7 +33,8 @@ def new_pool(slot: int) -> torch.cuda.MemPool:
 def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
     """This thread's torch CUDA allocations go to ``slot`` through a pool of their own.
 
-    torch serves nested pools outermost first, so the outer one is left while an inner one is open.
+    torch serves nested pools outermost first, so the outer one is left while an inner one is open. Blocks of ended
+    regions that have died since are freed first: a region entered at every step uses its memory again.
     """
     torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
     stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
@@ -46,6 +47,7 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
         undo.callback(stack.pop)
         _enter(stack[-1], device)
         undo.callback(_leave, stack[-1], device)
+        torch.cuda.empty_cache()  # while a pool is in use, it leaves torch's own cache alone: dropped pools only
         yield
 
 

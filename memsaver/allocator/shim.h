@@ -61,7 +61,7 @@ typedef struct { /* all calls of one operation */
 
 typedef struct {
     size_t base, reserved, committed, top, live;
-    size_t extents, blocks;
+    size_t extents, blocks, frees; /* frees: so far */
     int state;
 } ms_stats;
 

@@ -58,8 +58,8 @@ class _Block(ctypes.Structure):
 class Stats(ctypes.Structure):
     """An arena at one moment; sizes in bytes."""
 
-    _fields_ = [(name, _size) for name in ("base", "reserved", "committed", "top", "live", "extents", "blocks")]
-    _fields_ += [("state", ctypes.c_int)]
+    _names = ("base", "reserved", "committed", "top", "live", "extents", "blocks", "frees")
+    _fields_ = [*((name, _size) for name in _names), ("state", ctypes.c_int)]
     base: int
     reserved: int
     committed: int
@@ -67,6 +67,7 @@ class Stats(ctypes.Structure):
     live: int
     extents: int
     blocks: int
+    frees: int  # so far
     state: int
 
 

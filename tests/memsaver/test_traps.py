@@ -176,6 +176,45 @@ def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() 
         process.join(20)
 
 
+def test_a_region_at_every_step_uses_its_memory_again(device: str) -> None:
+    """Tensors that outlive their region die later: torch keeps such blocks until something has it free them."""
+    saver = MemorySaver(device)
+    del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
+    cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
+    committed = set()
+    for _ in range(8):
+        with saver.region("kv"):
+            tensor = torch.ones(3 << 20, device=device)
+        committed.add(saver.report().committed_bytes)
+        del tensor
+    assert len(committed) == 1
+    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, "torch's own cache was emptied, too"
+    saver.trim()
+    assert saver.report().committed_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True], ids=["empty", "region"])
+def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) -> None:
+    saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
+
+    def make() -> torch.Tensor:
+        if not inside:
+            return saver.empty(1 << 24, torch.uint8, tag="t")
+        with saver.region("t"):
+            return torch.empty(1 << 24, dtype=torch.uint8, device="cuda:0")
+
+    with torch.cuda.stream(side):
+        first = make()
+        torch.cuda._sleep(200_000_000)  # some 100 ms
+        first.fill_(1)
+        address = first.data_ptr()
+        del first
+    second = make().fill_(2)
+    torch.cuda.synchronize()
+    assert second.data_ptr() == address and bool((second == 2).all())
+
+
 def test_residue_does_not_grow_over_steps(device: str) -> None:
     """NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of memory."""
     saver = MemorySaver(device)
