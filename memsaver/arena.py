@@ -166,9 +166,12 @@ class Arena:
         self._copy(backup.ranges, backup.buffer, restore=True)
 
     def _copy(self, ranges: tuple[tuple[int, int], ...], buffer: torch.Tensor, restore: bool) -> None:
-        done = 0
+        if not ranges:
+            return
+        done, end = 0, max(offset + nbytes for offset, nbytes in ranges)
+        whole = self.bytes_at(0, end)  # one view: torch 2.11 leaks two tuples with each that it makes of an address
         for offset, nbytes in ranges:
-            device_side = self.bytes_at(offset, nbytes)
+            device_side = whole[offset : offset + nbytes]
             host_side = buffer[done : done + nbytes]
             target, source = (device_side, host_side) if restore else (host_side, device_side)
             target.copy_(source, non_blocking=True)

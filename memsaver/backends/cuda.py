@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -49,13 +48,16 @@ def _access_desc(index: int) -> Any:
 
 
 class _Span:
-    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage.
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
 
-    torch 2.11 never lets go of the dictionary that it asks for: all spans have the same one, filled in for each.
-    """
-
-    __cuda_array_interface__: ClassVar[dict[str, Any]] = {"typestr": "|u1", "strides": None, "version": 3}
-    lock: ClassVar[threading.Lock] = threading.Lock()
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class CudaBackend(ShimBackend):
@@ -102,10 +104,8 @@ class CudaBackend(ShimBackend):
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
-        owner = _Span()
-        with _Span.lock:
-            _Span.__cuda_array_interface__.update(shape=(nbytes,), data=(address, False))
-            return torch.as_tensor(owner, device=self.device), owner
+        owner = _Span(address, nbytes)
+        return torch.as_tensor(owner, device=self.device), owner
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Pinned uint8 tensor ``[nbytes]``."""
