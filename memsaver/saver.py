@@ -278,8 +278,9 @@ class MemorySaver:
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
             if arenas and self.device.type == "cuda":
-                with self._hook(arenas[0]):
-                    pass  # entering has torch free what has died
+                from memsaver.allocator import cuda_hook
+
+                cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
             return self._switch.trim(arenas, kept)
 
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:

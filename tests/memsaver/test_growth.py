@@ -26,7 +26,7 @@ TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
 SIZES = (2 << 20, 1 << 20, 300_000)  # of each tag's tensors
 LIMIT = 40 << 20  # for the tags with their holes, and for some of what the other process hands over
 # Bytes: glibc keeps the stack of an ended thread (8 MiB), the CUDA driver takes and returns 32 MiB now and then: seen
-# after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles, for torch leaks two tuples a view.
+# after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
 # A reservation is 4 MiB or more: left behind in each cycle, they show.
 SLACK_VMSIZE = 48 << 20
 PATIENCE = 7.0  # seconds for a cycle: one that waits for what does not come takes 8 or 10
