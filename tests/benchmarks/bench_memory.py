@@ -201,18 +201,26 @@ def rival(written: str) -> dict[str, float]:
 
 
 CASES = {
-    "kept": kept,
+    "memsaver, kept": kept,
     "torch_memory_saver, freed bytes written": lambda: rival("freed"),
-    "driver, clean": lambda: to_the_driver(False),
+    "memsaver, driver, clean": lambda: to_the_driver(False),
     "torch_memory_saver, clean": lambda: rival("nothing"),
     "driver's floor, clean": lambda: driver_floor(False),
-    "driver, filled first": lambda: to_the_driver(True),
+    "memsaver, driver, filled first": lambda: to_the_driver(True),
     "torch_memory_saver, filled first": lambda: rival("all"),
     "driver's floor, filled first": lambda: driver_floor(True),
-    "60 GiB handed over": handed_over,
+    "memsaver, 60 GiB handed over": handed_over,
     "60 GiB through the driver": lambda: {"resume": through_the_driver()},
     "allocating 340 tensors": allocating,
 }
+
+
+def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
+    """Pause and resume of the 14.9 GiB, ours, the rival's and the floor, condition by condition."""
+    from tests.benchmarks.plots import stacked_bars
+
+    rows = {name: row for name, row in results.items() if {"pause", "resume"} <= row.keys()}
+    stacked_bars(path, f"{COUNT} x {MIB} MiB, no backup", rows)
 
 
 def main() -> None:
@@ -229,6 +237,8 @@ def main() -> None:
     rows = [[name, key, value] for name, row in results.items() for key, value in row.items()]
     print_table([f"{COUNT} x {MIB} MiB unless said otherwise", "operation", "ms"], rows)
     save(args.out, "bench_memory", results)
+    if args.out is not None:
+        draw(args.out / "bench_memory.png", results)
 
 
 if __name__ == "__main__":
