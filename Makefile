@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/mypy
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
-# OUT=DIR: full results as JSON. MODEL=DIR: a trained model for bench-gap.
+# OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-gap.
 GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
 OUT ?= runs/benchmarks
 
@@ -59,7 +59,7 @@ bench-switch:
 	$(GPU) -m tests.benchmarks.bench_switch --out $(OUT)
 
 bench-gap:
-	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL))
+	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
 
 clean:
 	rm -rf .venv build dist *.egg-info memsaver/allocator/_shim*.so

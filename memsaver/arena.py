@@ -59,6 +59,7 @@ class Arena:
         self.version: Hashable | None = None  # what the owner calls the content, until the next pause
         self.retained: Retained | None = None
         self.open_regions = 0
+        self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
         self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot)
@@ -98,9 +99,18 @@ class Arena:
         top = self.stats.top
         return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
 
+    def settle_frees(self) -> None:
+        """Wait for work that may still use what was freed, on whatever stream: others get that memory from here on."""
+        if (frees := self.stats.frees) != self._settled_frees:
+            self.backend.synchronize()
+            self._settled_frees = frees
+
     def trim(self) -> int:
-        """Give back the extents behind the unused tail; bytes given back."""
+        """Give back the extents behind the unused tail; bytes given back. If paused: not to be put back any more."""
         stats = self.stats
+        if self.paused:
+            used = -(-stats.top // self.backend.granularity) * self.backend.granularity
+            self.committed_when_paused = min(self.committed_when_paused, used)
         if self.paused or stats.committed - stats.top < self.backend.granularity:
             return 0
         self.backend.synchronize()

@@ -18,7 +18,7 @@ from memsaver.backends.base import Backend
 from memsaver.errors import format_bytes
 from memsaver.report import CallStats, Event
 
-_EVENTS_KEPT = 100_000
+_EVENTS_KEPT = 10_000  # some 5 MB: those that nobody drains must not look like a leak
 _log = logging.getLogger("memsaver")
 _driver_log = logging.getLogger("memsaver.driver")
 

@@ -134,6 +134,7 @@ class MemorySaver:
         before = arena.stats.committed
         try:
             with self._hook(arena):
+                arena.settle_frees()
                 yield
         except torch.OutOfMemoryError as error:
             cause = arena.cause()
@@ -159,6 +160,7 @@ class MemorySaver:
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
+        arena.settle_frees()
         tensor = arena.empty(nbytes)
         if tensor is None and self._switch.make_room():
             tensor = arena.empty(nbytes)
@@ -364,12 +366,16 @@ class MemorySaver:
     def trim(self, tag: str | None = None) -> int:
         """Give memory that no tensor uses back to the driver: kept extents and the tags' unused ends; returns bytes.
 
-        tag: only this one's unused end.
+        A paused tag's unused end is not put back by the next resume. tag: only this one's unused end.
         """
         with self._operation():
             arenas = self._select(() if tag is None else (tag,))
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
+            if arenas and self.device.type == "cuda":
+                from memsaver.allocator import cuda_hook
+
+                cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
             return self._switch.trim(arenas, kept)
 
     def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:

@@ -143,13 +143,14 @@ def _kv_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
         raise RecipeError(f"{key}: is a share of a GPU's memory, only on a GPU; set engine.kv_tokens=4096 instead")
     import torch
 
+    from kvcache import layout
     from rollout.model.layout import parameter_groups
     from rollout.weights import arena_nbytes
 
     total = torch.cuda.get_device_properties(device).total_memory
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype)
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    token = layout(model.hf_config, dtype=dtype).bytes_per_token
     page = recipe.engine.page_size
     tokens = (left // token // page - 1) * page  # the pool has a page more, for padding
     if tokens < page:

@@ -14,6 +14,7 @@ class EngineConfig:
     max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
+    kv_cache_dtype: what the pool stores, "auto" (the model's dtype) or another that `kvcache.kv_dtype` knows.
     cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
     graph, others are padded to the next or run without; None takes a ladder up to max_running.
     seed: of the requests that bring none.
@@ -25,6 +26,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_context_len: int | None = None
     attention: Impl = "auto"
+    kv_cache_dtype: str = "auto"
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     seed: int = 0

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from memsaver import Event, MemorySaver, Report, StateError
-from memsaver.ops.dispatch import use_triton
 from memsaver.ops.hash import splitmix64_int
+from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
 from rollout.model.config import ModelConfig
@@ -40,32 +39,17 @@ class Engine:
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        device = saver.device
         self._store = WeightStore(parameter_groups(model), aliases(model), dtype, saver)
-        self._pool = MHATokenToKVPool(
-            KVCacheConfig(
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                size=config.kv_tokens,
-                page_size=config.page_size,
-                dtype=dtype,
-                device=device,
-            ),
-            saver,
-            KV_CACHE,
-        )
-        table = ReqToTokenPool(config.max_running, self.max_context_len, device)
-        allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, device)
-        self._blocks = BlockManager(table, allocator, self._pool)
+        self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
+        self._blocks = self._cache.blocks
         self._scheduler = Scheduler(
             self._blocks,
             page_size=config.page_size,
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
         )
-        self._runner = ModelRunner(model, self._store, self._pool, table, attention=config.attention)
-        if config.cuda_graphs and saver.device.type == "cuda" and use_triton(config.attention, saver.device):
+        self._runner = ModelRunner(model, self._store, self._cache, attention=config.attention)
+        if config.cuda_graphs and saver.device.type == "cuda" and self._runner.capturable:
             self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
         self._requests = 0
@@ -231,7 +215,7 @@ class Engine:
         if paused := [tag for tag in self._known(tags) if self.saver.is_paused(tag)]:
             self.saver.resume(*paused)  # all of them or none
             if KV_CACHE in paused:
-                self._pool.on_resume()
+                self._cache.on_resume()
 
     def unavailable_reason(self) -> str | None:
         """Why `generate` would refuse now; None when it would not."""

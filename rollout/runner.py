@@ -7,16 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache import MHATokenToKVPool, ReqToTokenPool
 from kvcache.allocators.base import to_device
 from memsaver import MemorySaver
-from memsaver.ops.dispatch import Impl
+from memsaver.ops.dispatch import Impl, use_triton
+from rollout.cache import Cache
 from rollout.graphs import DecodeGraphs
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
-from rollout.model.rotary import RotaryTables
-from rollout.ops.attention import AttentionPlan, BatchShape, paged_attention, plan_attention, plan_decode
-from rollout.ops.rotary import rotate_and_store
+from rollout.model.mixers.base import Batch, Parts
+from rollout.ops.attention import BatchShape, plan_attention, plan_decode
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
@@ -25,24 +24,20 @@ from rollout.weights import WeightStore
 class ModelRunner:
     """The computing half of the engine. Keeps no state of requests."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        store: WeightStore,
-        pool: MHATokenToKVPool,
-        table: ReqToTokenPool,
-        *,
-        attention: Impl,
-    ) -> None:
+    def __init__(self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl) -> None:
         self.config = config
-        self.device = pool.device
+        self.device = cache.table.device
         self._weights = DecoderWeights.of(store, config)
-        self._pool = pool
-        self._table = table
+        parts = Parts(config, store, cache, attention)
+        self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
+        self._table = cache.table
         self._attention = attention
-        self._scale = config.head_dim**-0.5
-        self._rotary = RotaryTables.build(config.rope, config.head_dim, table.max_context_len, pool.device)
         self.graphs: DecodeGraphs | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps can be CUDA graphs."""
+        return use_triton(self._attention, self.device) and all(mixer.capturable for mixer in self.config.mixers)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
@@ -59,27 +54,28 @@ class ModelRunner:
         slots = ([step.decode_slots] if step.decode else []) + [
             chunk.sample.slots[chunk.start : chunk.start + chunk.length] for chunk in step.chunks
         ]
-        plan = plan_attention(_shape(step), self._table.req_to_token, self._attention)
-        at = to_device(np.array(ids + positions + ends), self.device).split([len(ids), len(ids), len(ends)])
-        hidden = self._hidden(at[0], at[1], torch.cat(slots), plan)
-        return F.linear(hidden[at[2]], self._weights.lm_head)
+        shape = _shape(step)
+        parts = (ids, positions, ends, shape.rows)
+        at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
+        batch = Batch(
+            positions=at[1],
+            slots=torch.cat(slots),
+            rows=at[3],
+            plan=plan_attention(shape, self._table.req_to_token, self._attention),
+            shape=shape,
+        )
+        return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
 
     def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
-        hidden = self._hidden(ids, positions, table[rows, positions].long(), plan_decode(rows, positions, table))
-        torch.mm(hidden, self._weights.lm_head.t(), out=logits)
+        slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
+        batch = Batch(positions=positions, slots=slots, rows=rows, plan=plan, shape=None)
+        torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
-        """Normed hidden states [T, hidden]; keys and values of the tokens are in the cache afterwards."""
-        cos, sin = self._rotary.cos, self._rotary.sin
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = self._pool.get_kv_buffer(layer)
-            q = rotate_and_store(q, k, v, positions, slots, cos, sin, *cache)
-            return paged_attention(q, *cache, plan, self._scale)
-
-        return forward(self.config, self._weights, ids, attend=attend)
+    def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
+        """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
+        return forward(self._weights, self._mixers, ids, batch, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memsaver.ops.digest import Digest
-from rollout.model.layout import Group
+from rollout.model.params import Group
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 

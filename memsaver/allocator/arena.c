@@ -9,6 +9,7 @@ typedef struct {
     size_t committed; /* mapped prefix [0, committed) */
     size_t top;       /* end of the last block */
     size_t live;      /* requested bytes of live blocks */
+    size_t frees;     /* blocks freed so far */
     int state;
     ms_extent *extents;
     size_t n_extents, cap_extents;
@@ -220,6 +221,7 @@ int ms_free(int slot, void *address) {
     size_t i = block_at(a, offset);
     int ok = i < a->n_blocks && a->blocks[i].offset == offset && a->blocks[i].requested;
     if (ok) {
+        a->frees++;
         a->live -= a->blocks[i].requested;
         a->blocks[i].requested = 0;
         merge_free(a, i);
@@ -249,7 +251,7 @@ void ms_get_stats(int slot, ms_stats *out) {
     pthread_mutex_lock(&a->lock);
     size_t alive = 0;
     for (size_t i = 0; i < a->n_blocks; i++) alive += a->blocks[i].requested != 0;
-    *out = (ms_stats){a->base, a->reserved, a->committed, a->top, a->live, a->n_extents, alive, a->state};
+    *out = (ms_stats){a->base, a->reserved, a->committed, a->top, a->live, a->n_extents, alive, a->frees, a->state};
     pthread_mutex_unlock(&a->lock);
 }
 

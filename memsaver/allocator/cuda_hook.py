@@ -36,6 +36,19 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
     torch serves nested pools outermost first, so the outer one is left while an inner one is open.
     """
     torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+    with _in_new_pool(slot, device):
+        yield
+
+
+def free_dead_blocks(slot: int, device: torch.device) -> None:
+    """Free the blocks of ended regions, of any tag, whose tensors have died since; torch keeps them otherwise."""
+    with _in_new_pool(slot, device):
+        pass
+
+
+@contextlib.contextmanager
+def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
+    """Dead blocks of ended regions are freed first: a region that is entered at every step uses its memory again."""
     stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
     with contextlib.ExitStack() as undo:
         if stack:
@@ -46,6 +59,7 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
         undo.callback(stack.pop)
         _enter(stack[-1], device)
         undo.callback(_leave, stack[-1], device)
+        torch.cuda.empty_cache()  # while a pool is in use, it leaves torch's own cache alone: dropped pools only
         yield
 
 

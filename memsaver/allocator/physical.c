@@ -79,7 +79,7 @@ void ms_discharge(ms_phys *phys, size_t nbytes) {
 
 /* ------------------------------------------------------------------ what is known of the driver's calls */
 
-static uint64_t clock_ns(void) {
+uint64_t ms_clock_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
@@ -97,8 +97,8 @@ void ms_record(ms_phys *phys, int operation, size_t nbytes, uint64_t ns, int err
     pthread_mutex_unlock(&phys->lock);
 }
 
-static int recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error) {
-    ms_record(phys, operation, nbytes, clock_ns() - started, error);
+int ms_recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error) {
+    ms_record(phys, operation, nbytes, ms_clock_ns() - started, error);
     return error;
 }
 
@@ -141,23 +141,20 @@ int ms_fault(ms_phys *phys) {
 static int new_memfd(size_t nbytes, uint64_t *handle) {
     int fd = memfd_create("memsaver", MFD_CLOEXEC);
     if (fd < 0) return errno;
-    if (ftruncate(fd, (off_t)nbytes)) {
-        int error = errno;
-        close(fd);
-        return error;
-    }
+    int error = ftruncate(fd, (off_t)nbytes) ? errno : ms_fd_keep((uint64_t)fd, fd);
+    if (error) close(fd);
     *handle = (uint64_t)fd;
-    return 0;
+    return error;
 }
 
 static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)
         error = phys->driver.create(handle, nbytes, phys->driver.prop, 0);
     else if (!error)
         error = new_memfd(nbytes, handle);
-    return recorded(phys, MS_CREATE, nbytes, started, error);
+    return ms_recorded(phys, MS_CREATE, nbytes, started, error);
 }
 
 /* Unique among all processes of a machine: a random half chosen by each process, and a count. */
@@ -203,14 +200,14 @@ int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause) {
 
 int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes) {
     if (ms_forked(phys)) return 0;
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
-    if (!error && phys->kind == MS_CUDA)
-        error = phys->driver.release(handle);
-    else if (!error && close((int)handle))
-        error = errno;
-    if (!error) ms_discharge(phys, nbytes);
-    return recorded(phys, MS_RELEASE, nbytes, started, error);
+    if (!error && phys->kind == MS_CUDA) error = phys->driver.release(handle);
+    if (!error) {
+        ms_fd_drop(handle);
+        ms_discharge(phys, nbytes);
+    }
+    return ms_recorded(phys, MS_RELEASE, nbytes, started, error);
 }
 
 /* ------------------------------------------------------------------ mappings */
@@ -222,45 +219,45 @@ static int map_memfd(size_t address, size_t nbytes, uint64_t handle, size_t offs
 }
 
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable) {
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)
         error = phys->driver.map(address, nbytes, offset, handle, 0);
     else if (!error)
         error = map_memfd(address, nbytes, handle, offset, writable);
-    return recorded(phys, MS_MAP, nbytes, started, error);
+    return ms_recorded(phys, MS_MAP, nbytes, started, error);
 }
 
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes) {
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)
         error = phys->driver.set_access(address, nbytes, phys->driver.access, 1);
-    return recorded(phys, MS_SET_ACCESS, nbytes, started, error);
+    return ms_recorded(phys, MS_SET_ACCESS, nbytes, started, error);
 }
 
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes) {
     const int nothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)
         error = phys->driver.unmap(address, nbytes);
     else if (!error && mmap((void *)address, nbytes, PROT_NONE, nothing, -1, 0) == MAP_FAILED)
         error = errno;
-    return recorded(phys, MS_UNMAP, nbytes, started, error);
+    return ms_recorded(phys, MS_UNMAP, nbytes, started, error);
 }
 
 int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes) {
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && ftruncate((int)handle, (off_t)nbytes)) error = errno;
-    return recorded(phys, MS_RESIZE, nbytes, started, error);
+    return ms_recorded(phys, MS_RESIZE, nbytes, started, error);
 }
 
 /* ------------------------------------------------------------------ content */
 
 int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *stream) {
-    uint64_t started = clock_ns();
+    uint64_t started = ms_clock_ns();
     size_t total = 0;
     int error = ms_fault(phys);
     for (size_t i = 0; i < count && !error; i++) {
@@ -271,5 +268,5 @@ int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *str
         else
             memcpy((void *)t->to, (const void *)t->from, t->nbytes);
     }
-    return recorded(phys, MS_COPY, total, started, error);
+    return ms_recorded(phys, MS_COPY, total, started, error);
 }

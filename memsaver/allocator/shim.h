@@ -43,9 +43,9 @@ typedef struct {
     size_t requested; /* 0: free */
 } ms_block;
 
-enum { /* of the driver; the last five are Python's */
-    MS_CREATE, MS_RELEASE, MS_MAP, MS_SET_ACCESS, MS_UNMAP, MS_RESIZE, MS_COPY,
-    MS_RESERVE, MS_UNRESERVE, MS_EXPORT, MS_IMPORT, MS_SYNCHRONIZE, MS_OPERATIONS
+enum { /* of the driver; the last three are Python's */
+    MS_CREATE, MS_RELEASE, MS_MAP, MS_SET_ACCESS, MS_UNMAP, MS_RESIZE, MS_COPY, MS_EXPORT, MS_IMPORT,
+    MS_RESERVE, MS_UNRESERVE, MS_SYNCHRONIZE, MS_OPERATIONS
 };
 #define MS_RECENT 1024
 
@@ -61,7 +61,7 @@ typedef struct { /* all calls of one operation */
 
 typedef struct {
     size_t base, reserved, committed, top, live;
-    size_t extents, blocks;
+    size_t extents, blocks, frees; /* frees: so far */
     int state;
 } ms_stats;
 
@@ -71,10 +71,14 @@ typedef struct { /* CUDA driver entry points and arguments, handed in from Pytho
     int (*map)(uint64_t address, size_t nbytes, size_t offset, uint64_t handle, unsigned long long flags);
     int (*unmap)(uint64_t address, size_t nbytes);
     int (*set_access)(uint64_t address, size_t nbytes, const void *desc, size_t count);
+    int (*export_fd)(void *fd, uint64_t handle, int type, unsigned long long flags);
+    int (*import_fd)(uint64_t *handle, void *fd, int type);
     int (*copy)(uint64_t to, uint64_t from, size_t nbytes, void *stream);
     const void *prop;
     const void *access;
 } ms_driver;
+#define MS_CUDA_FD 1         /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
+#define MS_CUDA_E_SYSTEM 304 /* CUDA_ERROR_OPERATING_SYSTEM */
 
 typedef struct { /* addresses of either side */
     uint64_t to, from;
@@ -95,6 +99,8 @@ int ms_create(ms_phys *phys, size_t nbytes, ms_extent *out, ms_cause *cause);
 int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes);
 int ms_charge(ms_phys *phys, size_t nbytes, ms_cause *cause); /* for extents that come from another saver */
 void ms_discharge(ms_phys *phys, size_t nbytes);              /* for extents that have gone to one */
+int ms_export(ms_phys *phys, uint64_t handle, int *fd); /* the caller's; the driver's error or errno */
+int ms_import(ms_phys *phys, int fd, uint64_t *handle); /* takes `fd`, also when it fails */
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable);
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes);
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes);

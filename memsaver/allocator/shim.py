@@ -27,10 +27,10 @@ class Operation(enum.IntEnum):
     UNMAP = 4
     RESIZE = 5
     COPY = 6
-    RESERVE = 7
-    UNRESERVE = 8
-    EXPORT = 9
-    IMPORT = 10
+    EXPORT = 7
+    IMPORT = 8
+    RESERVE = 9
+    UNRESERVE = 10
     SYNCHRONIZE = 11
 
 
@@ -59,8 +59,8 @@ class _Block(ctypes.Structure):
 class Stats(ctypes.Structure):
     """An arena at one moment; sizes in bytes."""
 
-    _fields_ = [(name, _size) for name in ("base", "reserved", "committed", "top", "live", "extents", "blocks")]
-    _fields_ += [("state", ctypes.c_int)]
+    _names = ("base", "reserved", "committed", "top", "live", "extents", "blocks", "frees")
+    _fields_ = [*((name, _size) for name in _names), ("state", ctypes.c_int)]
     base: int
     reserved: int
     committed: int
@@ -68,6 +68,7 @@ class Stats(ctypes.Structure):
     live: int
     extents: int
     blocks: int
+    frees: int  # so far
     state: int
 
 
@@ -98,7 +99,8 @@ class _Transfer(ctypes.Structure):
 class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access", "copy")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy")]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
 
@@ -136,6 +138,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
     ),
     "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
+    "ms_export": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)]),
+    "ms_import": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]),
     "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
     "ms_discharge": (None, [ctypes.c_void_p, _size]),
     "ms_mark_shared": (None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int]),

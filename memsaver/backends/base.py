@@ -101,6 +101,18 @@ class ShimBackend:
         """Give an extent back; ``nbytes`` is 0 for an imported one."""
         self._check("release", shim.library().ms_release(self.phys, handle, nbytes))
 
+    def export_fd(self, handle: int) -> int:
+        """A descriptor of an extent's memory, the caller's; it keeps the memory alive."""
+        fd = ctypes.c_int()
+        self._check("export", shim.library().ms_export(self.phys, handle, ctypes.byref(fd)))
+        return fd.value
+
+    def import_fd(self, fd: int) -> int:
+        """A handle of the memory that ``fd`` stands for; takes ``fd``, also when it raises."""
+        handle = ctypes.c_uint64()
+        self._check("import", shim.library().ms_import(self.phys, fd, ctypes.byref(handle)))
+        return handle.value
+
     def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None:
         self._check("map", shim.library().ms_map(self.phys, address, nbytes, handle, 0, int(writable)))
 

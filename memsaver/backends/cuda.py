@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -101,7 +100,8 @@ class CudaBackend(ShimBackend):
 
     def _entry_points(self) -> shim.Driver:
         library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
+        names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
+        names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
         return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
 
@@ -112,18 +112,6 @@ class CudaBackend(ShimBackend):
     def unreserve(self, address: int, nbytes: int) -> None:
         with self._call(Operation.UNRESERVE, nbytes):
             _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
-
-    def export_fd(self, handle: int) -> int:
-        generic = driver.CUmemGenericAllocationHandle(handle)
-        with self._call(Operation.EXPORT):
-            return int(_value("export", driver.cuMemExportToShareableHandle(generic, _FD, 0)))
-
-    def import_fd(self, fd: int) -> int:
-        try:
-            with self._call(Operation.IMPORT):
-                return int(_value("import", driver.cuMemImportFromShareableHandle(fd, _FD)))
-        finally:
-            os.close(fd)
 
     def bind_thread(self) -> None:
         """Make the device's primary context current in a thread of our own."""

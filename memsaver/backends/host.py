@@ -77,18 +77,6 @@ class HostBackend(ShimBackend):
             if _libc().munmap(address, nbytes):
                 raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
 
-    def export_fd(self, handle: int) -> int:
-        with self._call(Operation.EXPORT):
-            return os.dup(handle)
-
-    def import_fd(self, fd: int) -> int:
-        try:
-            with self._call(Operation.IMPORT):
-                return fd
-        except BackendError:
-            os.close(fd)
-            raise
-
     def bind_thread(self) -> None:
         """Nothing to bind: host calls need no context."""
 

@@ -1,6 +1,12 @@
 """What the decoder needs to know of a model, independent of where it was read from."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.model.mixers.base import MixerConfig
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -23,32 +29,22 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder: RMSNorm, rotary GQA attention, SwiGLU.
+    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then a SwiGLU MLP; RMSNorm before both.
 
-    qkv_bias, o_bias: attention biases. qk_norm: RMSNorm of every query and key head (Qwen3).
-    stop_token_ids: tokens that end an answer.
+    mixers: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging Face config it was read from,
+    which kvcache.layout reads, too.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
+    mixers: tuple[MixerConfig, ...]
     stop_token_ids: frozenset[int]
+    hf_config: Any = field(repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+    @property
+    def num_layers(self) -> int:
+        return len(self.mixers)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.model.config import ModelConfig, RopeConfig
+from rollout.model.mixers.attention import AttentionConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _INDEX = "model.safetensors.index.json"
@@ -30,24 +31,30 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
     config = AutoConfig.from_pretrained(str(directory))
     _refuse_unsupported(config, str(directory))
-    kind = config.model_type
-    attention_bias = bool(getattr(config, "attention_bias", False))
     return ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        mixers=(_attention(config),) * config.num_hidden_layers,
+        stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
+        hf_config=config,
+    )
+
+
+def _attention(config: Any) -> AttentionConfig:
+    kind = config.model_type
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return AttentionConfig(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=config.rms_norm_eps,
         rope=_rope(config.rope_parameters, config.max_position_embeddings),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
         qk_norm=kind == "qwen3",
-        stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
     )
 
 

@@ -182,7 +182,16 @@ def dd(directory: Path) -> tuple[float, float]:
 
 
 def rival(retain: bool) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.benchmarks.rival_tms", str(COUNT), str(MIB), str(REPEATS), "backup"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.rival_tms",
+        str(COUNT),
+        str(MIB),
+        str(REPEATS),
+        "freed",
+        "backup",
+    ]
     done = subprocess.run(command + ["retain"] * retain, capture_output=True, text=True, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:

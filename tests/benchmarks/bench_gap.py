@@ -30,11 +30,12 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 @torch.no_grad()
 def full_forward(model: Any, ids: Tensor, temperature: float, rows: int = 8) -> Tensor:
     keep = torch.arange(PROMPT - 1, ids.shape[1] - 1, device=ids.device)
-
-    def of(part: Tensor) -> Tensor:
-        return token_logprobs(model(part, logits_to_keep=keep).logits, part[:, PROMPT:], temperature)
-
-    return torch.cat([of(part) for part in ids.split(rows)])
+    return torch.cat(
+        [
+            token_logprobs(model(part, logits_to_keep=keep).logits, part[:, PROMPT:], temperature)
+            for part in ids.split(rows)
+        ]
+    )
 
 
 @torch.no_grad()
@@ -93,7 +94,7 @@ def measure(name: str, path: Path, dtype: str, temperature: float) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, help="a directory with a trained model, such as SmolLM2's")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples, and of all log-probabilities")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -122,6 +122,22 @@ def test_the_same_pages_go_to_and_fro(device: str) -> None:
         assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
 
+def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: str) -> None:
+    """The CUDA driver does not export what was imported."""
+    with other_process(device) as maker, other_process(device) as third:
+        saver, mine = giver(device)
+        saver.pause()
+        maker.ask("resume")
+        maker.ask("fill", 42)
+        maker.ask("give", saver.pool_ticket())
+        saver.resume()
+        assert third.ask("attach", saver.share("kv")) == [42]
+        third.ask("detach")
+        assert int(mine[-1]) == 42
+        saver.pause(release="hand_over", to=third.ticket)
+        assert third.ask("resume") == (42, 42)
+
+
 def test_two_savers_of_one_process(device: str) -> None:
     (one, mine), two = giver(device), MemorySaver(device)
     theirs = two.empty(SIZE, torch.uint8, tag="kv").fill_(1)

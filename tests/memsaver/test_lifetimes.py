@@ -42,15 +42,18 @@ print("end")
     assert run(code) == "end"
 
 
-def test_a_forked_child_is_inert() -> None:
+def test_a_forked_child_is_inert_and_holds_nothing() -> None:
     code = """
 import gc, os, memsaver, torch
+from tests.helpers.memory import memfd_bytes
 saver = memsaver.MemorySaver("cpu")
 with saver.region("a"):
     a = torch.ones(100000)
 b = saver.empty(1000, tag="b").fill_(3)
 child = os.fork()
 if child == 0:
+    if memfd_bytes([os.getpid()]):
+        os._exit(2)
     del a, b
     gc.collect()
     try:
@@ -60,6 +63,7 @@ if child == 0:
         os._exit(0)
     os._exit(1)
 assert os.waitpid(child, 0)[1] == 0
+assert memfd_bytes([os.getpid()])
 assert a.sum() == 100000 and b.sum() == 3000
 saver.check_integrity()
 print("fine")

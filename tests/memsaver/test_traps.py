@@ -48,13 +48,15 @@ def test_a_freed_block_is_never_another_tags(device: str) -> None:
 def test_releasing_twice_does_nothing(device: str) -> None:
     """vllm#36651: a second release of the same handles."""
     saver = MemorySaver(device)
-    tensor = saver.empty(1 << 20, torch.uint8, tag="t").fill_(1)
+    tensor = saver.empty(1 << 21, torch.uint8, tag="t").fill_(1)
     for _ in range(2):
         saver.pause(release="keep")
         saver.pause()
-    assert saver.trim() == tensor.nbytes and saver.trim() == 0
+    trimmed = saver.trim(), saver.trim()
+    assert trimmed == (1 << 21, 0)
     saver.resume()
     saver.resume()
+    tensor.fill_(2)
     saver.close()
     saver.close()
     assert process_bytes(device) >= 0
@@ -172,6 +174,45 @@ def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() 
     for process, pipe in ends:
         pipe.send("end")
         process.join(20)
+
+
+def test_a_region_at_every_step_uses_its_memory_again(device: str) -> None:
+    """Tensors that outlive their region die later: torch keeps such blocks until something has it free them."""
+    saver = MemorySaver(device)
+    del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
+    cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
+    committed = set()
+    for _ in range(8):
+        with saver.region("kv"):
+            tensor = torch.ones(3 << 20, device=device)
+        committed.add(saver.report().committed_bytes)
+        del tensor
+    assert len(committed) == 1
+    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, "torch's own cache was emptied, too"
+    saver.trim()
+    assert saver.report().committed_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True], ids=["empty", "region"])
+def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) -> None:
+    saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
+
+    def make() -> torch.Tensor:
+        if not inside:
+            return saver.empty(1 << 24, torch.uint8, tag="t")
+        with saver.region("t"):
+            return torch.empty(1 << 24, dtype=torch.uint8, device="cuda:0")
+
+    with torch.cuda.stream(side):
+        first = make()
+        torch.cuda._sleep(200_000_000)  # some 100 ms
+        first.fill_(1)
+        address = first.data_ptr()
+        del first
+    second = make().fill_(2)
+    torch.cuda.synchronize()
+    assert second.data_ptr() == address and bool((second == 2).all())
 
 
 def test_residue_does_not_grow_over_steps(device: str) -> None:

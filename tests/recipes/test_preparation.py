@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import recipes
+from kvcache import layout
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import prepare
 from recipes.run import engine_arguments, trainer_config
@@ -37,7 +38,7 @@ def test_the_packaged_shapes_are_the_real_ones(name, tmp_path):
     setup = prepare(recipes.load(name, ["device=cpu"]), tmp_path)
     model = load_model_config(setup.model_dir)
     assert parameters(model) == QWEN[name]
-    assert 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim == KV_BYTES[name]
+    assert layout(model.hf_config, dtype=torch.bfloat16).bytes_per_token == KV_BYTES[name]
     assert (model.rope.theta, model.rope.rope_type) == (1e6, "default")
     assert (model.rms_norm_eps, model.max_position_embeddings, model.qkv_bias) == (1e-6, 32768, True)
 

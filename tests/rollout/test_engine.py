@@ -84,7 +84,7 @@ def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float,
     expected = ids(make(device=device).generate(prompts, params))
     engine = make(device=device, max_prefill_tokens=16)
     for layer in range(engine.model.num_layers):
-        for cache in engine._pool.get_kv_buffer(layer):
+        for cache in engine._cache.pool.get_kv_buffer(layer):
             cache.fill_(value)
 
     def poison(done: int, total: int, generated: int) -> None:
@@ -94,11 +94,11 @@ def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float,
             for s in engine._scheduler.running
             if s.handle
         ]
-        keep = torch.zeros(engine._pool._k.shape[1], dtype=torch.bool, device=table.device)
+        keep = torch.zeros(engine._cache.pool._k.shape[1], dtype=torch.bool, device=table.device)
         if live:
             keep[torch.cat(live).long()] = True
-        engine._pool._k[:, ~keep] = value
-        engine._pool._v[:, ~keep] = value
+        engine._cache.pool._k[:, ~keep] = value
+        engine._cache.pool._v[:, ~keep] = value
 
     assert ids(engine.generate(prompts, params, on_progress=poison)) == expected
 

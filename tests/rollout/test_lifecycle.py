@@ -75,14 +75,14 @@ def test_page_zero_is_zero_after_wake_up(engine: Engine, monkeypatch: pytest.Mon
     def resume_dirty(*tags: str) -> None:
         resume(*tags)
         for layer in range(engine.model.num_layers):
-            for cache in engine._pool.get_kv_buffer(layer):
+            for cache in engine._cache.pool.get_kv_buffer(layer):
                 cache.fill_(float("nan"))
 
     monkeypatch.setattr(engine.saver, "resume", resume_dirty)
     engine.sleep()
     engine.wake_up()
     for layer in range(engine.model.num_layers):
-        for cache in engine._pool.get_kv_buffer(layer):
+        for cache in engine._cache.pool.get_kv_buffer(layer):
             assert not cache[: engine.config.page_size].any()
 
 

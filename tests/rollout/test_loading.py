@@ -65,7 +65,8 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     edit_config(tmp_path, remove=("rope_parameters",), rope_theta=5000.0, rope_scaling=scaling)
-    rope = load_model_config(tmp_path).rope
+    (mixer, _) = load_model_config(tmp_path).mixers
+    rope = mixer.rope
     assert (rope.theta, rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (
         5000.0,
         "llama3",
@@ -96,14 +97,16 @@ def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) 
     model = save_tiny(tmp_path, "llama", rope_parameters=rope, head_dim=32)
     config: ModelConfig = load_model_config(tmp_path)
     theirs = model.model.rotary_emb
-    assert torch.equal(inverse_frequencies(config.rope, 32), theirs.inv_freq)
+    rope_config = config.mixers[0].rope
+    assert torch.equal(inverse_frequencies(rope_config, 32), theirs.inv_freq)
     cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
-    tables = RotaryTables.build(config.rope, 32, 300, torch.device("cpu"))
+    tables = RotaryTables.build(rope_config, 32, 300, torch.device("cpu"))
     assert torch.equal(tables.cos, cos[0, :, :16]) and torch.equal(tables.sin, sin[0, :, :16])
 
 
 def test_sizes_are_read(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", head_dim=20)
     config = load_model_config(tmp_path)
-    assert (config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads) == (48, 20, 4, 2)
-    assert (config.vocab_size, config.num_layers, config.qk_norm) == (SIZES["vocab_size"], 2, True)
+    mixer = config.mixers[0]
+    assert (config.hidden_size, mixer.head_dim, mixer.num_heads, mixer.num_kv_heads) == (48, 20, 4, 2)
+    assert (config.vocab_size, config.num_layers, mixer.qk_norm) == (SIZES["vocab_size"], 2, True)

@@ -1,0 +1,65 @@
+"""What mixes tokens in a layer: one config class and one computing class a kind, each in a file of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from memsaver.ops.dispatch import Impl
+from rollout.model.config import ModelConfig, RopeConfig
+from rollout.model.params import Group
+from rollout.model.rotary import RotaryTables
+from rollout.ops.attention import AttentionPlan, BatchShape
+
+if TYPE_CHECKING:
+    from rollout.cache import Cache
+    from rollout.weights import WeightStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tokens of one forward, packed: int64 [T] `positions` and pool `slots`, and how attention finds the rest.
+
+    shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64 [B], each request's
+    row of the request table, on the device.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    plan: AttentionPlan
+    shape: BatchShape | None
+
+
+Mixer = Callable[[Tensor, Batch], Tensor]
+"""(x [T, hidden], batch) -> [T, hidden]. Stores what later tokens need of these in the cache."""
+
+
+class MixerConfig(ABC):
+    """One layer's mixer, before it has weights."""
+
+    capturable = True  # whether a CUDA graph can hold a decode step
+
+    @abstractmethod
+    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+        """Its parameters in memory order; names begin with `layer`, "model.layers.3." say."""
+
+    @abstractmethod
+    def build(self, index: int, parts: Parts) -> Mixer:
+        """The mixer of layer `index`, over views of the weight store."""
+
+
+class Parts:
+    """What mixers are built from."""
+
+    def __init__(self, model: ModelConfig, store: WeightStore, cache_: Cache, attention: Impl) -> None:
+        self.model, self.store, self.cache, self.attention = model, store, cache_, attention
+        self.rotary = cache(self._rotary)  # layers share tables
+
+    def _rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:
+        return RotaryTables.build(rope, dim, self.cache.table.max_context_len, self.cache.table.device)
