@@ -8,9 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from rollout.model.config import ModelConfig, RopeConfig
+from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
+from rollout.model.mixers.base import MixerConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -38,20 +46,27 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=(_attention(config),) * config.num_hidden_layers,
+        mixers=(_mixer(config),) * config.num_hidden_layers,
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
     )
 
 
-def _attention(config: Any) -> AttentionConfig:
+def _mixer(config: Any) -> MixerConfig:
+    rope = _rope(config.rope_parameters, config.max_position_embeddings)
+    if config.model_type in mla.MODEL_TYPES:
+        return mla.MLAConfig.of(config, rope)
+    return _attention(config, rope)
+
+
+def _attention(config: Any, rope: RopeConfig) -> AttentionConfig:
     kind = config.model_type
     attention_bias = bool(getattr(config, "attention_bias", False))
     return AttentionConfig(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rope=_rope(config.rope_parameters, config.max_position_embeddings),
+        rope=rope,
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
         qk_norm=kind == "qwen3",

@@ -1,4 +1,4 @@
-"""Rotary embedding of new queries and keys, and the store of keys and values: dispatch, and the torch reference."""
+"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the torch references."""
 
 from torch import Tensor
 
@@ -33,3 +33,20 @@ def rotate_and_store(
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
     set_kv_buffer(apply_rotary(k, cos_rows, sin_rows), v, k_cache, v_cache, slots, "torch")
     return apply_rotary(q, cos_rows, sin_rows)
+
+
+def rotate(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool, impl: Impl = "auto"
+) -> None:
+    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of both are contiguous.
+
+    interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same. positions: contiguous
+    int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in `rotate_and_store`.
+    """
+    if use_triton(impl, x.device):
+        from rollout.ops.rotary_triton import rotate_triton
+
+        rotate_triton(x, positions, cos, sin, out, interleaved=interleaved)
+        return
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
+    out.copy_(apply_rotary(halves, *RotaryTables(cos=cos, sin=sin).at(positions, x.dtype)))

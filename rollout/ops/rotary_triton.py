@@ -1,4 +1,4 @@
-"""Rotary embedding and KV store in one Triton launch."""
+"""Rotary embedding in Triton, alone and with the KV store in one launch."""
 
 import torch
 import triton
@@ -43,18 +43,57 @@ def rotate_and_store_triton(
     return out
 
 
+def rotate_triton(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool) -> None:
+    """Same contract as `rotate`."""
+    tokens, heads, dim = x.shape
+    assert x.shape == out.shape and x.dtype == out.dtype and x.stride(2) == out.stride(2) == 1
+    assert all(each.is_contiguous() for each in (positions, cos, sin)) and cos.shape[1] * 2 == dim
+    block_half = triton.next_power_of_2(dim // 2)
+    block_heads = max(1, min(_TILE // block_half, triton.next_power_of_2(heads)))
+    with torch.cuda.device_of(out):
+        _rotate_heads[(tokens, triton.cdiv(heads, block_heads))](
+            x, positions, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads,
+            HALF=dim // 2, INTERLEAVED=interleaved, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
-    source, to, cos, sin, inside, HALF: tl.constexpr
+    source, to, cos, sin, inside, HALF: tl.constexpr, APART: tl.constexpr
 ):
-    """Rotate the pairs (source, source + HALF); products and sums rounded to the dtype of `to`."""
+    """The pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the dtype of `to`."""
     dtype = to.dtype.element_ty
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
     left = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
     right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
     tl.store(to, left.to(dtype), mask=inside)
     tl.store(to + HALF, right.to(dtype), mask=inside)
+
+
+@triton.jit
+def _table_row(table, position, pair, dtype, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[1, pairs] of a table, rounded to dtype."""
+    row = tl.load(table + position * HALF + pair, mask=pair < HALF, other=0.0)
+    return row.to(dtype).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x, positions, cos, sin, out, stride_x, stride_x_head, stride_out, stride_out_head, heads,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    pair = tl.arange(0, BLOCK_HALF)
+    position, dtype = tl.load(positions + token), x.dtype.element_ty
+    cosine, sine = _table_row(cos, position, pair, dtype, HALF), _table_row(sin, position, pair, dtype, HALF)
+    source = x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
+    to = out + token * stride_out + head * stride_out_head + pair[None, :]
+    inside = (head < heads) & (pair < HALF)[None, :]
+    _rotate(source, to, cosine, sine, inside, HALF, 1 if INTERLEAVED else HALF)
 
 
 @triton.jit
@@ -70,19 +109,18 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token)
     dtype = q.dtype.element_ty
-    cosine = tl.load(cos + position * HALF + pair, mask=pair < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
-    sine = tl.load(sin + position * HALF + pair, mask=pair < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+    cosine, sine = _table_row(cos, position, pair, dtype, HALF), _table_row(sin, position, pair, dtype, HALF)
     if block < q_blocks:
         head = (block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         source = q + token * stride_q + head * stride_q_head + pair[None, :]
         to = out + (token * HEADS + head) * (2 * HALF) + pair[None, :]
-        _rotate(source, to, cosine, sine, (head < HEADS) & (pair < HALF)[None, :], HALF)
+        _rotate(source, to, cosine, sine, (head < HEADS) & (pair < HALF)[None, :], HALF, HALF)
     else:
         head = ((block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         slot = tl.load(slots + token)  # int64: a pool may pass 2**31 elements
         source = k + token * stride_k + head * stride_k_head + pair[None, :]
         to = k_cache + slot * stride_k_slot + head * (2 * HALF) + pair[None, :]
-        _rotate(source, to, cosine, sine, (head < KV_HEADS) & (pair < HALF)[None, :], HALF)
+        _rotate(source, to, cosine, sine, (head < KV_HEADS) & (pair < HALF)[None, :], HALF, HALF)
 
         column = tl.arange(0, BLOCK_V)
         inside = (head < KV_HEADS) & (column < VALUE_DIM)[None, :]
