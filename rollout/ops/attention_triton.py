@@ -3,6 +3,9 @@
 Work is laid out by a request's own lengths only, so a request's result does not depend on the batch it is in, and the
 decode launch depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
 
+Latent rows (values are a view of the first elements of keys) are read once, as keys and as values. The rest of the key
+is the "tail", multiplied by itself: so no block is padded from rank + rope to a power of two.
+
 Half-precision storage is multiplied on tensor cores, with peaks, sums and accumulators in fp32. Anything else, and
 everything in the interpreter, which is wrong on bf16, is widened to fp32 right after the load ("wide").
 """
@@ -21,6 +24,7 @@ from rollout.ops.attention import BatchShape
 NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
 MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
 SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
+MAX_HEADS = 16  # query heads of a decode program, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +93,9 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
     else:
         part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
-    blocks = decode_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
-    _decode_split[(count, kv_heads, splits)](
+    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
+    blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent)
+    _decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
         q, k_cache, v_cache, table, meta, part, lse,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, scale * math.log2(math.e),
@@ -99,16 +104,18 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
     if lse is not None:
         _decode_combine[(count, heads)](
             part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits,
-            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1,
+            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits),
+            num_warps=combine_warps(blocks["BLOCK_V"]),
         )  # fmt: skip
 
 
 def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
-    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
-    tokens = blocks["BLOCK_M"] // blocks["GROUP"]
-    _prefill[(triton.cdiv(plan.max_q_len, tokens), plan.num_prefill, kv_heads)](
+    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent)
+    row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
+    _prefill[(row_blocks, plan.num_prefill, kv_heads)](
         q, k_cache, v_cache, table, meta, out,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, scale * math.log2(math.e),
@@ -122,32 +129,54 @@ def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return not (half and q.is_cuda)
 
 
-def decode_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether values are the first elements of their keys, in the same memory."""
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    return same and k_cache.dtype == v_cache.dtype and v_cache.shape[2] < k_cache.shape[2]
+
+
+def decode_blocks(group: int, dim: int, value_dim: int, wide: bool, latent: bool = False) -> dict[str, Any]:
     """Compile-time arguments of `_decode_split`. Only tensor cores need 16 rows; elsewhere padding rows cost time."""
-    constants = _dims(group, dim, value_dim, wide)
-    rows = triton.next_power_of_2(group)
+    constants = _dims(group, dim, value_dim, wide, latent)
+    rows = min(MAX_HEADS, triton.next_power_of_2(group))
     stages = 5 if constants["BLOCK_D"] <= 128 else 3  # half for the slots, half for what hangs on them: 2 blocks or 1
     if wide:
-        return {**constants, "BLOCK_G": rows, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
-    return {**constants, "BLOCK_G": max(16, rows), "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+        block_n, warps = 32 if constants["BLOCK_V"] <= 256 else 16, 4 if rows * constants["BLOCK_V"] <= 1024 else 8
+        return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+    return {**constants, "BLOCK_G": MAX_HEADS, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
 
 
-def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
-    """Compile-time arguments of `_prefill`. A program computes BLOCK_M // group tokens, whatever the batch."""
-    constants = _dims(group, dim, value_dim, wide)
-    rows = triton.next_power_of_2(group)
-    if wide:  # without tensor cores registers are the limit: 128 let two programs share a multiprocessor, none spilled
+def combine_warps(block_v: int) -> int:
+    """Warps of a `_decode_combine` program: a few registers of each thread for the rows of all splits."""
+    return max(1, block_v // 128)
+
+
+def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool, latent: bool = False) -> dict[str, Any]:
+    """Compile-time arguments of `_prefill`. A program computes BLOCK_M rows (query token, head), whatever the batch."""
+    constants = _dims(group, dim, value_dim, wide, latent)
+    if latent and constants["BLOCK_D"] > 128:  # sums of 512 elements a row: what is just not spilled
+        block_m, block_n = (16, 16) if wide else (32, 32)
+        tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
+    elif wide:  # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
         block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
         tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
     else:
         block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
         tuning = {"num_warps": 8, "num_stages": 3}
-    return {**constants, "BLOCK_M": max(block_m, rows), "BLOCK_N": block_n, **tuning}
+    return {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
 
 
-def _dims(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
-    padded = {"BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_V": max(16, triton.next_power_of_2(value_dim))}
-    return {"GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "WIDE": wide, **padded}
+def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool) -> dict[str, Any]:
+    """DIM: width of keys, without the tail of latent rows. TAIL: its width, 0 where values have rows of their own."""
+    tail = dim - value_dim if latent else 0
+    widths = (dim - tail, value_dim, tail)
+    padded = (max(16, triton.next_power_of_2(width)) for width in widths)
+    return {
+        "GROUP": group,
+        "WIDE": wide,
+        **dict(zip(("DIM", "VALUE_DIM", "TAIL"), widths, strict=True)),
+        **dict(zip(("BLOCK_D", "BLOCK_V", "BLOCK_T"), padded, strict=True)),
+    }
 
 
 @triton.jit
@@ -161,12 +190,13 @@ def _gather(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    query, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-    MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    query, query_tail, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot,
+    scale, MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`.
 
+    TAIL: keys go on behind D, and meet query_tail [M, TAIL] there; values are the keys' first D elements.
     MASKED: row m sees no token past positions[m], at most end - 1. Otherwise it sees all, and end - start is a
     multiple of BLOCK_N. Past the end the last token's slot is read again: loads need no mask and meet no foreign slot.
     """
@@ -174,14 +204,18 @@ def _attend(  # type: ignore[no-untyped-def]
         at = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots + (tl.minimum(at, end - 1) if MASKED else at)).to(tl.int64)
         keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if TAIL:
+            tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE)
+            scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
+        scores *= scale
         if MASKED:
             scores = tl.where(at[None, :] <= positions[:, None], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        values = _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE)
+        values = keys if TAIL else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return peak, total, acc
@@ -198,37 +232,42 @@ def _decode_split(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, table, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_part, stride_part_head, splits, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head, split): the GROUP query heads over one split, normalised, with its log2-sum-exp2.
+    """Program (request, KV head and block of its GROUP query heads, split): these heads over one split, normalised,
+    with their log2-sum-exp2.
 
     lse is None where there is one split: part is then the output itself.
     """
-    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    kv_head = (tl.program_id(1) // head_blocks).to(tl.int64)
     kv_len = tl.load(meta + 2 * stride_meta + request)
     length = _split_length(kv_len)
     start = split * length
     if start < kv_len:
         end = tl.minimum(start + length, kv_len)
         row = tl.load(meta + request).to(tl.int64)
-        group = tl.arange(0, BLOCK_G)
+        group = tl.program_id(1) % head_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + tl.minimum(group, GROUP - 1)
+        query = _gather(q + request * stride_q, head, stride_q_head, DIM, BLOCK_D, WIDE)
+        tail = _gather(q + request * stride_q + DIM, head, stride_q_head, TAIL, BLOCK_T, WIDE) if TAIL else query
         peak, total, acc = _attend(
-            _gather(q + request * stride_q, head, stride_q_head, DIM, BLOCK_D, WIDE),
+            query, tail,
             tl.full((BLOCK_G,), float("-inf"), tl.float32),
             tl.zeros((BLOCK_G,), tl.float32),
             tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
             table + row * stride_row, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-            scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            scale, True, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
         inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
         tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
         if lse is not None:
-            to = lse + (request * tl.num_programs(1) * GROUP + head) * splits + split
+            to = lse + (request * (tl.num_programs(1) // head_blocks * GROUP) + head) * splits + split
             tl.store(to, peak + tl.log2(total), mask=group < GROUP)
 
 
@@ -259,43 +298,46 @@ def _prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, table, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_out, stride_out_head, first_request, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of BLOCK_M // GROUP query tokens, request, KV head): causal attention over the cached prefix and
-    the chunk itself. Row m is token m // GROUP of the block, query head m % GROUP of the KV head."""
+    """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix and the chunk itself.
+    Row r of a request is its token r // GROUP, query head r % GROUP of the KV head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_len = tl.load(meta + 3 * stride_meta + request)
-    tokens: tl.constexpr = BLOCK_M // GROUP
-    first = block * tokens
-    if first < q_len:
+    rows, first_row = q_len * GROUP, block * BLOCK_M
+    if first_row < rows:
         kv_len = tl.load(meta + 2 * stride_meta + request)
         row = tl.load(meta + request).to(tl.int64)
-        last = tl.minimum(first + tokens, q_len) - 1
-        member = tl.arange(0, BLOCK_M)
-        token = tl.minimum(first + member // GROUP, last)  # rows past the last token repeat it
+        member = first_row + tl.arange(0, BLOCK_M)
+        inside = member < rows
+        member = tl.minimum(member, rows - 1)  # rows past the last repeat it
+        token, last = member // GROUP, (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
         where = tl.load(meta + stride_meta + request) + token.to(tl.int64)
         head = kv_head * GROUP + member % GROUP
-        query = _gather(q, where * stride_q + head * stride_q_head, 1, DIM, BLOCK_D, WIDE)
+        offset = where * stride_q + head * stride_q_head
+        query = _gather(q, offset, 1, DIM, BLOCK_D, WIDE)
+        tail = _gather(q + DIM, offset, 1, TAIL, BLOCK_T, WIDE) if TAIL else query
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         slots = table + row * stride_row
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
-        diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N  # every row sees the tokens before
+        diagonal = (prefix + first_row // GROUP + 1) // BLOCK_N * BLOCK_N  # every row sees the tokens before
+        seen = prefix + token
         peak, total, acc = _attend(
-            query, peak, total, acc, slots, 0, diagonal, prefix + token, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, False, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            query, tail, peak, total, acc, slots, 0, diagonal, seen, k_head, v_head, stride_k_slot,
+            stride_v_slot, scale, False, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         peak, total, acc = _attend(
-            query, peak, total, acc, slots, diagonal, prefix + last + 1, prefix + token, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            query, tail, peak, total, acc, slots, diagonal, prefix + last + 1, seen, k_head, v_head, stride_k_slot,
+            stride_v_slot, scale, True, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         tl.store(
             out + (where * stride_out + head * stride_out_head)[:, None] + dims[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=((member // GROUP <= last - first)[:, None]) & (dims < VALUE_DIM)[None, :],
+            mask=inside[:, None] & (dims < VALUE_DIM)[None, :],
         )

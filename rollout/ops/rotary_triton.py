@@ -62,7 +62,7 @@ def rotate_triton(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: T
 def _rotate(  # type: ignore[no-untyped-def]
     source, to, cos, sin, inside, HALF: tl.constexpr, APART: tl.constexpr
 ):
-    """The pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the dtype of `to`."""
+    """Pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the dtype of `to`."""
     dtype = to.dtype.element_ty
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)

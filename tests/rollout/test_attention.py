@@ -27,14 +27,23 @@ class Case:
 
 
 def make_case(
-    heads: tuple[int, int], dims: tuple[int, int], q_lens: list[int], kv_lens: list[int], num_decode: int, device: str
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    q_lens: list[int],
+    kv_lens: list[int],
+    num_decode: int,
+    device: str,
+    latent: bool = False,
 ) -> Case:
-    """Every slot that belongs to no request, and every table entry past a length, is poison."""
+    """Every slot that belongs to no request, and every table entry past a length, is poison.
+
+    latent: values are a view of the first elements of keys.
+    """
     generator = torch.Generator().manual_seed(len(kv_lens) + sum(kv_lens))
     (hq, hkv), (dim, value_dim) = heads, dims
     slots = sum(kv_lens) + 40
     k = torch.full((slots, hkv, dim), float("nan"))
-    v = torch.full((slots, hkv, value_dim), float("nan"))
+    v = k[..., :value_dim] if latent else torch.full((slots, hkv, value_dim), float("nan"))
     table = torch.full((len(kv_lens) + 1, max(kv_lens) + 5), 3, dtype=torch.int32)
     free = (torch.randperm(slots - 16, generator=generator) + 16).tolist()
     q = torch.randn((sum(q_lens), hq, dim), generator=generator)
@@ -49,7 +58,9 @@ def make_case(
         first += q_len
     shape = BatchShape(rows=rows, q_lens=q_lens, kv_lens=kv_lens, num_decode=num_decode)
     where = torch.device(device)
-    return Case(q.to(where), k.to(where), v.to(where), table.to(where), shape, torch.cat(expected).to(where))
+    k = k.to(where)
+    v = k[..., :value_dim] if latent else v.to(where)
+    return Case(q.to(where), k, v, table.to(where), shape, torch.cat(expected).to(where))
 
 
 @pytest.fixture
@@ -93,6 +104,37 @@ def test_equals_plain_attention_and_reads_no_foreign_slot(case: tuple, impl: str
     out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
+
+
+LATENT_CASES = [
+    ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
+    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 1100, 20], 3),  # two blocks of heads, a width that is no power of two
+    ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
+    ((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2),  # as DeepSeek's
+]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_latent_rows_are_keys_and_values(case: tuple, impl: str, device: str) -> None:
+    """One KV head whose values are a view of the first elements of its keys."""
+    made = make_case(*case, device, latent=True)
+    plan = plan_attention(made.shape, made.table, impl)  # type: ignore[arg-type]
+    out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
+    torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_rows_of_real_widths(heads: int, dtype: torch.dtype) -> None:
+    kv_lens = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
+    made = make_case((heads, 1), (576, 512), [1] * 6 + [70, 1, 300], kv_lens, 6, "cuda:0", latent=True)
+    q, k = made.q.to(dtype), made.k.to(dtype)
+    scale, reference = 192**-0.5, plan_attention(made.shape, made.table, "torch")
+    exact = paged_attention(q.float(), k.float(), k.float()[..., :512], reference, scale)
+    out = paged_attention(q, k, k[..., :512], plan_attention(made.shape, made.table, "triton"), scale)
+    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
 def test_bf16_storage(impl: str, device: str) -> None:
@@ -232,12 +274,14 @@ def spilled(binary):
         tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
 
-for dim in (64, 128):
+for dim, value_dim, group in ((64, 64, 4), (128, 128, 4), (576, 512, 16)):
     for storage, wide in (("*bf16", False), ("*fp32", True)):
+        shape = (group, dim, value_dim, wide, dim != value_dim)
+        warps = kernels.combine_warps(value_dim)
         for kernel, settings in [
-            (kernels._decode_split, kernels.decode_blocks(4, dim, dim, wide)),
-            (kernels._decode_combine, dict(VALUE_DIM=dim, BLOCK_V=dim, BLOCK_SPLITS=16, num_warps=1)),
-            (kernels._prefill, kernels.prefill_blocks(4, dim, dim, wide)),
+            (kernels._decode_split, kernels.decode_blocks(*shape)),
+            (kernels._decode_combine, dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=warps)),
+            (kernels._prefill, kernels.prefill_blocks(*shape)),
         ]:
             made = compiled(kernel, storage, settings)
             print(kernel.__name__, dim, storage, made.metadata.shared, spilled(made.asm["cubin"]))
@@ -252,5 +296,5 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 18
     assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64

@@ -51,20 +51,7 @@ class MLAConfig(MixerConfig):
     @classmethod
     def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
         """From a Hugging Face config; ValueError naming the key of what is not computed here."""
-        dense, layers = config.first_k_dense_replace, config.num_hidden_layers
-        if dense < layers:
-            raise ValueError(
-                f"first_k_dense_replace={dense} of num_hidden_layers={layers}: layers {dense}..{layers - 1} are mixtures "
-                f"of experts (n_routed_experts={config.n_routed_experts}), which are not supported; "
-                f"use a model of dense layers, first_k_dense_replace={layers}"
-            )
-        if config.num_key_value_heads != config.num_attention_heads:
-            raise ValueError(
-                f"num_key_value_heads={config.num_key_value_heads} is not supported with latent attention; "
-                f"supported: num_attention_heads={config.num_attention_heads}"
-            )
-        if config.rope_parameters.get("mscale_all_dim") and rope.rope_type != "default":
-            raise ValueError(f"mscale_all_dim={config.rope_parameters['mscale_all_dim']} is not supported; supported: 0")
+        _refuse_unsupported(config, rope)
         return cls(
             num_heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
@@ -109,6 +96,23 @@ class MLAConfig(MixerConfig):
 
     def build(self, index: int, parts: Parts) -> LatentAttention:
         return LatentAttention(self, index, parts)
+
+
+def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
+    dense, layers, heads = config.first_k_dense_replace, config.num_hidden_layers, config.num_attention_heads
+    if dense < layers:
+        raise ValueError(
+            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of experts, which are not "
+            f"supported; use a model of dense layers alone: first_k_dense_replace={layers}"
+        )
+    if config.num_key_value_heads != heads:
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads} is not supported with latent attention; "
+            f"supported: as many as num_attention_heads={heads}"
+        )
+    mscale = config.rope_parameters.get("mscale_all_dim")
+    if mscale and rope.rope_type != "default":
+        raise ValueError(f"mscale_all_dim={mscale} is not supported; supported: 0")
 
 
 class LatentAttention:
