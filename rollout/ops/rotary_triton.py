@@ -73,7 +73,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _table_row(table, position, pair, dtype, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _table_row(table, position, pair, dtype: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """[1, pairs] of a table, rounded to dtype."""
     row = tl.load(table + position * HALF + pair, mask=pair < HALF, other=0.0)
     return row.to(dtype).to(tl.float32)[None, :]
@@ -88,7 +88,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     pair = tl.arange(0, BLOCK_HALF)
-    position, dtype = tl.load(positions + token), x.dtype.element_ty
+    position = tl.load(positions + token)
+    dtype = x.dtype.element_ty
     cosine, sine = _table_row(cos, position, pair, dtype, HALF), _table_row(sin, position, pair, dtype, HALF)
     source = x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
     to = out + token * stride_out + head * stride_out_head + pair[None, :]

@@ -1,11 +1,11 @@
-"""Rotation and store in one: the Triton kernel against the reference."""
+"""Rotation, and rotation and store in one: the Triton kernels against the references."""
 
 import pytest
 import torch
 
 from rollout.model.config import RopeConfig
 from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate_and_store
+from rollout.ops.rotary import rotate, rotate_and_store
 
 SLOTS = 50
 # query heads, KV heads, head dim, value dim, tokens
@@ -74,3 +74,19 @@ def test_reference_is_rotation_then_assignment(device: str) -> None:
     expected_k[case.slots], expected_v[case.slots] = apply_rotary(case.k, cos, sin), case.v
     assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
     assert len(case.slots) == 5 and (k_cache != 7).any(-1).any(-1).sum() == 5
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads", [1, 20])
+def test_rotation_alone(heads: int, interleaved: bool, device: str) -> None:
+    """Between two views of wider rows; pairs of neighbours end up as halves."""
+    case = Case((heads, 1, 24, 24, 5), torch.float32, device)
+    wide = torch.full((5, heads, 40), 7.0, device=device)
+    outs = [wide.clone(), wide.clone()]
+    for out, impl in zip(outs, ("torch", "triton"), strict=True):
+        tables = case.tables.cos, case.tables.sin
+        rotate(case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl)  # type: ignore[arg-type]
+    assert torch.equal(*outs) and (outs[0][..., :16] == 7).all()
+    order = [*range(0, 24, 2), *range(1, 24, 2)] if interleaved else list(range(24))
+    cos, sin = case.tables.at(case.positions, torch.float32)
+    assert torch.equal(outs[0][..., 16:], apply_rotary(case.q[..., order], cos, sin))
