@@ -1,5 +1,6 @@
 """Tiny random models in Hugging Face layout. Large initial weights, so that greedy choices are never near ties."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,25 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
+QWEN3_NEXT = partial(
+    Qwen3NextConfig,
+    num_experts=0,  # dense
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"],
+)
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_next": (QWEN3_NEXT, Qwen3NextForCausalLM),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
