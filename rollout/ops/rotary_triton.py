@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 1024  # pairs of elements a program rotates
+_TILE = 1024  # pairs of elements a program takes
 
 
 def rotate_and_store_triton(
@@ -29,8 +29,7 @@ def rotate_and_store_triton(
     for cache in (k_cache, v_cache):
         assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a KV buffer must be contiguous"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    block_half = triton.next_power_of_2(half)
-    block_heads = max(1, min(_TILE // block_half, triton.next_power_of_2(max(heads, kv_heads))))
+    block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), triton.next_power_of_2(max(heads, kv_heads))))
     q_blocks, kv_blocks = triton.cdiv(heads, block_heads), triton.cdiv(kv_heads, block_heads)
     with torch.cuda.device_of(out):
         _rotate_and_store[(tokens, q_blocks + kv_blocks)](
@@ -38,7 +37,7 @@ def rotate_and_store_triton(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(0), v_cache.stride(0), q_blocks,
             HEADS=heads, KV_HEADS=kv_heads, HALF=half, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_V=triton.next_power_of_2(value_dim),
+            BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_V=triton.next_power_of_2(value_dim),
             BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
             enable_fp_fusion=False,
         )  # fmt: skip

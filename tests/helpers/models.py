@@ -56,7 +56,7 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(noise + 1 if "norm" in name else noise)
+            parameter.copy_(noise + parameter if "norm" in name else noise)  # a norm begins with gain 1
     return model
 
 
