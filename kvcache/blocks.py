@@ -62,11 +62,19 @@ class BlockManager:
         return None if handles is None else handles[0]
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page, a partial last one included; None without a row."""
+        """A sequence with the same tokens that shares every page, a partial last one included; None without a row.
+
+        States, where the request table holds some, are copied: they must be those after the sequence's last token.
+        """
         parent = self.req_to_token.row(handle)
         child = self.admit()
         if child is None:
             return None
+        try:
+            self.req_to_token.copy_states(child, handle)
+        except BaseException:  # such as the device being out of memory
+            self.req_to_token.free(child)
+            raise
         length = int(self._lens[parent])
         pages = self._row_pages(parent)
         self.allocator.share(pages)

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache import BlockManager, KVLayout, KVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool, layout
+from kvcache import (
+    BlockManager,
+    HybridReqToTokenPool,
+    KVLayout,
+    KVPool,
+    MambaPool,
+    PagedTokenToKVPoolAllocator,
+    ReqToTokenPool,
+    layout,
+)
 from memsaver import MemorySaver
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
@@ -15,10 +24,14 @@ from rollout.tags import KV_CACHE
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """`pool` is on tag `kv_cache`; `table` (requests) and `blocks` (pages) are outside of every tag."""
+    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are outside of every tag.
+
+    states: of the linear layers, a slot a request; None for a model without such layers.
+    """
 
     layout: KVLayout
     pool: KVPool
+    states: MambaPool | None
     table: ReqToTokenPool
     blocks: BlockManager
 
@@ -30,10 +43,17 @@ class Cache:
         pool = kept.build(
             size=config.kv_tokens, page_size=config.page_size, device=saver.device, saver=saver, tag=KV_CACHE
         )
-        table = ReqToTokenPool(config.max_running, max_context_len, saver.device)
+        states: MambaPool | None = None
+        if kept.pool == "hybrid_linear":
+            states = kept.build_states(size=config.max_running, device=saver.device, saver=saver)
+            table: ReqToTokenPool = HybridReqToTokenPool(config.max_running, max_context_len, saver.device, states)
+        else:
+            table = ReqToTokenPool(config.max_running, max_context_len, saver.device)
         allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, saver.device)
-        return cls(layout=kept, pool=pool, table=table, blocks=BlockManager(table, allocator, pool))
+        return cls(layout=kept, pool=pool, states=states, table=table, blocks=BlockManager(table, allocator, pool))
 
     def on_resume(self) -> None:
         """After every resume of the tag: contents are undefined but for what padded tokens read."""
         self.pool.on_resume()
+        if self.states is not None:
+            self.states.on_resume()

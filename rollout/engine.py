@@ -273,6 +273,7 @@ class Engine:
         self._blocks.check_integrity()
         if not self._scheduler.running:
             assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+            assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""

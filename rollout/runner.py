@@ -75,7 +75,7 @@ class ModelRunner:
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
-        return forward(self._weights, self._mixers, ids, batch, self.config.rms_norm_eps)
+        return forward(self._weights, self._mixers, ids, batch, self.config)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

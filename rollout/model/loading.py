@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollout.model import qwen3_next
 from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
@@ -16,6 +17,7 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
@@ -46,17 +48,21 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=(_mixer(config),) * config.num_hidden_layers,
+        mixers=_mixers(config),
+        zero_centred_norms=config.model_type == "qwen3_next",
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
     )
 
 
-def _mixer(config: Any) -> MixerConfig:
+def _mixers(config: Any) -> tuple[MixerConfig, ...]:
     rope = _rope(config.rope_parameters, config.max_position_embeddings)
     if config.model_type in mla.MODEL_TYPES:
-        return mla.MLAConfig.of(config, rope)
-    return _attention(config, rope)
+        return (mla.MLAConfig.of(config, rope),) * config.num_hidden_layers
+    attention = _attention(config, rope)
+    if config.model_type == "qwen3_next":
+        return qwen3_next.mixers(config, attention)
+    return (attention,) * config.num_hidden_layers
 
 
 def _attention(config: Any, rope: RopeConfig) -> AttentionConfig:
@@ -118,17 +124,17 @@ def _refuse_unsupported(config: Any, where: str) -> None:
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window", True, "False")
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        refuse("layer_types", sorted(layer_types), "full_attention")
+    known = qwen3_next.LAYER_TYPES if config.model_type == "qwen3_next" else ("full_attention",)
+    if not layer_types <= set(known):
+        refuse("layer_types", sorted(layer_types), ", ".join(known))
+    partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and config.model_type != "qwen3_next":
+        refuse("partial_rotary_factor", partial, "1.0")
     if getattr(config, "quantization_config", None) is not None:
         refuse("quantization_config", config.quantization_config, "unquantised weights; dequantise and save them")
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1.0"
-        )
     known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}

@@ -22,9 +22,10 @@ def rotate_and_store(
     """Rotated q, contiguous [T, Hq, D]; `k_cache[slots] = rotated k` and `v_cache[slots] = v`.
 
     q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] of one dtype are views with contiguous heads. positions, slots:
-    contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded to q's dtype before use; every product
-    is rounded too, as in transformers. k_cache [N, Hkv, D] and v_cache [N, Hkv, Dv] of the same dtype have contiguous
-    rows. Nothing is range-checked on a GPU; a slot named twice holds any of its rows afterwards.
+    contiguous int64 [T]. cos, sin: contiguous fp32 [positions, R / 2], rounded to q's dtype before use; every product
+    is rounded too, as in transformers. The first R <= D elements of a head are rotated, the others stay. k_cache
+    [N, Hkv, D] and v_cache [N, Hkv, Dv] of the same dtype have contiguous rows. Nothing is range-checked on a GPU; a
+    slot named twice holds any of its rows afterwards.
     """
     if use_triton(impl, q.device):
         from rollout.ops.rotary_triton import rotate_and_store_triton
