@@ -116,9 +116,9 @@ def _read_fp4_kernel(  # type: ignore[no-untyped-def]
     byte = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32)
     scale = tl.load(scales + slot * scale_slot + head * scale_head + first // 16, mask=inside, other=0).to(tl.int32)
     even, odd = decode_fp4(byte & 15, scale), decode_fp4(byte >> 4, scale)
-    to = out + i * HEADS * DIM + (block * 16)[:, None] + 2 * pair[None, :]
-    tl.store(to, saturate(even, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])
-    tl.store(to + 1, saturate(odd, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])
+    values = saturate(tl.reshape(tl.join(even, odd), (BLOCKS, 16)), LIMIT)
+    to = out + i * HEADS * DIM + (block * 16)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(to, values.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def read_fp8_triton(
