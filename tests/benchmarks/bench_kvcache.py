@@ -58,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     results = measure(args.cases, args.tiny)
     print(conditions())
+    if torch.cuda.is_available():
+        print("% of copy: of the rate of a 4 GiB device-to-device copy in the same run, bytes read and written counted")
     head = ["case", "what", "value", "unit", "target"]
     print_table(head, [[name, f.what, f.value, f.unit, f.target] for name, case in results.items() for f in case])
     save(args.out, "bench_kvcache", {name: [asdict(figure) for figure in case] for name, case in results.items()})

@@ -48,6 +48,21 @@ def test_rows_move_as_if_all_were_read_first(impl: Any, tgt: list[int], src: lis
     assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
 
 
+def test_rows_move_past_2_to_the_31_elements() -> None:
+    """Of a part in bytes, which a pool moves as wider words; only the touched pages become real on the CPU."""
+    slots, width = 2**20 + 2, 1024
+    part = torch.empty((2, slots, width), dtype=torch.uint8, device=DEVICE)
+    assert (2 * slots - 2) * width > 2**31
+    rows = torch.arange(2 * 3 * width, device=DEVICE).to(torch.uint8).view(2, 3, width)
+    part[:, [0, 1, slots - 1]] = rows
+    tgt, src = torch.tensor([[slots - 1, 0, slots - 2], [1, slots - 1, 0]], device=DEVICE)
+    move_rows([part], tgt, src, "triton")
+    assert torch.equal(part[:, tgt], rows[:, [1, 2, 0]])
+    as_one = part.view(1, 2 * slots, width)
+    move_rows([as_one], tgt[:1] + slots, tgt[1:2], "triton")
+    assert torch.equal(as_one[:, tgt[:1] + slots], rows[None, 0, 2:])
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")  # numpy, in the interpreter
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -44,7 +44,10 @@ class Figure:
 
 def make_scale(device: str, tiny: bool) -> Scale:
     where = torch.device(device)
-    bandwidth = copy_bandwidth(*([MIB] if tiny else [])) if where.type == "cuda" else 1e9  # the CPU has no such figure
+    bandwidth = 1e9  # the CPU has no such figure
+    if where.type == "cuda":
+        bandwidth = copy_bandwidth(MIB) if tiny else copy_bandwidth()
+        torch.cuda.empty_cache()
     return Scale(device=where, tiny=tiny, bandwidth=bandwidth)
 
 

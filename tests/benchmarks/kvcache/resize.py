@@ -21,7 +21,7 @@ def resize(scale: Scale) -> list[Figure]:
     saver = MemorySaver(scale.device)
     ours, moved = _cycles(scale, saver, _pool(scale, saver, 2 * nbytes), nbytes)
     saver.close()
-    assert moved >= nbytes * 9 // 10, "less was given back than asked for"
+    assert scale.tiny or moved >= nbytes, "less was given back than asked for"
     floor = _floor(scale, moved)
     figures = [Figure(what="bytes", value=moved / GIB, unit="GiB")]
     for key in ours:
@@ -35,7 +35,7 @@ def resize(scale: Scale) -> list[Figure]:
 
 def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: int) -> tuple[dict[str, float], int]:
     """Median milliseconds of a resize to `nbytes` and back, and the bytes that came and went."""
-    full, half = pool.size, nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE
+    full, half = pool.size, nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE  # and the padding page
     step = _Step(scale, pool)
     whole = saver.report().committed_bytes
     times: dict[str, list[float]] = {"shrink": [], "grow": []}
