@@ -24,6 +24,8 @@ from kvcache.ops import kv_write, move, quant
 from kvcache.pools.token import TokenPool
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+
 PS, LAYERS, LIMIT = 16, 2, 2**31
 ADDRESSES = 6 << 30  # bytes that a pool may span on the CPU
 FP8 = torch.float8_e4m3fn
