@@ -41,6 +41,19 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
+def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: e4m3 has 3 bits of mantissa, e5m2 2."""
+    magnitude = code.to(tl.int32) & 0x7F
+    # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3, 2**112 for e5m2
+    REBIAS: tl.constexpr = (127 + 128 - (1 << (6 - MANTISSA))) << 23
+    factor = tl.full(magnitude.shape, REBIAS, tl.int32).to(tl.float32, bitcast=True)
+    finite = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * factor
+    special = 0x7F800000 | ((magnitude & 3) << 21)
+    bits = tl.where(magnitude < (0x7F if MANTISSA == 3 else 0x7C), finite.to(tl.int32, bitcast=True), special)
+    return (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
     """Scale bytes int32 [B] of blocks whose elements, saturated fp32, are even [B, 8] and odd [B, 8]."""
     amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)

@@ -3,12 +3,15 @@
 Work is laid out by a request's own lengths only, so a request's result does not depend on the batch it is in, and the
 decode launch depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
 
-Half-precision storage is multiplied on tensor cores, with peaks, sums and accumulators in fp32. Anything else, and
-everything in the interpreter, which is wrong on bf16, is widened to fp32 right after the load ("wide").
+Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with peaks, sums and
+accumulators in fp32. Anything else, and everything in the interpreter, which is wrong on bf16, is widened to fp32 right
+after the load ("wide"). fp8 is loaded as bytes and decoded by its bits, so any GPU and the interpreter will do; bf16
+and fp16 hold every value of it. Its scales are read on the device: that of the keys joins the softmax scale.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,17 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.ops.attention import BatchShape
+from kvcache.ops.quant_triton import decode_fp8
+from rollout.ops.attention import BatchShape, StoredKV
 
 NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
 MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
 SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
     """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
-    query token, tokens cached, query tokens; decode requests first.
+    query token, tokens cached, query tokens; decode requests first. kv_lens: the tokens cached on the host, too.
 
     Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
     max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
@@ -37,6 +42,20 @@ class TritonPlan:
     num_decode: int
     num_prefill: int
     max_q_len: int
+    kv_lens: tuple[int, ...] = ()
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, "TritonPlan"]:
+        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of their rows alone."""
+        assert len(self.kv_lens) == self.meta.shape[1], "a plan without lengths on the host can't be gathered"
+        device, total = self.meta.device, sum(self.kv_lens)
+        lens = self.meta[2].long()
+        starts = lens.cumsum(0) - lens
+        request = torch.repeat_interleave(lens, output_size=total)
+        slots = self.req_to_token[self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]]
+        table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
+        meta = torch.cat([torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]])
+        return slots.long(), replace(self, req_to_token=table, meta=meta)
 
 
 def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
@@ -56,6 +75,7 @@ def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
         num_decode=shape.num_decode,
         num_prefill=len(shape.rows) - shape.num_decode,
         max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        kv_lens=tuple(shape.kv_lens),
     )
 
 
@@ -69,18 +89,29 @@ def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) ->
     return TritonPlan(req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0)
 
 
-def triton_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
-    """Same contract as `paged_attention`."""
+def triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float) -> Tensor:
+    """Same contract as `attend`, over what is stored."""
+    fp8 = _MANTISSA.get(stored.k.dtype, 0)
+    k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
     if plan.num_decode:
-        _launch_decode(q, k_cache, v_cache, out, plan, scale)
+        _launch_decode(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
     if plan.num_prefill:
-        _launch_prefill(q, k_cache, v_cache, out, plan, scale)
+        _launch_prefill(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
     return out
 
 
-def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
+def _launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
     splits = min(NUM_SPLITS.value, triton.cdiv(table.shape[1], MIN_SPLIT.value))
@@ -89,9 +120,9 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
     else:
         part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
-    blocks = decode_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
+    blocks = decode_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache), fp8)
     _decode_split[(count, kv_heads, splits)](
-        q, k_cache, v_cache, table, meta, part, lse,
+        q, k_cache, v_cache, scales, table, meta, part, lse,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, scale * math.log2(math.e),
         **blocks,
@@ -103,13 +134,22 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
         )  # fmt: skip
 
 
-def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
+def _launch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
-    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache))
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, is_wide(q, k_cache, v_cache), fp8)
     tokens = blocks["BLOCK_M"] // blocks["GROUP"]
     _prefill[(triton.cdiv(plan.max_q_len, tokens), plan.num_prefill, kv_heads)](
-        q, k_cache, v_cache, table, meta, out,
+        q, k_cache, v_cache, scales, table, meta, out,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, scale * math.log2(math.e),
         **blocks,
@@ -118,13 +158,13 @@ def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pl
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether everything is widened to fp32; otherwise products are those of the half-precision tensors."""
-    half = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    half = q.dtype in (torch.bfloat16, torch.float16) and {k_cache.dtype, v_cache.dtype} <= {q.dtype, torch.uint8}
     return not (half and q.is_cuda)
 
 
-def decode_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+def decode_blocks(group: int, dim: int, value_dim: int, wide: bool, fp8: int = 0) -> dict[str, Any]:
     """Compile-time arguments of `_decode_split`. Only tensor cores need 16 rows; elsewhere padding rows cost time."""
-    constants = _dims(group, dim, value_dim, wide)
+    constants = _dims(group, dim, value_dim, wide, fp8)
     rows = triton.next_power_of_2(group)
     stages = 5 if constants["BLOCK_D"] <= 128 else 3  # half for the slots, half for what hangs on them: 2 blocks or 1
     if wide:
@@ -132,9 +172,9 @@ def decode_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str,
     return {**constants, "BLOCK_G": max(16, rows), "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
 
 
-def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool, fp8: int = 0) -> dict[str, Any]:
     """Compile-time arguments of `_prefill`. A program computes BLOCK_M // group tokens, whatever the batch."""
-    constants = _dims(group, dim, value_dim, wide)
+    constants = _dims(group, dim, value_dim, wide, fp8)
     rows = triton.next_power_of_2(group)
     if wide:  # without tensor cores registers are the limit: 128 let two programs share a multiprocessor, none spilled
         block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
@@ -145,24 +185,28 @@ def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool) -> dict[str
     return {**constants, "BLOCK_M": max(block_m, rows), "BLOCK_N": block_n, **tuning}
 
 
-def _dims(group: int, dim: int, value_dim: int, wide: bool) -> dict[str, Any]:
+def _dims(group: int, dim: int, value_dim: int, wide: bool, fp8: int) -> dict[str, Any]:
     padded = {"BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_V": max(16, triton.next_power_of_2(value_dim))}
-    return {"GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "WIDE": wide, **padded}
+    return {"GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "WIDE": wide, "FP8": fp8, **padded}
 
 
 @triton.jit
-def _gather(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros."""
+def _gather(  # type: ignore[no-untyped-def]
+    base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr = 0
+):
+    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros; FP8: bits of mantissa or 0."""
     dims = tl.arange(0, BLOCK)
     at = base + rows[:, None] * stride + dims[None, :]
-    values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0.0)
+    values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0)
+    if FP8:
+        values = decode_fp8(values, FP8)
     return values.to(tl.float32) if WIDE else values
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     query, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-    MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`.
@@ -173,7 +217,7 @@ def _attend(  # type: ignore[no-untyped-def]
     for first in tl.range(start, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots + (tl.minimum(at, end - 1) if MASKED else at)).to(tl.int64)
-        keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE)
+        keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE, FP8).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if MASKED:
             scores = tl.where(at[None, :] <= positions[:, None], scores, float("-inf"))
@@ -181,7 +225,7 @@ def _attend(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        values = _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE)
+        values = _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE, FP8).to(query.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return peak, total, acc
@@ -195,10 +239,10 @@ def _split_length(kv_len):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride_meta"])
 def _decode_split(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, meta, part, lse,
+    q, k_cache, v_cache, scales, table, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_part, stride_part_head, splits, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (request, KV head, split): the GROUP query heads over one split, normalised, with its log2-sum-exp2.
@@ -211,6 +255,8 @@ def _decode_split(  # type: ignore[no-untyped-def]
     start = split * length
     if start < kv_len:
         end = tl.minimum(start + length, kv_len)
+        if scales is not None:
+            scale *= tl.load(scales)
         row = tl.load(meta + request).to(tl.int64)
         group = tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + tl.minimum(group, GROUP - 1)
@@ -221,11 +267,13 @@ def _decode_split(  # type: ignore[no-untyped-def]
             tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
             table + row * stride_row, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-            scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            scale, True, DIM, VALUE_DIM, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
         inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+        if scales is not None:
+            acc *= tl.load(scales + 1)
         tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
         if lse is not None:
             to = lse + (request * tl.num_programs(1) * GROUP + head) * splits + split
@@ -256,10 +304,10 @@ def _decode_combine(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride_meta", "first_request"])
 def _prefill(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, meta, out,
+    q, k_cache, v_cache, scales, table, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_out, stride_out_head, first_request, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (block of BLOCK_M // GROUP query tokens, request, KV head): causal attention over the cached prefix and
@@ -277,6 +325,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         token = tl.minimum(first + member // GROUP, last)  # rows past the last token repeat it
         where = tl.load(meta + stride_meta + request) + token.to(tl.int64)
         head = kv_head * GROUP + member % GROUP
+        if scales is not None:
+            scale *= tl.load(scales)
         query = _gather(q, where * stride_q + head * stride_q_head, 1, DIM, BLOCK_D, WIDE)
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -287,13 +337,15 @@ def _prefill(  # type: ignore[no-untyped-def]
         diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N  # every row sees the tokens before
         peak, total, acc = _attend(
             query, peak, total, acc, slots, 0, diagonal, prefix + token, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, False, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            stride_v_slot, scale, False, DIM, VALUE_DIM, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         peak, total, acc = _attend(
             query, peak, total, acc, slots, diagonal, prefix + last + 1, prefix + token, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, True, DIM, VALUE_DIM, WIDE, BLOCK_N, BLOCK_D, BLOCK_V,
+            stride_v_slot, scale, True, DIM, VALUE_DIM, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
+        if scales is not None:
+            acc *= tl.load(scales + 1)
         tl.store(
             out + (where * stride_out + head * stride_out_head)[:, None] + dims[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),

@@ -1,5 +1,6 @@
 """Rotary embedding of new queries and keys, and the store of keys and values: dispatch, and the torch reference."""
 
+import torch
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
@@ -30,6 +31,21 @@ def rotate_and_store(
         from rollout.ops.rotary_triton import rotate_and_store_triton
 
         return rotate_and_store_triton(q, k, v, positions, slots, cos, sin, k_cache, v_cache)
+    q, k = rotate(q, k, positions, cos, sin, "torch")
+    set_kv_buffer(k, v, k_cache, v_cache, slots, "torch")
+    return q
+
+
+def rotate(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel writes."""
+    if use_triton(impl, q.device):
+        from rollout.ops.rotary_triton import rotate_and_store_triton
+
+        rows = torch.arange(len(k), device=k.device)
+        rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        none = k[..., :0]
+        return rotate_and_store_triton(q, k, none, positions, rows, cos, sin, rotated, none), rotated
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
-    set_kv_buffer(apply_rotary(k, cos_rows, sin_rows), v, k_cache, v_cache, slots, "torch")
-    return apply_rotary(q, cos_rows, sin_rows)
+    return apply_rotary(q, cos_rows, sin_rows), apply_rotary(k, cos_rows, sin_rows)

@@ -19,13 +19,13 @@ def rotate_and_store_triton(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """Same contract as `rotate_and_store`."""
+    """Same contract as `rotate_and_store`. Values of width 0 are not stored."""
     tokens, heads, dim = q.shape
     kv_heads, value_dim = v.shape[1:]
     assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and cos.shape[1] * 2 == dim
-    for cache in (k_cache, v_cache):
+    for cache in (k_cache, v_cache) if value_dim else (k_cache,):
         assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a KV buffer must be contiguous"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     block_half = triton.next_power_of_2(dim // 2)
@@ -83,8 +83,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         source = k + token * stride_k + head * stride_k_head + pair[None, :]
         to = k_cache + slot * stride_k_slot + head * (2 * HALF) + pair[None, :]
         _rotate(source, to, cosine, sine, (head < KV_HEADS) & (pair < HALF)[None, :], HALF)
-
-        column = tl.arange(0, BLOCK_V)
-        inside = (head < KV_HEADS) & (column < VALUE_DIM)[None, :]
-        value = tl.load(v + token * stride_v + head * stride_v_head + column[None, :], mask=inside)
-        tl.store(v_cache + slot * stride_v_slot + head * VALUE_DIM + column[None, :], value, mask=inside)
+        if VALUE_DIM:
+            column = tl.arange(0, BLOCK_V)
+            inside = (head < KV_HEADS) & (column < VALUE_DIM)[None, :]
+            value = tl.load(v + token * stride_v + head * stride_v_head + column[None, :], mask=inside)
+            tl.store(v_cache + slot * stride_v_slot + head * VALUE_DIM + column[None, :], value, mask=inside)

@@ -215,11 +215,12 @@ import rollout.ops.attention_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-def compiled(kernel, storage, settings):
+def compiled(kernel, dtype, fp8, settings):
     options = {name: value for name, value in settings.items() if name in OPTIONS}
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
-    types = {"scale": "fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
-             **dict.fromkeys(["q", "k_cache", "v_cache", "out"], storage)}
+    constants |= {"scales": None} if "scales" in kernel.arg_names and not fp8 else {}
+    types = {"scale": "fp32", "scales": "*fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
+             **dict.fromkeys(["q", "out"], dtype), **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, n in enumerate(signature) if signature[n][0] == "*" or "stride" in n and n != "stride_meta"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
@@ -233,14 +234,14 @@ def spilled(binary):
         return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
 
 for dim in (64, 128):
-    for storage, wide in (("*bf16", False), ("*fp32", True)):
+    for dtype, wide, fp8 in (("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*fp16", False, 2)):
         for kernel, settings in [
-            (kernels._decode_split, kernels.decode_blocks(4, dim, dim, wide)),
+            (kernels._decode_split, kernels.decode_blocks(4, dim, dim, wide, fp8)),
             (kernels._decode_combine, dict(VALUE_DIM=dim, BLOCK_V=dim, BLOCK_SPLITS=16, num_warps=1)),
-            (kernels._prefill, kernels.prefill_blocks(4, dim, dim, wide)),
+            (kernels._prefill, kernels.prefill_blocks(4, dim, dim, wide, fp8)),
         ]:
-            made = compiled(kernel, storage, settings)
-            print(kernel.__name__, dim, storage, made.metadata.shared, spilled(made.asm["cubin"]))
+            made = compiled(kernel, dtype, fp8, settings)
+            print(kernel.__name__, dim, dtype, fp8, made.metadata.shared, spilled(made.asm["cubin"]))
 """
 
 
@@ -252,5 +253,5 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 24
     assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64
