@@ -167,11 +167,15 @@ def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(tmp_p
 def test_batch_chunks_and_sleep_do_not_matter(tmp_path: Path, device: str) -> None:
     """The tokens that a request chooses are its own business; NaN labels in free slots and page 0 are not seen."""
     engine = engine_of(tmp_path, device, sparsity(10), max_prefill_tokens=16)
+    parts = engine.kv_pool._storage.parts.values()  # type: ignore[attr-defined]
     together = answers(engine)
     engine.sleep()
     engine.wake_up()
-    assert not any(part[:, : engine.config.page_size].any() for part in engine.kv_pool._storage.parts.values())  # type: ignore[attr-defined]
-    for part in engine.kv_pool._storage.parts.values():  # type: ignore[attr-defined]
+    for part in parts:
+        part.fill_(float("nan"))
+    engine.kv_pool.on_resume()
+    assert not any(part[:, : engine.config.page_size].any() for part in parts)
+    for part in parts:
         part.fill_(float("nan"))
     for prompt, (tokens, logprobs) in zip(PROMPTS, together, strict=True):
         ((alone,),) = engine.generate([prompt], GREEDY)

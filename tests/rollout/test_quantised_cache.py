@@ -22,6 +22,7 @@ from tests.rollout.test_greedy import random_prompts
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
 MODELS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 16}, "qwen3": {"head_dim": 32}}
+Answers = list[tuple[list[int], torch.Tensor]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 PROMPTS = random_prompts((3, 50, 20))
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
@@ -47,15 +48,15 @@ def engine_of(path: Path, device: str, dtype: str, kind: str = "llama", **config
     return Engine.from_pretrained(path, device=device, kv_cache_dtype=dtype, **{"kv_tokens": 512, **config})
 
 
-def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], torch.Tensor]]:
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> Answers:
     return [(each.token_ids, torch.tensor(each.logprobs)) for (each,) in engine.generate(prompts, GREEDY)]
 
 
-def assert_same(mine: list[tuple[list[int], torch.Tensor]], its: list[tuple[list[int], torch.Tensor]]) -> None:
+def assert_same(mine: Answers, its: Answers, atol: float = 5e-5) -> None:
     """The same tokens, log-probabilities equal but for the order of sums."""
     for (tokens, logprobs), (expected, others) in zip(mine, its, strict=True):
         assert tokens == expected
-        torch.testing.assert_close(logprobs, others, atol=5e-5, rtol=0)
+        torch.testing.assert_close(logprobs, others, atol=atol, rtol=0)
 
 
 # ---------------------------------------------------------------- one layer
@@ -204,9 +205,10 @@ def test_triton_engine_equals_the_torch_engine(tmp_path: Path, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_do_not_matter(tmp_path: Path, dtype: str, device: str) -> None:
-    """A chunk reads its own tokens from the pool as well, so all tokens see the same rows."""
+    """A chunk reads its own tokens from the pool as well, so all tokens see the same rows. Products of other shapes may
+    round another way, and an element of a key with them, hence the tolerance; unrounded rows would be 0.1 off."""
     whole, pieces = (engine_of(tmp_path, device, dtype, max_prefill_tokens=n) for n in (512, 7))
-    assert_same(answers(whole), answers(pieces))
+    assert_same(answers(whole), answers(pieces), atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -230,8 +232,19 @@ def test_a_group_shares_pages_and_copies_on_write(tmp_path: Path, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sleep_keeps_answers_and_scales(tmp_path: Path, dtype: str, device: str) -> None:
+def test_sleep_keeps_answers_and_scales(
+    tmp_path: Path, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory comes back dirty; page 0 is zeroed."""
     engine = engine_of(tmp_path, device, dtype)
+    resume = engine.saver.resume
+
+    def resume_dirty(*tags: str) -> None:
+        resume(*tags)
+        for part in bytes_of(engine.kv_pool):
+            part.fill_(0xFF)
+
+    monkeypatch.setattr(engine.saver, "resume", resume_dirty)
     if dtype != "fp4_e2m1":
         engine.kv_pool.set_scales(1, 0.25, 0.03)
     scales, before = engine.kv_pool.scales(1), answers(engine)
