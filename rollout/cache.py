@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvcache import (
     BlockManager,
+    DoubleSparseTokenToKVPool,
     HybridReqToTokenPool,
+    KVCacheConfig,
     KVLayout,
     KVPool,
     MambaPool,
@@ -16,8 +19,10 @@ from kvcache import (
     ReqToTokenPool,
     layout,
 )
+from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from memsaver import MemorySaver
 from rollout.config import EngineConfig
+from rollout.double_sparsity import DoubleSparsity
 from rollout.model.config import ModelConfig
 from rollout.tags import KV_CACHE
 
@@ -34,15 +39,19 @@ class Cache:
     states: MambaPool | None
     table: ReqToTokenPool
     blocks: BlockManager
+    sparsity: DoubleSparsity | None
 
     @classmethod
     def build(
         cls, model: ModelConfig, config: EngineConfig, max_context_len: int, dtype: torch.dtype, saver: MemorySaver
     ) -> Cache:
         kept = layout(model.hf_config, config.kv_cache_dtype, dtype)
-        pool = kept.build(
-            size=config.kv_tokens, page_size=config.page_size, device=saver.device, saver=saver, tag=KV_CACHE
-        )
+        _check_dtype(kept, config)
+        size: dict[str, Any] = {"size": config.kv_tokens, "page_size": config.page_size, "device": saver.device}
+        if config.double_sparsity is None:
+            pool = kept.build(**size, saver=saver, tag=KV_CACHE)
+        else:
+            pool = _sparse_pool(kept, config.double_sparsity, size, saver)
         states: MambaPool | None = None
         if kept.pool == "hybrid_linear":
             states = kept.build_states(size=config.max_running, device=saver.device, saver=saver)
@@ -50,10 +59,37 @@ class Cache:
         else:
             table = ReqToTokenPool(config.max_running, max_context_len, saver.device)
         allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, saver.device)
-        return cls(layout=kept, pool=pool, states=states, table=table, blocks=BlockManager(table, allocator, pool))
+        blocks = BlockManager(table, allocator, pool)
+        return cls(layout=kept, pool=pool, states=states, table=table, blocks=blocks, sparsity=config.double_sparsity)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on the host."""
+        return self.layout.dtype != FP4_DTYPE
 
     def on_resume(self) -> None:
         """After every resume of the tag: contents are undefined but for what padded tokens read."""
         self.pool.on_resume()
         if self.states is not None:
             self.states.on_resume()
+
+
+def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:
+    if kept.dtype not in (kept.model_dtype, *FP8_DTYPES, FP4_DTYPE):
+        raise ValueError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} with a model in {kept.model_dtype} is not supported; "
+            f"use 'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"
+        )
+
+
+def _sparse_pool(
+    kept: KVLayout, sparsity: DoubleSparsity, size: dict[str, Any], saver: MemorySaver
+) -> DoubleSparseTokenToKVPool:
+    if set(kept.kinds) != {"full"}:
+        raise ValueError(
+            f"double_sparsity needs full attention in every layer, the model has {sorted(set(kept.kinds))}"
+        )
+    sparsity.check(len(kept.kinds), *kept.rows["k"])
+    pool_config = kept.token_config(num_layers=len(kept.kinds), **size)
+    assert isinstance(pool_config, KVCacheConfig)
+    return DoubleSparseTokenToKVPool(pool_config, sparsity.heavy_channel_num, saver, KV_CACHE)

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
+
+from kvcache import kv_dtype
 from memsaver.ops.dispatch import Impl
+from rollout.double_sparsity import DoubleSparsity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,8 @@ class EngineConfig:
     max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
-    kv_cache_dtype: what the pool stores, "auto" (the model's dtype) or another that `kvcache.kv_dtype` knows.
+    kv_cache_dtype: what the pool stores: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2" or "fp4_e2m1".
+    double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes that.
     cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
     graph, others are padded to the next or run without; None takes a ladder up to max_running.
     seed: of the requests that bring none.
@@ -27,6 +32,7 @@ class EngineConfig:
     max_context_len: int | None = None
     attention: Impl = "auto"
     kv_cache_dtype: str = "auto"
+    double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     seed: int = 0
@@ -44,6 +50,9 @@ class EngineConfig:
             raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
         if self.attention not in get_args(Impl):
             raise ValueError(f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}")
+        kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
+        if self.double_sparsity is not None:
+            self._check_double_sparsity()
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:
@@ -53,3 +62,13 @@ class EngineConfig:
                 )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+
+    def _check_double_sparsity(self) -> None:
+        if self.attention == "triton":
+            raise ValueError('attention="triton" has no double sparsity; use "torch" or "auto"')
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} can't be combined with double_sparsity; use 'auto', or "
+                f"double_sparsity=None"
+            )
+        object.__setattr__(self, "attention", "torch")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError
 from memsaver.ops.hash import splitmix64_int
 from rollout.cache import Cache
@@ -172,6 +173,11 @@ class Engine:
                 self._scheduler.append(sample, token, logprob, self._store.last_version)
 
     # ---------------------------------------------------------------- sleep and wake up
+
+    @property
+    def kv_pool(self) -> KVPool:
+        """The memory of keys and values. Of an fp8 pool, `set_scales(layer, k, v)` while no request runs."""
+        return self._cache.pool
 
     @property
     def graphs(self) -> DecodeGraphs | None:

@@ -30,14 +30,15 @@ class ModelRunner:
         self._weights = DecoderWeights.of(store, config)
         parts = Parts(config, store, cache, attention)
         self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
-        self._table = cache.table
+        self._cache, self._table = cache, cache.table
         self._attention = attention
         self.graphs: DecodeGraphs | None = None
 
     @property
     def capturable(self) -> bool:
         """Whether decode steps can be CUDA graphs."""
-        return use_triton(self._attention, self.device) and all(mixer.capturable for mixer in self.config.mixers)
+        triton = use_triton(self._attention, self.device)
+        return triton and self._cache.capturable and all(mixer.capturable for mixer in self.config.mixers)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:

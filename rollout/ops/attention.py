@@ -8,9 +8,10 @@ Only slots of a request's first `kv_len` positions are ever read: whatever lies 
 without effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, Union
 
 import torch
 from torch import Tensor
@@ -72,6 +73,41 @@ class TorchPlan:
 AttentionPlan = Union[TorchPlan, "TritonPlan"]
 
 
+class KVReader(Protocol):
+    """One layer's keys and values, however they are stored, as attention reads them."""
+
+    @property
+    def value_dim(self) -> int: ...
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 keys [n, Hkv, D] and values [n, Hkv, Dv] in slots int64 [n]."""
+
+    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
+        """Tensors that a kernel can read, and the plan over them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredKV:
+    """A reader of plain tensors, and what kernels read: k [S, Hkv, D] and v [S, Hkv, Dv] of one dtype.
+
+    scales: fp32 [2] on the device, what kernels multiply k and v by; only they read fp8.
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1]
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k.index_select(0, slots).float(), self.v.index_select(0, slots).float()
+
+    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
+        return self, plan
+
+
 def plan_attention(shape: BatchShape, req_to_token: Tensor, impl: Impl = "auto") -> AttentionPlan:
     """Index tensors of one forward. req_to_token: int32 [rows, max_context_len]. impl: "auto", "torch" or "triton"."""
     if use_triton(impl, req_to_token.device):
@@ -92,16 +128,25 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "Trito
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Causal attention of q [T, Hq, D] over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv] -> [T, Hq, Dv], q's dtype.
+    """`attend` over plain tensors: k_cache [S, Hkv, D] and v_cache [S, Hkv, Dv]."""
+    return attend(q, StoredKV(k=k_cache, v=v_cache), plan, scale)
+
+
+def attend(q: Tensor, cache: KVReader, plan: AttentionPlan, scale: float) -> Tensor:
+    """Causal attention of q [T, Hq, D] over a layer's cached keys and values -> [T, Hq, Dv], q's dtype.
 
     Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). Softmax and sums are fp32;
     products too, except that Triton multiplies half-precision tensors as they are.
     """
     if isinstance(plan, TorchPlan):
-        return torch_attention(q, k_cache, v_cache, plan, scale)
+        return torch_attention(q, cache, plan, scale)
     from rollout.ops.attention_triton import triton_attention
 
-    return triton_attention(q, k_cache, v_cache, plan, scale)
+    return triton_attention(q, *cache.for_kernels(plan), scale)
+
+
+Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
+"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
 
 
 def plan_torch(shape: BatchShape, req_to_token: Tensor) -> TorchPlan:
@@ -142,13 +187,14 @@ def _plan_bucket(shape: BatchShape, members: list[int], req_to_token: Tensor) ->
     return DecodeBucket(tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1))
 
 
-def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan, scale: float) -> Tensor:
-    """The reference: gather, multiply, softmax, multiply, in fp32."""
-    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+def torch_attention(q: Tensor, cache: KVReader, plan: TorchPlan, scale: float, decode: Decode | None = None) -> Tensor:
+    """The reference: gather, multiply, softmax, multiply, in fp32. decode: instead of full attention in decode."""
+    decode = decode or partial(decode_bucket, cache)
+    out = torch.empty((*q.shape[:2], cache.value_dim), dtype=q.dtype, device=q.device)
     for bucket in plan.buckets:
-        out[bucket.tokens] = _decode(q[bucket.tokens].float(), k_cache, v_cache, bucket, scale).to(q.dtype)
+        out[bucket.tokens] = decode(q[bucket.tokens].float(), bucket, scale).to(q.dtype)
     for segment in plan.segments:
-        keys, values = (cache.index_select(0, segment.slots).float() for cache in (k_cache, v_cache))
+        keys, values = cache.rows(segment.slots)
         count, kv_len = segment.future.shape
         block = max(1, _MAX_SCORES // (q.shape[1] * kv_len))
         for first in range(0, count, block):
@@ -158,13 +204,11 @@ def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan
     return out
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
+def decode_bucket(cache: KVReader, q: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
     """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv]. One batched product a KV head: no copy of the gathered [b, L, Hkv, D]."""
     batch, length = bucket.slots.shape
-    kv_heads, value_dim = v_cache.shape[1:]
-    flat = bucket.slots.view(-1)
-    keys = k_cache.index_select(0, flat).view(batch, length, kv_heads, -1).float()
-    values = v_cache.index_select(0, flat).view(batch, length, kv_heads, -1).float()
+    keys, values = (rows.unflatten(0, (batch, length)) for rows in cache.rows(bucket.slots.view(-1)))
+    kv_heads, value_dim = values.shape[2:]
     groups = q.view(batch, kv_heads, -1, q.shape[-1])
     scores = q.new_empty((kv_heads, batch, groups.shape[2], length))
     out = q.new_empty((kv_heads, batch, groups.shape[2], value_dim))

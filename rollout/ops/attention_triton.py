@@ -6,12 +6,15 @@ decode launch depends on nothing but the batch size, so that a CUDA graph can re
 Latent rows (values are a view of the first elements of keys) are read once, as keys and as values. The rest of the key
 is the "tail", multiplied by itself: so no block is padded from rank + rope to a power of two.
 
-Half-precision storage is multiplied on tensor cores, with peaks, sums and accumulators in fp32. Anything else, and
-everything in the interpreter, which is wrong on bf16, is widened to fp32 right after the load ("wide").
+Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with peaks, sums and
+accumulators in fp32. Anything else, and everything in the interpreter, which is wrong on bf16, is widened to fp32 right
+after the load ("wide"). fp8 is loaded as bytes and decoded by its bits, so any GPU and the interpreter will do; bf16
+and fp16 hold every value of it. Its scales are read on the device: that of the keys joins the softmax scale.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,18 +22,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.ops.attention import BatchShape
+from kvcache.ops.quant_triton import decode_fp8
+from rollout.ops.attention import BatchShape, StoredKV
 
 NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
 MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
 SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
 MAX_HEADS = 16  # query heads of a decode program, at most
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
     """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
-    query token, tokens cached, query tokens; decode requests first.
+    query token, tokens cached, query tokens; decode requests first. kv_lens: the tokens cached on the host, too.
 
     Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
     max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
@@ -41,6 +46,20 @@ class TritonPlan:
     num_decode: int
     num_prefill: int
     max_q_len: int
+    kv_lens: tuple[int, ...] = ()
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, "TritonPlan"]:
+        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of their rows alone."""
+        assert len(self.kv_lens) == self.meta.shape[1], "a plan without lengths on the host can't be gathered"
+        device, total = self.meta.device, sum(self.kv_lens)
+        lens = self.meta[2].long()
+        starts = lens.cumsum(0) - lens
+        request = torch.repeat_interleave(lens, output_size=total)
+        slots = self.req_to_token[self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]]
+        table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
+        meta = torch.cat([torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]])
+        return slots.long(), replace(self, req_to_token=table, meta=meta)
 
 
 def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
@@ -60,6 +79,7 @@ def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
         num_decode=shape.num_decode,
         num_prefill=len(shape.rows) - shape.num_decode,
         max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        kv_lens=tuple(shape.kv_lens),
     )
 
 
@@ -73,18 +93,29 @@ def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) ->
     return TritonPlan(req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0)
 
 
-def triton_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
-    """Same contract as `paged_attention`."""
+def triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float) -> Tensor:
+    """Same contract as `attend`, over what is stored."""
+    fp8 = _MANTISSA.get(stored.k.dtype, 0)
+    k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
     if plan.num_decode:
-        _launch_decode(q, k_cache, v_cache, out, plan, scale)
+        _launch_decode(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
     if plan.num_prefill:
-        _launch_prefill(q, k_cache, v_cache, out, plan, scale)
+        _launch_prefill(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
     return out
 
 
-def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
+def _launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
     splits = min(NUM_SPLITS.value, triton.cdiv(table.shape[1], MIN_SPLIT.value))
@@ -94,9 +125,9 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
         part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
     wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
-    blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent)
+    blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
     _decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
-        q, k_cache, v_cache, table, meta, part, lse,
+        q, k_cache, v_cache, scales, table, meta, part, lse,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, scale * math.log2(math.e),
         **blocks,
@@ -109,14 +140,23 @@ def _launch_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pla
         )  # fmt: skip
 
 
-def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, plan: TritonPlan, scale: float) -> None:
+def _launch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
     wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
-    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent)
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
     row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
     _prefill[(row_blocks, plan.num_prefill, kv_heads)](
-        q, k_cache, v_cache, table, meta, out,
+        q, k_cache, v_cache, scales, table, meta, out,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, scale * math.log2(math.e),
         **blocks,
@@ -125,7 +165,7 @@ def _launch_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pl
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether everything is widened to fp32; otherwise products are those of the half-precision tensors."""
-    half = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    half = q.dtype in (torch.bfloat16, torch.float16) and {k_cache.dtype, v_cache.dtype} <= {q.dtype, torch.uint8}
     return not (half and q.is_cuda)
 
 
@@ -135,9 +175,11 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
     return same and k_cache.dtype == v_cache.dtype and v_cache.shape[2] < k_cache.shape[2]
 
 
-def decode_blocks(group: int, dim: int, value_dim: int, wide: bool, latent: bool = False) -> dict[str, Any]:
+def decode_blocks(
+    group: int, dim: int, value_dim: int, wide: bool, latent: bool = False, fp8: int = 0
+) -> dict[str, Any]:
     """Compile-time arguments of `_decode_split`. Only tensor cores need 16 rows; elsewhere padding rows cost time."""
-    constants = _dims(group, dim, value_dim, wide, latent)
+    constants = _dims(group, dim, value_dim, wide, latent, fp8)
     rows = min(MAX_HEADS, triton.next_power_of_2(group))
     stages = 5 if constants["BLOCK_D"] <= 128 else 3  # half for the slots, half for what hangs on them: 2 blocks or 1
     if wide:
@@ -151,9 +193,11 @@ def combine_warps(block_v: int) -> int:
     return max(1, block_v // 128)
 
 
-def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool, latent: bool = False) -> dict[str, Any]:
+def prefill_blocks(
+    group: int, dim: int, value_dim: int, wide: bool, latent: bool = False, fp8: int = 0
+) -> dict[str, Any]:
     """Compile-time arguments of `_prefill`. A program computes BLOCK_M rows (query token, head), whatever the batch."""
-    constants = _dims(group, dim, value_dim, wide, latent)
+    constants = _dims(group, dim, value_dim, wide, latent, fp8)
     if latent and constants["BLOCK_D"] > 128:  # sums of 512 elements a row: what is just not spilled
         block_m, block_n = (16, 16) if wide else (32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
@@ -166,7 +210,7 @@ def prefill_blocks(group: int, dim: int, value_dim: int, wide: bool, latent: boo
     return {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
 
 
-def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool) -> dict[str, Any]:
+def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool, fp8: int) -> dict[str, Any]:
     """DIM: width of keys, without the tail of latent rows. TAIL: its width, 0 where values have rows of their own."""
     tail = dim - value_dim if latent else 0
     widths = (dim - tail, value_dim, tail)
@@ -174,17 +218,22 @@ def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool) -> dic
     return {
         "GROUP": group,
         "WIDE": wide,
+        "FP8": fp8,
         **dict(zip(("DIM", "VALUE_DIM", "TAIL"), widths, strict=True)),
         **dict(zip(("BLOCK_D", "BLOCK_V", "BLOCK_T"), padded, strict=True)),
     }
 
 
 @triton.jit
-def _gather(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros."""
+def _gather(  # type: ignore[no-untyped-def]
+    base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr = 0
+):
+    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros; FP8: bits of mantissa or 0."""
     dims = tl.arange(0, BLOCK)
     at = base + rows[:, None] * stride + dims[None, :]
-    values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0.0)
+    values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0)
+    if FP8:
+        values = decode_fp8(values, FP8)
     return values.to(tl.float32) if WIDE else values
 
 
@@ -192,7 +241,7 @@ def _gather(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: 
 def _attend(  # type: ignore[no-untyped-def]
     query, query_tail, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot,
     scale, MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`.
 
@@ -203,10 +252,10 @@ def _attend(  # type: ignore[no-untyped-def]
     for first in tl.range(start, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots + (tl.minimum(at, end - 1) if MASKED else at)).to(tl.int64)
-        keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE)
+        keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE, FP8).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if TAIL:
-            tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE)
+            tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE, FP8).to(query.dtype)
             scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
         scores *= scale
         if MASKED:
@@ -215,7 +264,7 @@ def _attend(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        values = keys if TAIL else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE)
+        values = keys if TAIL else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE, FP8).to(query.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return peak, total, acc
@@ -229,10 +278,11 @@ def _split_length(kv_len):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride_meta"])
 def _decode_split(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, meta, part, lse,
+    q, k_cache, v_cache, scales, table, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_part, stride_part_head, splits, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (request, KV head and block of its GROUP query heads, split): these heads over one split, normalised,
@@ -248,6 +298,8 @@ def _decode_split(  # type: ignore[no-untyped-def]
     start = split * length
     if start < kv_len:
         end = tl.minimum(start + length, kv_len)
+        if scales is not None:
+            scale *= tl.load(scales)
         row = tl.load(meta + request).to(tl.int64)
         group = tl.program_id(1) % head_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + tl.minimum(group, GROUP - 1)
@@ -260,11 +312,13 @@ def _decode_split(  # type: ignore[no-untyped-def]
             tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
             table + row * stride_row, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-            scale, True, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            scale, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
         inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+        if scales is not None:
+            acc *= tl.load(scales + 1)
         tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
         if lse is not None:
             to = lse + (request * (tl.num_programs(1) // head_blocks * GROUP) + head) * splits + split
@@ -295,10 +349,11 @@ def _decode_combine(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride_meta", "first_request"])
 def _prefill(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, meta, out,
+    q, k_cache, v_cache, scales, table, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_out, stride_out_head, first_request, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix and the chunk itself.
@@ -316,6 +371,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         token, last = member // GROUP, (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
         where = tl.load(meta + stride_meta + request) + token.to(tl.int64)
         head = kv_head * GROUP + member % GROUP
+        if scales is not None:
+            scale *= tl.load(scales)
         offset = where * stride_q + head * stride_q_head
         query = _gather(q, offset, 1, DIM, BLOCK_D, WIDE)
         tail = _gather(q + DIM, offset, 1, TAIL, BLOCK_T, WIDE) if TAIL else query
@@ -329,13 +386,15 @@ def _prefill(  # type: ignore[no-untyped-def]
         seen = prefix + token
         peak, total, acc = _attend(
             query, tail, peak, total, acc, slots, 0, diagonal, seen, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, False, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            stride_v_slot, scale, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         peak, total, acc = _attend(
             query, tail, peak, total, acc, slots, diagonal, prefix + last + 1, seen, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, True, DIM, VALUE_DIM, TAIL, WIDE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            stride_v_slot, scale, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
+        if scales is not None:
+            acc *= tl.load(scales + 1)
         tl.store(
             out + (where * stride_out + head * stride_out_head)[:, None] + dims[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),

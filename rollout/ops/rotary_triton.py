@@ -19,14 +19,14 @@ def rotate_and_store_triton(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """Same contract as `rotate_and_store`."""
+    """Same contract as `rotate_and_store`. Values of width 0 are not stored."""
     tokens, heads, dim = q.shape
     kv_heads, value_dim = v.shape[1:]
     assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     half = cos.shape[1]
     assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
-    for cache in (k_cache, v_cache):
+    for cache in (k_cache, v_cache) if value_dim else (k_cache,):
         assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a KV buffer must be contiguous"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), triton.next_power_of_2(max(heads, kv_heads))))
@@ -44,8 +44,10 @@ def rotate_and_store_triton(
     return out
 
 
-def rotate_triton(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """Same contract as `rotate`."""
+def rotate_heads_triton(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool
+) -> None:
+    """Same contract as `rotate_heads`."""
     tokens, heads, dim = x.shape
     assert x.shape == out.shape and x.dtype == out.dtype and x.stride(2) == out.stride(2) == 1
     assert all(each.is_contiguous() for each in (positions, cos, sin)) and cos.shape[1] * 2 == dim
@@ -133,8 +135,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + token)  # int64: a pool may pass 2**31 elements
         source = k + token * stride_k + head * stride_k_head
         to = k_cache + slot * stride_k_slot + head * DIM
-        value = v + token * stride_v + head * stride_v_head
-        _copy(value, v_cache + slot * stride_v_slot + head * VALUE_DIM, inside, VALUE_DIM, BLOCK_V)
+        if VALUE_DIM:
+            value = v + token * stride_v + head * stride_v_head
+            _copy(value, v_cache + slot * stride_v_slot + head * VALUE_DIM, inside, VALUE_DIM, BLOCK_V)
     _rotate(source + pair[None, :], to + pair[None, :], cosine, sine, inside & (pair < HALF)[None, :], HALF, HALF)
     if DIM > 2 * HALF:
         _copy(source + 2 * HALF, to + 2 * HALF, inside, DIM - 2 * HALF, BLOCK_REST)

@@ -257,11 +257,12 @@ import rollout.ops.attention_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-def compiled(kernel, storage, settings):
+def compiled(kernel, dtype, fp8, settings):
     options = {name: value for name, value in settings.items() if name in OPTIONS}
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
-    types = {"scale": "fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
-             **dict.fromkeys(["q", "k_cache", "v_cache", "out"], storage)}
+    constants |= {"scales": None} if "scales" in kernel.arg_names and not fp8 else {}
+    types = {"scale": "fp32", "scales": "*fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
+             **dict.fromkeys(["q", "out"], dtype), **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, n in enumerate(signature) if signature[n][0] == "*" or "stride" in n and n != "stride_meta"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
@@ -275,16 +276,18 @@ def spilled(binary):
         return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
 
 for dim, value_dim, group in ((64, 64, 4), (128, 128, 4), (576, 512, 16)):
-    for storage, wide in (("*bf16", False), ("*fp32", True)):
-        shape = (group, dim, value_dim, wide, dim != value_dim)
+    latent = dim != value_dim
+    kinds = (("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*fp16", False, 2))[: 2 if latent else 4]
+    for dtype, wide, fp8 in kinds:
+        shape = (group, dim, value_dim, wide, latent, fp8)
         warps = kernels.combine_warps(value_dim)
         for kernel, settings in [
             (kernels._decode_split, kernels.decode_blocks(*shape)),
             (kernels._decode_combine, dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=warps)),
             (kernels._prefill, kernels.prefill_blocks(*shape)),
         ]:
-            made = compiled(kernel, storage, settings)
-            print(kernel.__name__, dim, storage, made.metadata.shared, spilled(made.asm["cubin"]))
+            made = compiled(kernel, dtype, fp8, settings)
+            print(kernel.__name__, dim, dtype, fp8, made.metadata.shared, spilled(made.asm["cubin"]))
 """
 
 
@@ -296,5 +299,5 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 18
+    assert len(lines) == 30
     assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64

@@ -5,7 +5,7 @@ import torch
 
 from rollout.model.config import RopeConfig
 from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate, rotate_and_store
+from rollout.ops.rotary import rotate_and_store
 
 SLOTS = 50
 # query heads, KV heads, head dim, value dim, tokens, and how much of a head is rotated
@@ -101,7 +101,7 @@ def test_rotation_alone(heads: int, interleaved: bool, device: str) -> None:
     outs = [wide.clone(), wide.clone()]
     for out, impl in zip(outs, ("torch", "triton"), strict=True):
         tables = case.tables.cos, case.tables.sin
-        rotate(case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl)  # type: ignore[arg-type]
+        rotate_heads(case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl)  # type: ignore[arg-type]
     assert torch.equal(*outs) and (outs[0][..., :16] == 7).all()
     order = [*range(0, 24, 2), *range(1, 24, 2)] if interleaved else list(range(24))
     cos, sin = case.tables.at(case.positions, torch.float32)

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.config import RopeConfig
+from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
-from rollout.ops.attention import paged_attention
 from rollout.ops.norm import rms_norm
-from rollout.ops.rotary import rotate_and_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class Attention:
         self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias else None
         self._eps, self._centred = parts.model.rms_norm_eps, parts.model.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
-        self._layer, self._pool = index, parts.cache.pool
+        self._kv = layer_kv(parts.cache, index)
         self._scale = config.head_dim**-0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -102,6 +101,5 @@ class Attention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
-        caches = self._pool.get_kv_buffer(self._layer)
-        q = rotate_and_store(q, k, v, batch.positions, batch.slots, self._rotary.cos, self._rotary.sin, *caches)
-        return paged_attention(q, *caches, batch.plan, self._scale)
+        q = self._kv.store(q, k, v, batch.positions, batch.slots, self._rotary)
+        return self._kv.attend(q, batch.plan, self._scale)

@@ -19,7 +19,7 @@ from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
 from rollout.ops.attention import paged_attention
 from rollout.ops.norm import rms_norm
-from rollout.ops.rotary import rotate
+from rollout.ops.rotary import rotate_heads
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 _EPS = 1e-6  # transformers gives the norms inside attention no eps of the config
@@ -167,5 +167,5 @@ class LatentAttention:
 
     def _rotate(self, x: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        rotate(x, batch.positions, self._rotary.cos, self._rotary.sin, out, interleaved=self.config.interleaved)
+        rotate_heads(x, batch.positions, self._rotary.cos, self._rotary.sin, out, interleaved=self.config.interleaved)
         return out
