@@ -272,7 +272,8 @@ class Engine:
         """AssertionError unless the page ledger, the request table and the scheduler agree. Any time between calls."""
         self._blocks.check_integrity()
         if not self._scheduler.running:
-            assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+            for ledger in self._blocks.ledgers:
+                assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""

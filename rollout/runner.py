@@ -51,9 +51,7 @@ class ModelRunner:
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             return self.graphs.replay(ids, positions, _rows(step))
-        slots = ([step.decode_slots] if step.decode else []) + [
-            chunk.sample.slots[chunk.start : chunk.start + chunk.length] for chunk in step.chunks
-        ]
+        slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
         parts = (ids, positions, ends, shape.rows)
         at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])

@@ -42,7 +42,7 @@ def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None)
     slots = [] if not step.decode else [step.decode_slots]
     assert sum(len(each) for each in slots) == len(step.decode)
     for chunk in step.chunks:
-        assert chunk.length > 0 and len(chunk.sample.slots) == chunk.sample.prefill_len
+        assert len(chunk.slots) == chunk.length > 0
     scheduler.computed(step)
     due = list(step.decode)
     for chunk in step.chunks:
