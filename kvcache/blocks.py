@@ -32,8 +32,8 @@ class BlockManager:
     page first; the last owner writes in place. Only the last, partial page of a sequence can ever be written to.
     The manager assumes that nobody else allocates from `allocator` or `req_to_token`.
 
-    window: keys that a sliding layer sees; after `slide` pages that no later query sees are free, window halves of pages
-    where the allocator has two ledgers. Nothing of these is read or written again.
+    window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their window halves where
+    the allocator has two ledgers.
     """
 
     def __init__(

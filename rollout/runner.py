@@ -1,6 +1,6 @@
 """Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,11 +14,14 @@ from rollout.cache import Cache
 from rollout.graphs import DecodeGraphs
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
-from rollout.model.mixers.base import Batch, Parts
-from rollout.ops.attention import BatchShape, plan_attention, plan_decode
+from rollout.model.mixers.base import Batch, Parts, Sliding
+from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
+
+_Plan = Callable[[int | None, Tensor | None], AttentionPlan]
+"""(window, mapping) -> how attention finds the tokens: see `plan_attention`."""
 
 
 class ModelRunner:
@@ -31,6 +34,7 @@ class ModelRunner:
         parts = Parts(config, store, cache, attention)
         self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         self._table = cache.table
+        self._window, self._sliding = cache.window, cache.sliding
         self._attention = attention
         self.graphs: DecodeGraphs | None = None
 
@@ -53,23 +57,28 @@ class ModelRunner:
             return self.graphs.replay(ids, positions, _rows(step))
         slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
+        table = self._table.req_to_token
         parts = (ids, positions, ends, shape.rows)
         at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
-        batch = Batch(
-            positions=at[1],
-            slots=torch.cat(slots),
-            rows=at[3],
-            plan=plan_attention(shape, self._table.req_to_token, self._attention),
-            shape=shape,
+        batch = self._batch(
+            at[1], torch.cat(slots), at[3], lambda *of: plan_attention(shape, table, self._attention, *of), shape
         )
         return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
 
     def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
-        slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
-        batch = Batch(positions=positions, slots=slots, rows=rows, plan=plan, shape=None)
+        slots = table[rows, positions].long()
+        batch = self._batch(positions, slots, rows, lambda *of: plan_decode(rows, positions, table, *of), None)
         torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
+
+    def _batch(self, positions: Tensor, slots: Tensor, rows: Tensor, plan: _Plan, shape: BatchShape | None) -> Batch:
+        sliding = None
+        if self._sliding is not None:
+            window, mapping = self._sliding
+            sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
+        of_all = plan(self._window, None)
+        return Batch(positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding)
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""

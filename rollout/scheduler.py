@@ -97,10 +97,10 @@ class Step:
 class Scheduler:
     """First come, first served. `running` is in order of admission; the youngest is preempted when pages run out.
 
-    A prompt is admitted when all pages that it will hold at a time are free, one page for each of its samples being kept
-    free besides, and one for each sample already running, so that preemption is rare; it takes them chunk by chunk,
-    behind a sliding window giving earlier ones back. At most one prompt is partly computed. A preempted sample goes back
-    to the front of the queue and is recomputed, its answer so far included.
+    A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
+    free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
+    gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
+    the front of the queue and is recomputed, its answer so far included.
     """
 
     def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:

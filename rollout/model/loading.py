@@ -7,10 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcache import layout
 from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.mixers.attention import AttentionConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -38,13 +45,23 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=(_attention(config),) * config.num_hidden_layers,
+        mixers=tuple(_attention(config, window) for window in _windows(config, str(directory))),
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
     )
 
 
-def _attention(config: Any) -> AttentionConfig:
+def _windows(config: Any, where: str) -> list[int | None]:
+    """How many keys a query sees in each layer, None: all."""
+    kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
+    if "sliding" in kinds and window is None:
+        raise ValueError(
+            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and sliding_window"
+        )
+    return [window if kind == "sliding" else None for kind in kinds]
+
+
+def _attention(config: Any, window: int | None) -> AttentionConfig:
     kind = config.model_type
     attention_bias = bool(getattr(config, "attention_bias", False))
     return AttentionConfig(
@@ -55,6 +72,7 @@ def _attention(config: Any) -> AttentionConfig:
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
         qk_norm=kind == "qwen3",
+        window=window,
     )
 
 
@@ -100,11 +118,8 @@ def _refuse_unsupported(config: Any, where: str) -> None:
         refuse("hidden_act", config.hidden_act, "silu")
     if getattr(config, "mlp_bias", False):
         refuse("mlp_bias", True, "False")
-    if getattr(config, "use_sliding_window", False):
-        refuse("use_sliding_window", True, "False")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        refuse("layer_types", sorted(layer_types), "full_attention")
+    if getattr(config, "sliding_window", None) == 0:
+        refuse("sliding_window", 0, "at least 1, or null")
     if getattr(config, "quantization_config", None) is not None:
         refuse("quantization_config", config.quantization_config, "unquantised weights; dequantise and save them")
 

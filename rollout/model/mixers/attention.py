@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions (Llama, Qwen2, Qwen3)."""
+"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rollout.ops.rotary import rotate_and_store
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3)."""
+    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys that a query sees,
+    its own included; None: all up to its own."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,6 +27,7 @@ class AttentionConfig(MixerConfig):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -34,6 +36,8 @@ class AttentionConfig(MixerConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"sliding_window={self.window} must be at least 1 token, or null for full attention")
 
     def groups(self, hidden_size: int, layer: str) -> list[Group]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -84,5 +88,6 @@ class Attention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
         caches = self._pool.get_kv_buffer(self._layer)
-        q = rotate_and_store(q, k, v, batch.positions, batch.slots, self._rotary.cos, self._rotary.sin, *caches)
-        return paged_attention(q, *caches, batch.plan, self._scale)
+        at = batch if self.config.window is None or batch.sliding is None else batch.sliding
+        q = rotate_and_store(q, k, v, batch.positions, at.slots, self._rotary.cos, self._rotary.sin, *caches)
+        return paged_attention(q, *caches, at.plan, self._scale)
