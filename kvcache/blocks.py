@@ -10,7 +10,7 @@ import torch
 from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
-from kvcache.windows import Ledger, WindowShares
+from kvcache.windows import Ledger, WindowShares, pages_behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,10 @@ class BlockManager:
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
         """All tokens of these sequences are computed: drops their shares of what has left the window for good."""
-        rows = self.req_to_token.rows(handles)
-        self._shares.slide(rows, self._lens[rows], self._pages)
+        window = self._shares.window
+        if window is not None:
+            rows = self.req_to_token.rows(handles)
+            self._shares.leave(rows, pages_behind(self._lens[rows], window, self.page_size), self._pages)
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
         """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and `free_swa` of an allocator

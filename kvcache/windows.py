@@ -82,11 +82,8 @@ class WindowShares:
             self._two.free_swa_pages(pages)  # the ledger can't know whose window it is in: see its docstring
         self.allocator.free_pages(pages)
 
-    def slide(self, rows: Int64Array, lens: Int64Array, table: Int64Array) -> None:
-        """Drops what sequences of `lens` computed tokens, their pages in `table[rows]`, have left behind."""
-        if self.window is None:
-            return
-        until = pages_behind(lens, self.window, self.allocator.page_size)
+    def leave(self, rows: Int64Array, until: Int64Array, table: Int64Array) -> None:
+        """Drops what sequences hold of their first `until` pages, found in `table[rows]`."""
         moved = until > self.behind[rows]
         if not moved.any():
             return

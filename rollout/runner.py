@@ -1,6 +1,7 @@
 """Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -61,15 +62,21 @@ class ModelRunner:
         parts = (ids, positions, ends, shape.rows)
         at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
         batch = self._batch(
-            at[1], torch.cat(slots), at[3], lambda *of: plan_attention(shape, table, self._attention, *of), shape
+            at[1],
+            torch.cat(slots),
+            at[3],
+            lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
+            shape,
         )
         return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
 
     def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
-        slots = table[rows, positions].long()
-        batch = self._batch(positions, slots, rows, lambda *of: plan_decode(rows, positions, table, *of), None)
+        slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
+        batch = self._batch(
+            positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
+        )
         torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
 
     def _batch(self, positions: Tensor, slots: Tensor, rows: Tensor, plan: _Plan, shape: BatchShape | None) -> Batch:

@@ -92,17 +92,15 @@ def plan_attention(
     return plan_torch(shape, req_to_token, window, mapping)
 
 
-def plan_decode(
-    rows: Tensor, positions: Tensor, req_to_token: Tensor, window: int | None = None, mapping: Tensor | None = None
-) -> "TritonPlan":
+def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "TritonPlan":
     """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold them.
 
     rows, positions: integers [B] on the device, a request's row of req_to_token and the position of its query token.
-    window, mapping: see `plan_attention`.
+    Without window and mapping: `dataclasses.replace` gives a plan those.
     """
     from rollout.ops.attention_triton import plan_decode_triton
 
-    return plan_decode_triton(rows, positions, req_to_token, window, mapping)
+    return plan_decode_triton(rows, positions, req_to_token)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

@@ -71,24 +71,14 @@ def plan_triton(
     )
 
 
-def plan_decode_triton(
-    rows: Tensor, positions: Tensor, req_to_token: Tensor, window: int | None = None, mapping: Tensor | None = None
-) -> TritonPlan:
+def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
     count = len(rows)
     meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
     meta[0] = rows
     torch.arange(count, out=meta[1])
     torch.add(positions, 1, out=meta[2])
     meta[3] = 1
-    return TritonPlan(
-        req_to_token=req_to_token,
-        meta=meta,
-        num_decode=count,
-        num_prefill=0,
-        max_q_len=0,
-        window=window,
-        mapping=mapping,
-    )
+    return TritonPlan(req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0)
 
 
 def triton_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -128,7 +128,7 @@ def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_i
     together = paged_attention(made.q, made.k, made.v, plan_attention(made.shape, made.table, "triton", *made.view), 1)
     for i in range(3):
         rows, positions = torch.tensor([[made.shape.rows[i]], [made.shape.kv_lens[i] - 1]], device=triton_device)
-        plan = plan_decode(rows, positions, made.table, *made.view)
+        plan = replace(plan_decode(rows, positions, made.table), window=made.view[0], mapping=made.view[1])
         assert torch.equal(paged_attention(made.q[i : i + 1], made.k, made.v, plan, 1), together[i : i + 1])
 
 
