@@ -15,6 +15,7 @@ from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
+from kvcache.windows import Ledger, pages_across
 
 __all__ = [
     "BlockManager",
@@ -26,6 +27,7 @@ __all__ = [
     "KVCacheConfig",
     "KVLayout",
     "KVPool",
+    "Ledger",
     "MHATokenToKVPool",
     "MHATokenToKVPoolFP4",
     "MLACacheConfig",
@@ -41,4 +43,5 @@ __all__ = [
     "TokenToKVPoolAllocator",
     "kv_dtype",
     "layout",
+    "pages_across",
 ]

@@ -15,6 +15,8 @@ class EngineConfig:
     """Sizes and policy of one engine.
 
     kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at the same time.
+    window_tokens: tokens that the pool of sliding layers holds, in a model that mixes them with full ones; None takes
+    room for max_running windows and max_prefill_tokens besides, at most kv_tokens.
     max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
@@ -26,6 +28,7 @@ class EngineConfig:
     """
 
     kv_tokens: int = 4096
+    window_tokens: int | None = None
     page_size: int = 16
     max_running: int = 64
     max_prefill_tokens: int = 512
@@ -41,11 +44,11 @@ class EngineConfig:
         for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
-        if self.kv_tokens % self.page_size:
-            rounded = -(-self.kv_tokens // self.page_size) * self.page_size
-            raise ValueError(
-                f"kv_tokens={self.kv_tokens} is not a multiple of page_size={self.page_size}; use kv_tokens={rounded}"
-            )
+        self._check_whole_pages("kv_tokens", self.kv_tokens)
+        if self.window_tokens is not None:
+            self._check_whole_pages("window_tokens", self.window_tokens)
+            if not 0 < self.window_tokens <= self.kv_tokens:
+                raise ValueError(f"window_tokens={self.window_tokens} must be in 1..kv_tokens={self.kv_tokens}")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
         if self.attention not in get_args(Impl):
@@ -72,3 +75,8 @@ class EngineConfig:
                 f"double_sparsity=None"
             )
         object.__setattr__(self, "attention", "torch")
+
+    def _check_whole_pages(self, key: str, tokens: int) -> None:
+        if tokens % self.page_size:
+            rounded = -(-tokens // self.page_size) * self.page_size
+            raise ValueError(f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}")

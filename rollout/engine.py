@@ -278,7 +278,8 @@ class Engine:
         """AssertionError unless the page ledger, the request table and the scheduler agree. Any time between calls."""
         self._blocks.check_integrity()
         if not self._scheduler.running:
-            assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+            for ledger in self._blocks.ledgers:
+                assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
             assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:

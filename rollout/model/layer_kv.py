@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcache import DoubleSparseTokenToKVPool, KVPool
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from kvcache.pools.routed import RoutedKVPool
 from rollout.double_sparsity import DoubleSparsity
 from rollout.model.rotary import RotaryTables
 from rollout.ops.attention import AttentionPlan, StoredKV, TorchPlan, attend, torch_attention
@@ -131,11 +132,13 @@ class SparseKV(PlainKV):
 
 
 def layer_kv(cache: Cache, layer: int) -> LayerKV:
-    """How the cache keeps this layer."""
+    """How the cache keeps this layer. Slots are those of the pool that holds it."""
     pool, kept = cache.pool, cache.layout
     if cache.sparsity is not None:
         assert isinstance(pool, DoubleSparseTokenToKVPool)
         return SparseKV(pool, layer, cache.sparsity)
+    if isinstance(pool, RoutedKVPool):
+        pool, layer = pool.route(layer)
     if kept.dtype == FP4_DTYPE:
         return FP4KV(pool, layer, kept.rows["v"][1])
     if kept.dtype in FP8_DTYPES:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcache import layout
 from rollout.model import qwen3_next
 from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.mixers import mla
@@ -15,6 +16,8 @@ from rollout.model.mixers.base import MixerConfig
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
@@ -48,24 +51,33 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=_mixers(config),
+        mixers=_mixers(config, str(directory)),
         zero_centred_norms=config.model_type == "qwen3_next",
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
     )
 
 
-def _mixers(config: Any) -> tuple[MixerConfig, ...]:
+def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
     rope = _rope(config.rope_parameters, config.max_position_embeddings)
     if config.model_type in mla.MODEL_TYPES:
         return (mla.MLAConfig.of(config, rope),) * config.num_hidden_layers
-    attention = _attention(config, rope)
     if config.model_type == "qwen3_next":
-        return qwen3_next.mixers(config, attention)
-    return (attention,) * config.num_hidden_layers
+        return qwen3_next.mixers(config, _attention(config, rope, None))
+    return tuple(_attention(config, rope, window) for window in _windows(config, where))
 
 
-def _attention(config: Any, rope: RopeConfig) -> AttentionConfig:
+def _windows(config: Any, where: str) -> list[int | None]:
+    """How many keys a query sees in each layer, None: all."""
+    kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
+    if "sliding" in kinds and window is None:
+        raise ValueError(
+            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and sliding_window"
+        )
+    return [window if kind == "sliding" else None for kind in kinds]
+
+
+def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionConfig:
     kind = config.model_type
     attention_bias = bool(getattr(config, "attention_bias", False))
     return AttentionConfig(
@@ -76,6 +88,7 @@ def _attention(config: Any, rope: RopeConfig) -> AttentionConfig:
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
         qk_norm=kind == "qwen3",
+        window=window,
     )
 
 
@@ -121,12 +134,8 @@ def _refuse_unsupported(config: Any, where: str) -> None:
         refuse("hidden_act", config.hidden_act, "silu")
     if getattr(config, "mlp_bias", False):
         refuse("mlp_bias", True, "False")
-    if getattr(config, "use_sliding_window", False):
-        refuse("use_sliding_window", True, "False")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = qwen3_next.LAYER_TYPES if config.model_type == "qwen3_next" else ("full_attention",)
-    if not layer_types <= set(known):
-        refuse("layer_types", sorted(layer_types), ", ".join(known))
+    if getattr(config, "sliding_window", None) == 0:
+        refuse("sliding_window", 0, "at least 1, or null")
     partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0 and config.model_type != "qwen3_next":
         refuse("partial_rotary_factor", partial, "1.0")

@@ -19,6 +19,8 @@ def mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
             f"num_experts={config.num_experts}: layers {sparse} are mixtures of experts, which are not supported; "
             f"supported: dense MLPs (num_experts=0, or every layer in mlp_only_layers)"
         )
+    if unknown := sorted(set(config.layer_types) - set(LAYER_TYPES)):
+        raise ValueError(f"layer_types={unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")
     gated = replace(
         attention,
         qk_norm=True,

@@ -30,12 +30,14 @@ MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
 SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
 MAX_HEADS = 16  # query heads of a decode program, at most
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
+_NO_WINDOW = 2**31 - 1  # longer than any request
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
     """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
     query token, tokens cached, query tokens; decode requests first. kv_lens: the tokens cached on the host, too.
+    window, mapping: see `plan_attention`.
 
     Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
     max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
@@ -47,6 +49,13 @@ class TritonPlan:
     num_prefill: int
     max_q_len: int
     kv_lens: tuple[int, ...] = ()
+    window: int | None = None
+    mapping: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """Keys that a query sees at most."""
+        return self.window or _NO_WINDOW
 
     @cached_property
     def gathered(self) -> tuple[Tensor, "TritonPlan"]:
@@ -59,10 +68,13 @@ class TritonPlan:
         slots = self.req_to_token[self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]]
         table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
         meta = torch.cat([torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]])
-        return slots.long(), replace(self, req_to_token=table, meta=meta)
+        slots = slots.long() if self.mapping is None else self.mapping[slots]
+        return slots, replace(self, req_to_token=table, meta=meta, mapping=None)
 
 
-def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
+def plan_triton(
+    shape: BatchShape, req_to_token: Tensor, window: int | None = None, mapping: Tensor | None = None
+) -> TritonPlan:
     starts, start = [], 0
     for q_len in shape.q_lens:
         starts.append(start)
@@ -80,6 +92,8 @@ def plan_triton(shape: BatchShape, req_to_token: Tensor) -> TritonPlan:
         num_prefill=len(shape.rows) - shape.num_decode,
         max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
         kv_lens=tuple(shape.kv_lens),
+        window=window,
+        mapping=mapping,
     )
 
 
@@ -118,7 +132,7 @@ def _launch_decode(
 ) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
-    splits = min(NUM_SPLITS.value, triton.cdiv(table.shape[1], MIN_SPLIT.value))
+    splits = min(NUM_SPLITS.value, triton.cdiv(min(table.shape[1], plan.reach), MIN_SPLIT.value))
     if splits == 1:
         part, lse = out.unsqueeze(2), None
     else:
@@ -127,14 +141,14 @@ def _launch_decode(
     wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
     blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
     _decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
-        q, k_cache, v_cache, scales, table, meta, part, lse,
+        q, k_cache, v_cache, scales, table, plan.mapping, meta, part, lse,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, scale * math.log2(math.e),
-        **blocks,
+        table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, plan.reach,
+        scale * math.log2(math.e), **blocks,
     )  # fmt: skip
     if lse is not None:
         _decode_combine[(count, heads)](
-            part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits,
+            part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits, plan.reach,
             VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits),
             num_warps=combine_warps(blocks["BLOCK_V"]),
         )  # fmt: skip
@@ -152,14 +166,14 @@ def _launch_prefill(
 ) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
-    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
-    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
+    wide, latent, windowed = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache), plan.window is not None
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8, windowed)
     row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
     _prefill[(row_blocks, plan.num_prefill, kv_heads)](
-        q, k_cache, v_cache, scales, table, meta, out,
+        q, k_cache, v_cache, scales, table, plan.mapping, meta, out,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, scale * math.log2(math.e),
-        **blocks,
+        table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, plan.reach,
+        scale * math.log2(math.e), **blocks,
     )  # fmt: skip
 
 
@@ -194,7 +208,7 @@ def combine_warps(block_v: int) -> int:
 
 
 def prefill_blocks(
-    group: int, dim: int, value_dim: int, wide: bool, latent: bool = False, fp8: int = 0
+    group: int, dim: int, value_dim: int, wide: bool, latent: bool = False, fp8: int = 0, windowed: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments of `_prefill`. A program computes BLOCK_M rows (query token, head), whatever the batch."""
     constants = _dims(group, dim, value_dim, wide, latent, fp8)
@@ -203,11 +217,11 @@ def prefill_blocks(
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:  # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
         block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
-        tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+        tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 192 if windowed else 128}  # three loops would spill
     else:
         block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
         tuning = {"num_warps": 8, "num_stages": 3}
-    return {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
+    return {**constants, "WINDOWED": windowed, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
 
 
 def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool, fp8: int) -> dict[str, Any]:
@@ -239,30 +253,43 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    query, query_tail, peak, total, acc, slots, start, end, positions, k_head, v_head, stride_k_slot, stride_v_slot,
-    scale, MASKED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
-    FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    query, query_tail, peak, total, acc, slots, mapping, start, end, positions, lowest, window,
+    k_head, v_head, stride_k_slot, stride_v_slot, scale,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`.
+    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`, those
+    of the cache at `mapping` of these (None: the same).
 
     TAIL: keys go on behind D, and meet query_tail [M, TAIL] there; values are the keys' first D elements.
-    MASKED: row m sees no token past positions[m], at most end - 1. Otherwise it sees all, and end - start is a
-    multiple of BLOCK_N. Past the end the last token's slot is read again: loads need no mask and meet no foreign slot.
+    CAUSAL: row m sees no token past positions[m], at most end - 1. WINDOWED: row m sees no token up to positions[m] -
+    window, and none before `lowest`. Otherwise it sees all; end - start is a multiple of BLOCK_N unless CAUSAL. Past
+    the ends the last, or lowest, token's slot is read again: loads need no mask and meet no foreign slot.
     """
     for first in tl.range(start, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots + (tl.minimum(at, end - 1) if MASKED else at)).to(tl.int64)
+        token = tl.minimum(at, end - 1) if CAUSAL else at
+        if WINDOWED:
+            token = tl.maximum(token, lowest)
+        slot = tl.load(slots + token).to(tl.int64)
+        if mapping is not None:
+            slot = tl.load(mapping + slot)
         keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE, FP8).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if TAIL:
             tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE, FP8).to(query.dtype)
             scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
         scores *= scale
-        if MASKED:
+        if CAUSAL:
             scores = tl.where(at[None, :] <= positions[:, None], scores, float("-inf"))
+        if WINDOWED:
+            scores = tl.where(at[None, :] > positions[:, None] - window, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
+        # a row may have seen nothing yet: -inf less -inf would be NaN
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak) if WINDOWED else new_peak
+        shrink = tl.exp2(peak - origin)
+        weights = tl.exp2(scores - origin[:, None])
         total = total * shrink + tl.sum(weights, 1)
         values = keys if TAIL else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE, FP8).to(query.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
@@ -271,22 +298,22 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _split_length(kv_len):  # type: ignore[no-untyped-def]
-    """Of a request's length alone: at most NUM_SPLITS splits cover it."""
-    return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(kv_len, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
+def _split_length(seen):  # type: ignore[no-untyped-def]
+    """Of the number of tokens that a request sees alone: at most NUM_SPLITS splits cover it."""
+    return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seen, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
 
 
-@triton.jit(do_not_specialize=["stride_meta"])
+@triton.jit(do_not_specialize=["stride_meta", "window"])
 def _decode_split(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, scales, table, meta, part, lse,
+    q, k_cache, v_cache, scales, table, mapping, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_meta, stride_part, stride_part_head, splits, scale,
+    stride_row, stride_meta, stride_part, stride_part_head, splits, window, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head and block of its GROUP query heads, split): these heads over one split, normalised,
-    with their log2-sum-exp2.
+    """Program (request, KV head and block of its GROUP query heads, split): these heads over one split of the request's
+    last `window` tokens, normalised, with their log2-sum-exp2.
 
     lse is None where there is one split: part is then the output itself.
     """
@@ -294,8 +321,9 @@ def _decode_split(  # type: ignore[no-untyped-def]
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(1) // head_blocks).to(tl.int64)
     kv_len = tl.load(meta + 2 * stride_meta + request)
-    length = _split_length(kv_len)
-    start = split * length
+    seen = tl.minimum(kv_len, window)
+    length = _split_length(seen)
+    start = kv_len - seen + split * length
     if start < kv_len:
         end = tl.minimum(start + length, kv_len)
         if scales is not None:
@@ -310,9 +338,9 @@ def _decode_split(  # type: ignore[no-untyped-def]
             tl.full((BLOCK_G,), float("-inf"), tl.float32),
             tl.zeros((BLOCK_G,), tl.float32),
             tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
-            table + row * stride_row, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1,
+            table + row * stride_row, mapping, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1, start, window,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-            scale, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            scale, True, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
@@ -325,18 +353,18 @@ def _decode_split(  # type: ignore[no-untyped-def]
             tl.store(to, peak + tl.log2(total), mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize=["stride_meta"])
+@triton.jit(do_not_specialize=["stride_meta", "window"])
 def _decode_combine(  # type: ignore[no-untyped-def]
-    part, lse, meta, out, stride_meta, stride_out, stride_out_head, splits,
+    part, lse, meta, out, stride_meta, stride_out, stride_out_head, splits, window,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (request, query head): the weighted mean of its splits."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    kv_len = tl.load(meta + 2 * stride_meta + request)
+    seen = tl.minimum(tl.load(meta + 2 * stride_meta + request), window)
     split = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_V)
     inside = dims < VALUE_DIM
-    used = split * _split_length(kv_len) < kv_len
+    used = split * _split_length(seen) < seen
     base = (request * tl.num_programs(1) + head) * splits
     each = tl.load(lse + base + split, mask=used, other=float("-inf"))
     values = tl.load(
@@ -347,17 +375,18 @@ def _decode_combine(  # type: ignore[no-untyped-def]
     tl.store(out + request * stride_out + head * stride_out_head + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride_meta", "first_request"])
+@triton.jit(do_not_specialize=["stride_meta", "first_request", "window"])
 def _prefill(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, scales, table, meta, out,
+    q, k_cache, v_cache, scales, table, mapping, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_meta, stride_out, stride_out_head, first_request, scale,
+    stride_row, stride_meta, stride_out, stride_out_head, first_request, window, scale, WINDOWED: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix and the chunk itself.
-    Row r of a request is its token r // GROUP, query head r % GROUP of the KV head."""
+    Row r of a request is its token r // GROUP, query head r % GROUP of the KV head. WINDOWED: blocks that no row sees
+    are skipped."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_len = tl.load(meta + 3 * stride_meta + request)
@@ -382,15 +411,27 @@ def _prefill(  # type: ignore[no-untyped-def]
         slots = table + row * stride_row
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
-        diagonal = (prefix + first_row // GROUP + 1) // BLOCK_N * BLOCK_N  # every row sees the tokens before
-        seen = prefix + token
+        first, seen = first_row // GROUP, prefix + token
+        diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N  # no token before is in any row's future
+        lowest = 0  # the first token that any row sees
+        inner = 0  # from here to the diagonal every row sees every token
+        if WINDOWED:
+            lowest = tl.maximum(prefix + first + 1 - window, 0)
+            inner = tl.minimum(tl.cdiv(tl.maximum(prefix + last + 1 - window, 0), BLOCK_N) * BLOCK_N, diagonal)
+            peak, total, acc = _attend(
+                query, tail, peak, total, acc, slots, mapping, lowest // BLOCK_N * BLOCK_N, inner, seen, lowest,
+                window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
+                False, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            )  # fmt: skip
         peak, total, acc = _attend(
-            query, tail, peak, total, acc, slots, 0, diagonal, seen, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            query, tail, peak, total, acc, slots, mapping, inner, diagonal, seen, lowest,
+            window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
+            False, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         peak, total, acc = _attend(
-            query, tail, peak, total, acc, slots, diagonal, prefix + last + 1, seen, k_head, v_head, stride_k_slot,
-            stride_v_slot, scale, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            query, tail, peak, total, acc, slots, mapping, diagonal, prefix + last + 1, seen, lowest,
+            window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
+            True, WINDOWED, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         if scales is not None:

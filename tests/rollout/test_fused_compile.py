@@ -15,6 +15,7 @@ from rollout.ops import activation_triton, norm_triton, rotary_triton, sample_tr
 FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs"]
 INT64 = ["positions", "slots", "counters", "tokens"]
 ELEMENTS = ["x", "residual", "weight", "out", "total", "gate_up", "q", "k", "v", "k_cache", "v_cache", "logits"]
+KEYS_ONLY = dict(VALUE_DIM=0, BLOCK_V=0)
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KERNELS = [
     (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
@@ -22,7 +23,7 @@ KERNELS = [
     (activation_triton._silu_mul, dict(BLOCK=1024)),
     (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
     (rotary_triton._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
-    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS) | dict(VALUE_DIM=0, BLOCK_V=0)),
+    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | HEADS | KEYS_ONLY),
     (rotary_triton._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
     (sample_triton._reduce_blocks, dict(BLOCK=2048)),
     (sample_triton._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),

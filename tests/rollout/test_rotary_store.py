@@ -5,7 +5,7 @@ import torch
 
 from rollout.model.config import RopeConfig
 from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate_and_store
+from rollout.ops.rotary import rotate_and_store, rotate_heads
 
 SLOTS = 50
 # query heads, KV heads, head dim, value dim, tokens, and how much of a head is rotated

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions (Llama, Qwen2, Qwen3, Qwen3-Next)."""
+"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rollout.ops.norm import rms_norm
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3).
+    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys that a query sees,
+    its own included; None: all up to its own.
 
     output_gate: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's output. rotary_dim: how
     much of a head is rotated, None: all (both Qwen3-Next).
@@ -32,6 +33,7 @@ class AttentionConfig(MixerConfig):
     qk_norm: bool
     output_gate: bool = False
     rotary_dim: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -40,6 +42,8 @@ class AttentionConfig(MixerConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"sliding_window={self.window} must be at least 1 token, or null for full attention")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_dim={self.rotary_dim} must be even and in 2..head_dim={self.head_dim}")
 
@@ -101,5 +105,6 @@ class Attention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
-        q = self._kv.store(q, k, v, batch.positions, batch.slots, self._rotary)
-        return self._kv.attend(q, batch.plan, self._scale)
+        at = batch if self.config.window is None or batch.sliding is None else batch.sliding
+        q = self._kv.store(q, k, v, batch.positions, at.slots, self._rotary)
+        return self._kv.attend(q, at.plan, self._scale)
