@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-sync bench-rollout bench-switch bench-gap
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap
 
 .PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
 
@@ -48,6 +48,9 @@ bench-backup:
 
 bench-memory-host:
 	$(GPU) -m tests.benchmarks.bench_memory_host --out $(OUT)
+
+bench-kvcache:
+	$(GPU) -m tests.benchmarks.bench_kvcache --out $(OUT)
 
 bench-sync:
 	$(GPU) -m tests.benchmarks.bench_sync --out $(OUT)

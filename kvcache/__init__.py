@@ -17,6 +17,7 @@ from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.radix import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
 from kvcache.requests import ReqHandle, ReqToTokenPool
 from kvcache.staging import ALLOC_OVERSIZED, StagingAllocator, StagingBuffer, compute_head_slice_params
+from kvcache.windows import Ledger, pages_across
 
 __all__ = [
     "ALLOC_OVERSIZED",
@@ -29,6 +30,7 @@ __all__ = [
     "KVCacheConfig",
     "KVLayout",
     "KVPool",
+    "Ledger",
     "MHATokenToKVPool",
     "MHATokenToKVPoolFP4",
     "MLACacheConfig",
@@ -52,4 +54,5 @@ __all__ = [
     "compute_head_slice_params",
     "kv_dtype",
     "layout",
+    "pages_across",
 ]

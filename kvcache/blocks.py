@@ -10,6 +10,7 @@ import torch
 from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
+from kvcache.windows import Ledger, WindowShares, pages_behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,14 @@ class BlockManager:
     A page may belong to several sequences (`fork`). Writing into a page with more than one owner copies exactly that
     page first; the last owner writes in place. Only the last, partial page of a sequence can ever be written to.
     The manager assumes that nobody else allocates from `allocator` or `req_to_token`.
+
+    window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their window halves where
+    the allocator has two ledgers.
     """
 
-    def __init__(self, req_to_token: ReqToTokenPool, allocator: KVAllocator, pool: KVPool) -> None:
+    def __init__(
+        self, req_to_token: ReqToTokenPool, allocator: KVAllocator, pool: KVPool, window: int | None = None
+    ) -> None:
         if req_to_token.device != allocator.device:
             raise ValueError(
                 f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; use one device"
@@ -44,6 +50,12 @@ class BlockManager:
         max_pages = -(-req_to_token.max_context_len // self.page_size)
         self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
         self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
+        self._shares = WindowShares(allocator, req_to_token.size + 1, window)
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """Pages there are and pages that are free, of each pool."""
+        return self._shares.ledgers
 
     @property
     def total_pages(self) -> int:
@@ -62,14 +74,22 @@ class BlockManager:
         return None if handles is None else handles[0]
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page, a partial last one included; None without a row."""
+        """A sequence with the same tokens that shares every page, a partial last one included; None without a row.
+
+        States, where the request table holds some, are copied: they must be those after the sequence's last token.
+        """
         parent = self.req_to_token.row(handle)
         child = self.admit()
         if child is None:
             return None
+        try:
+            self.req_to_token.copy_states(child, handle)
+        except BaseException:  # such as the device being out of memory
+            self.req_to_token.free(child)
+            raise
         length = int(self._lens[parent])
         pages = self._row_pages(parent)
-        self.allocator.share(pages)
+        self._shares.fork(parent, child.row, pages)
         self._pages[child.row, : len(pages)] = pages
         self._lens[child.row] = length
         table = self.req_to_token
@@ -79,25 +99,40 @@ class BlockManager:
     def release(self, handle: ReqHandle) -> None:
         """Ends a sequence: drops its share of each page and makes the handle stale."""
         row = self.req_to_token.row(handle)
-        self.allocator.free_pages(self._row_pages(row))
-        self._lens[row] = 0
+        self._shares.free(row, self._row_pages(row))
+        self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
     def truncate(self, handle: ReqHandle, new_len: int) -> None:
-        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether included."""
+        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether included. ValueError for a
+        length that it does not have, or whose window it has given back."""
         row = self.req_to_token.row(handle)
         held = self._row_pages(row)
         if not 0 <= new_len <= self._lens[row]:
             raise ValueError(f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; extend() grows it")
-        self.allocator.free_pages(held[-(-new_len // self.page_size) :])
+        self._shares.check_cut(row, new_len)
+        kept = -(-new_len // self.page_size)
+        self._shares.free(row, held[kept:], kept)
         self._lens[row] = new_len
+        if new_len == 0:
+            self._shares.behind[row] = 0
+
+    def slide(self, handles: Sequence[ReqHandle]) -> None:
+        """All tokens of these sequences are computed: drops their shares of what has left the window for good."""
+        window = self._shares.window
+        if window is not None:
+            rows = self.req_to_token.rows(handles)
+            self._shares.leave(rows, pages_behind(self._lens[rows], window, self.page_size), self._pages)
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
         """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and `free_swa` of an allocator
-        take without a synchronise. ValueError for positions that it does not have."""
+        take without a synchronise. ValueError for positions that it does not have, or has given back."""
         row = self.req_to_token.row(handle)
         if not 0 <= start <= stop <= self._lens[row]:
             raise ValueError(f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); stay inside them")
+        first = self._shares.first_held(row) * self.page_size
+        if start < min(first, stop):
+            raise ValueError(f"{handle} gave back the slots before position {first}, asked for [{start}, {stop})")
         return self._slots(row, np.arange(start, stop))
 
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
@@ -129,7 +164,7 @@ class BlockManager:
             self.allocator.free_pages(pages)
             raise
         self._lens[growth.rows] = growth.new
-        self.allocator.free_pages(left)
+        self._shares.free_seen(left)
         return loc
 
     def check_integrity(self) -> None:
@@ -139,16 +174,16 @@ class BlockManager:
         """
         self.allocator.check_integrity()
         self.req_to_token.check_integrity()
-        owners = np.zeros(self.total_pages + 1, dtype=np.int64)
         table = self.req_to_token.req_to_token.cpu().numpy()
-        for row in np.flatnonzero(self._lens):
-            pages = self._row_pages(int(row))
+        rows = [int(row) for row in np.flatnonzero(self._lens)]
+        for row in rows:
+            first = self._shares.first_held(row)
+            pages = self._row_pages(row)[first:]
             assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
-            owners[pages] += 1
-            slots = self._slots(row, np.arange(self._lens[row]))
-            assert (table[row, : len(slots)] == slots).all(), f"req_to_token row {row} differs from its page table"
-        counts = self.allocator.ref_counts(np.arange(1, self.total_pages + 1))
-        assert (owners[1:] == counts).all(), "reference counts differ from the sequences that hold the pages"
+            positions = np.arange(first * self.page_size, self._lens[row])
+            same = table[row, positions] == self._slots(row, positions)
+            assert same.all(), f"req_to_token row {row} differs from its page table"
+        self._shares.check_integrity([(row, self._row_pages(row)) for row in rows])
 
     def _row_pages(self, row: int) -> Int64Array:
         return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]

@@ -62,6 +62,9 @@ class ReqToTokenPool:
         """Gives the row back and makes `handle` stale. Freeing it again raises ValueError."""
         self._drop(self.row(handle))
 
+    def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
+        """After a fork: gives `target` what `source` holds besides tokens. Here that is nothing."""
+
     def shortage(self, request: object, rows: int = 1) -> str:
         """Why `request` (anything that names it) can't have `rows` more rows."""
         return (

@@ -149,10 +149,12 @@ def _kv_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
 
     total = torch.cuda.get_device_properties(device).total_memory
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype)
-    token = layout(model.hf_config, dtype=dtype).bytes_per_token
+    kept = layout(model.hf_config, dtype=dtype)
+    states = (recipe.engine.max_running + 1) * kept.state_bytes  # of linear layers; a slot more, for padding
+    left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype) - states
     page = recipe.engine.page_size
-    tokens = (left // token // page - 1) * page  # the pool has a page more, for padding
+    tokens = (left // kept.bytes_per_token // page - 1) * page  # the pool has a page more, for padding
     if tokens < page:
-        raise RecipeError(f"{key}: the weights alone take more of the GPU's {total} bytes; raise it")
+        who = "the weights and states" if states else "the weights alone"
+        raise RecipeError(f"{key}: {who} take more of the GPU's {total} bytes; raise it")
     return tokens

@@ -1,6 +1,7 @@
 """A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights replaced in place."""
 
 from rollout.config import EngineConfig
+from rollout.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.protocols import Progress, Rollout
@@ -18,6 +19,7 @@ from rollout.types import (
 __all__ = [
     "CommitReceipt",
     "Completion",
+    "DoubleSparsity",
     "Engine",
     "EngineConfig",
     "Manifest",
@@ -29,4 +31,5 @@ __all__ = [
     "WeightOffer",
     "WeightUpdateError",
     "WriteReceipt",
+    "heavy_channels",
 ]

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
+
+from kvcache import kv_dtype
 from memsaver.ops.dispatch import Impl
+from rollout.double_sparsity import DoubleSparsity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,22 +15,27 @@ class EngineConfig:
     """Sizes and policy of one engine.
 
     kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at the same time.
+    window_tokens: tokens that the pool of sliding layers holds, in a model that mixes them with full ones; None takes
+    room for max_running windows and max_prefill_tokens besides, at most kv_tokens.
     max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
-    kv_cache_dtype: what the pool stores, "auto" (the model's dtype) or another that `kvcache.kv_dtype` knows.
+    kv_cache_dtype: what the pool stores: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2" or "fp4_e2m1".
+    double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes that.
     cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
     graph, others are padded to the next or run without; None takes a ladder up to max_running.
     seed: of the requests that bring none.
     """
 
     kv_tokens: int = 4096
+    window_tokens: int | None = None
     page_size: int = 16
     max_running: int = 64
     max_prefill_tokens: int = 512
     max_context_len: int | None = None
     attention: Impl = "auto"
     kv_cache_dtype: str = "auto"
+    double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     seed: int = 0
@@ -35,15 +44,18 @@ class EngineConfig:
         for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
-        if self.kv_tokens % self.page_size:
-            rounded = -(-self.kv_tokens // self.page_size) * self.page_size
-            raise ValueError(
-                f"kv_tokens={self.kv_tokens} is not a multiple of page_size={self.page_size}; use kv_tokens={rounded}"
-            )
+        self._check_whole_pages("kv_tokens", self.kv_tokens)
+        if self.window_tokens is not None:
+            self._check_whole_pages("window_tokens", self.window_tokens)
+            if not 0 < self.window_tokens <= self.kv_tokens:
+                raise ValueError(f"window_tokens={self.window_tokens} must be in 1..kv_tokens={self.kv_tokens}")
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
         if self.attention not in get_args(Impl):
             raise ValueError(f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}")
+        kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
+        if self.double_sparsity is not None:
+            self._check_double_sparsity()
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:
@@ -53,3 +65,18 @@ class EngineConfig:
                 )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+
+    def _check_double_sparsity(self) -> None:
+        if self.attention == "triton":
+            raise ValueError('attention="triton" has no double sparsity; use "torch" or "auto"')
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} can't be combined with double_sparsity; use 'auto', or "
+                f"double_sparsity=None"
+            )
+        object.__setattr__(self, "attention", "torch")
+
+    def _check_whole_pages(self, key: str, tokens: int) -> None:
+        if tokens % self.page_size:
+            rounded = -(-tokens // self.page_size) * self.page_size
+            raise ValueError(f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError
 from memsaver.ops.hash import splitmix64_int
 from rollout.cache import Cache
@@ -174,6 +175,11 @@ class Engine:
     # ---------------------------------------------------------------- sleep and wake up
 
     @property
+    def kv_pool(self) -> KVPool:
+        """The memory of keys and values. Of an fp8 pool, `set_scales(layer, k, v)` while no request runs."""
+        return self._cache.pool
+
+    @property
     def graphs(self) -> DecodeGraphs | None:
         """The captured graphs; None where decode runs without."""
         return self._runner.graphs
@@ -272,7 +278,9 @@ class Engine:
         """AssertionError unless the page ledger, the request table and the scheduler agree. Any time between calls."""
         self._blocks.check_integrity()
         if not self._scheduler.running:
-            assert self._blocks.available_pages == self._blocks.total_pages, "pages are held by no request"
+            for ledger in self._blocks.ledgers:
+                assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
+            assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""

@@ -1,6 +1,7 @@
 """Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,11 +15,14 @@ from rollout.cache import Cache
 from rollout.graphs import DecodeGraphs
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
-from rollout.model.mixers.base import Batch, Parts
-from rollout.ops.attention import BatchShape, plan_attention, plan_decode
+from rollout.model.mixers.base import Batch, Parts, Sliding
+from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
+
+_Plan = Callable[[int | None, Tensor | None], AttentionPlan]
+"""(window, mapping) -> how attention finds the tokens: see `plan_attention`."""
 
 
 class ModelRunner:
@@ -30,14 +34,16 @@ class ModelRunner:
         self._weights = DecoderWeights.of(store, config)
         parts = Parts(config, store, cache, attention)
         self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
-        self._table = cache.table
+        self._cache, self._table = cache, cache.table
+        self._window, self._sliding = cache.window, cache.sliding
         self._attention = attention
         self.graphs: DecodeGraphs | None = None
 
     @property
     def capturable(self) -> bool:
         """Whether decode steps can be CUDA graphs."""
-        return use_triton(self._attention, self.device) and all(mixer.capturable for mixer in self.config.mixers)
+        triton = use_triton(self._attention, self.device)
+        return triton and self._cache.capturable and all(mixer.capturable for mixer in self.config.mixers)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
@@ -51,18 +57,17 @@ class ModelRunner:
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             return self.graphs.replay(ids, positions, _rows(step))
-        slots = ([step.decode_slots] if step.decode else []) + [
-            chunk.sample.slots[chunk.start : chunk.start + chunk.length] for chunk in step.chunks
-        ]
+        slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
+        table = self._table.req_to_token
         parts = (ids, positions, ends, shape.rows)
         at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
-        batch = Batch(
-            positions=at[1],
-            slots=torch.cat(slots),
-            rows=at[3],
-            plan=plan_attention(shape, self._table.req_to_token, self._attention),
-            shape=shape,
+        batch = self._batch(
+            at[1],
+            torch.cat(slots),
+            at[3],
+            lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
+            shape,
         )
         return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
 
@@ -70,12 +75,22 @@ class ModelRunner:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
-        batch = Batch(positions=positions, slots=slots, rows=rows, plan=plan, shape=None)
+        batch = self._batch(
+            positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
+        )
         torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
+
+    def _batch(self, positions: Tensor, slots: Tensor, rows: Tensor, plan: _Plan, shape: BatchShape | None) -> Batch:
+        sliding = None
+        if self._sliding is not None:
+            window, mapping = self._sliding
+            sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
+        of_all = plan(self._window, None)
+        return Batch(positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding)
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
-        return forward(self._weights, self._mixers, ids, batch, self.config.rms_norm_eps)
+        return forward(self._weights, self._mixers, ids, batch, self.config)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

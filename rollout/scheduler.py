@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from kvcache import ReqHandle
+from kvcache import Ledger, ReqHandle, pages_across
 from rollout.types import Completion, FinishReason, SamplingParams
 
 
@@ -16,8 +16,11 @@ class Blocks(Protocol):
     def available_pages(self) -> int: ...
     @property
     def total_pages(self) -> int: ...
+    @property
+    def ledgers(self) -> Sequence[Ledger]: ...
     def admit(self) -> ReqHandle | None: ...
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
+    def slide(self, handles: Sequence[ReqHandle]) -> None: ...
     def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
     def release(self, handle: ReqHandle) -> None: ...
 
@@ -40,7 +43,6 @@ class Sample:
     handle: ReqHandle | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
     prefill_len: int = 0  # tokens to compute in chunks before decode starts
-    slots: Any = None  # of the prefill tokens
 
     @property
     def name(self) -> str:
@@ -71,11 +73,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens [start, start + length) of a sample that is being prefilled."""
+    """Tokens [start, start + length) of a sample that is being prefilled. slots: theirs, as `extend` returned them."""
 
     sample: Sample
     start: int
     length: int
+    slots: Any
 
     @property
     def last(self) -> bool:
@@ -94,9 +97,10 @@ class Step:
 class Scheduler:
     """First come, first served. `running` is in order of admission; the youngest is preempted when pages run out.
 
-    A prompt gets all its pages when it is admitted, one page for each of its samples being kept free besides, and one
-    for each sample already running, so that preemption is rare. A preempted sample goes back to the front of the
-    queue and is recomputed, its answer so far included.
+    A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
+    free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
+    gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
+    the front of the queue and is recomputed, its answer so far included.
     """
 
     def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:
@@ -111,24 +115,37 @@ class Scheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
+    def _needed(self, ledger: Ledger, tokens: int) -> int:
+        """Pages that a sequence holds at most while it grows to `tokens` tokens."""
+        pages = self._pages(tokens)
+        if ledger.window is None:
+            return pages
+        return min(pages, pages_across(ledger.window - 1 + min(tokens, self.max_prefill_tokens), self.page_size))
+
     def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
         """ValueError when a single sample could never run, even alone."""
-        needed = self._pages(prompt_len + params.max_tokens - 1)
-        if needed > self.blocks.total_pages:
-            raise ValueError(
-                f"{name} needs {needed * self.page_size} KV tokens (prompt {prompt_len} + max_tokens "
-                f"{params.max_tokens}), the pool has {self.blocks.total_pages * self.page_size}; "
-                f"raise kv_tokens or lower max_tokens"
-            )
+        for ledger in self.blocks.ledgers:
+            needed = self._needed(ledger, prompt_len + params.max_tokens - 1)
+            if needed > ledger.total:
+                kind = "KV" if ledger.name == "kv" else "window"
+                raise ValueError(
+                    f"{name} needs {needed * self.page_size} {kind} tokens (prompt {prompt_len} + max_tokens "
+                    f"{params.max_tokens}), the pool has {ledger.total * self.page_size}; "
+                    f"raise {ledger.name}_tokens or lower max_tokens"
+                    + ("" if ledger.window is None else ", or max_prefill_tokens")
+                )
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Queue the samples of one prompt, in groups that share its prefill and could run to their ends together."""
         prompt_len = len(samples[0].prompt)
         shared = prompt_len // self.page_size
         own = self._pages(prompt_len + samples[0].params.max_tokens) - shared
-        group = max(1, min(self.max_running, (self.blocks.total_pages - shared) // own))
-        for first in range(0, len(samples), group):
-            leader, *siblings = samples[first : first + group]
+        group = self.max_running
+        for ledger in self.blocks.ledgers:
+            most = self._needed(ledger, prompt_len + samples[0].params.max_tokens)
+            group = min(group, (ledger.total - min(shared, most)) // min(own, most))
+        for first in range(0, len(samples), max(1, group)):
+            leader, *siblings = samples[first : first + max(1, group)]
             leader.siblings = siblings
             self.waiting.append(leader)
 
@@ -139,70 +156,77 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step and take the pages it needs."""
         before = self.preemptions
-        decode, slots = self._extend_decode()
-        chunks = self._continue_prefill()
+        decode, slots, chunks = self._grow()
         if self.preemptions == before:  # a page that was just taken from one sample is not for a newcomer
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
         return Step(decode=decode, decode_slots=slots, chunks=chunks)
 
-    def _extend_decode(self) -> tuple[list[Sample], Any]:
-        while decode := [sample for sample in self.running if sample.prefilled]:
-            slots = self.blocks.extend([_handle(s) for s in decode], [s.length for s in decode])
+    def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
+        """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
+        while self.running:
+            decode = [sample for sample in self.running if sample.prefilled]
+            lengths = self._next_chunks()
+            slots = self.blocks.extend(
+                [_handle(sample) for sample in (*decode, *lengths)],
+                [sample.length for sample in decode] + [each.computed + n for each, n in lengths.items()],
+            )
             if slots is not None:
-                return decode, slots
+                mine, *others = slots.split([len(decode), *lengths.values()])
+                return decode, mine, _chunks(lengths, others)
             assert len(self.running) > 1, "check_fits lets in only samples that can run alone"
             self._preempt(self.running[-1])
-        return [], None
+        return [], None, []
 
-    def _continue_prefill(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def _next_chunks(self) -> dict[Sample, int]:
+        """How many tokens of each prefill under way come next."""
+        lengths: dict[Sample, int] = {}
         budget = self.max_prefill_tokens
         for sample in self.running:
             if not sample.prefilled and budget > 0:
-                chunks.append(_next_chunk(sample, budget))
-                budget -= chunks[-1].length
-        return chunks
+                lengths[sample] = min(budget, sample.prefill_len - sample.computed)
+                budget -= lengths[sample]
+        return lengths
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Let waiting samples in, first come, first served; all their pages are taken in one call."""
-        admitted: list[Sample] = []
-        chunks: list[Chunk] = []
+        """Let waiting samples in, first come, first served; the pages of their first chunks are taken in one call.
+
+        With budget left over no prefill under way needs pages in a later step.
+        """
+        lengths: dict[Sample, int] = {}
+        ledgers = self.blocks.ledgers
+        taken = [0] * len(ledgers)
         rows = sum(1 + len(each.siblings) for each in self.running)
-        pages = 0
         while self.waiting and budget > 0:
             sample = self.waiting[0]
-            members, needed = 1 + len(sample.siblings), self._pages(sample.length)
+            members = 1 + len(sample.siblings)
             if rows + members > self.max_running:
                 break
-            alone = not self.running and not admitted
-            if not alone and pages + needed + members + rows > self.blocks.available_pages:
+            wanted = [pages + self._needed(each, sample.length) for pages, each in zip(taken, ledgers, strict=True)]
+            tight = any(n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True))
+            if tight and (self.running or lengths):
                 break
-            rows, pages = rows + members, pages + needed
-            admitted.append(self.waiting.popleft())
+            rows, taken = rows + members, wanted
+            self.waiting.popleft()
             sample.computed, sample.prefill_len = 0, sample.length
-            chunks.append(_next_chunk(sample, budget))
-            budget -= chunks[-1].length
-        self._take_pages(admitted)
-        return chunks
+            lengths[sample] = min(budget, sample.length)
+            budget -= lengths[sample]
+        return self._start(lengths) if lengths else []
 
-    def _take_pages(self, admitted: Sequence[Sample]) -> None:
-        if not admitted:
-            return
-        handles = [self.blocks.admit() for _ in admitted]
-        assert None not in handles, "the request table has max_running rows"
-        lengths = [sample.length for sample in admitted]
-        slots = self.blocks.extend(cast("list[ReqHandle]", handles), lengths)
-        assert slots is not None, "checked before, or the pool is empty and check_fits was called"
-        for sample, handle, mine in zip(admitted, handles, slots.split(lengths), strict=True):
-            sample.handle, sample.slots = handle, mine
+    def _start(self, lengths: dict[Sample, int]) -> list[Chunk]:
+        """Rows, and pages of the first so many tokens, for the admitted samples."""
+        for sample in lengths:
+            sample.handle = self.blocks.admit()
+            assert sample.handle is not None, "the request table has max_running rows"
             self.running.append(sample)
+        slots = self.blocks.extend([_handle(sample) for sample in lengths], list(lengths.values()))
+        assert slots is not None, "checked before, or the pool is empty and check_fits was called"
+        return _chunks(lengths, slots.split(list(lengths.values())))
 
     def computed(self, step: Step) -> None:
-        """Record that the step's keys and values are in the cache."""
+        """Record that the step's keys and values are in the cache; what has left a window is free from here on."""
         for chunk in step.chunks:
             chunk.sample.computed += chunk.length
-            if chunk.last:
-                chunk.sample.slots = None
+        self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
         """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
@@ -249,7 +273,7 @@ class Scheduler:
 
     def _release(self, sample: Sample) -> None:
         self.blocks.release(_handle(sample))
-        sample.handle = sample.slots = None
+        sample.handle = None
         sample.computed = sample.prefill_len = 0
         self.running.remove(sample)
 
@@ -259,5 +283,6 @@ def _handle(sample: Sample) -> ReqHandle:
     return sample.handle
 
 
-def _next_chunk(sample: Sample, budget: int) -> Chunk:
-    return Chunk(sample=sample, start=sample.computed, length=min(budget, sample.prefill_len - sample.computed))
+def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
+    pairs = zip(lengths.items(), slots, strict=True)
+    return [Chunk(sample=sample, start=sample.computed, length=n, slots=mine) for (sample, n), mine in pairs]

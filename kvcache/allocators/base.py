@@ -218,5 +218,8 @@ def as_int64(values: Indices, name: str) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    # From pageable memory CUDA stages the bytes before it returns, so the caller may drop the array at once.
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """A copy on the device; the caller may drop or change the array at once, and nothing waits for the device."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()  # from pageable memory CUDA waits for the kernels under way, from 64 KiB on
+    return host.to(device, non_blocking=True)

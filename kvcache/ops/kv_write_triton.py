@@ -98,14 +98,14 @@ def set_fp4_triton(
 @triton.jit
 def _quantise_row(  # type: ignore[no-untyped-def]
     rows, codes, scales, i, slot, block, stride_n, stride_h, stride_d, code_slot, code_head, scale_slot, scale_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     inside = block < HEADS * DIM // 16
     head, first = block * 16 // DIM, block * 16 % DIM  # a block never spans heads: DIM is a multiple of 16
-    pair = tl.arange(0, 8)
-    at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None] + 2 * pair[None, :] * stride_d
-    even = saturate(tl.load(at, mask=inside[:, None]).to(tl.float32), _LIMIT)
-    odd = saturate(tl.load(at + stride_d, mask=inside[:, None]).to(tl.float32), _LIMIT)
+    pair, element = tl.arange(0, 8), tl.arange(0, 16)
+    at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None] + element[None, :] * stride_d
+    values = saturate(tl.load(at, mask=inside[:, None]).to(tl.float32), _LIMIT)
+    even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))
     scale = fp4_scale(even, odd)
     byte = encode_fp4(even, scale) | (encode_fp4(odd, scale) << 4)
     to = codes + slot * code_slot + (head * code_head + first // 2)[:, None] + pair[None, :]
@@ -125,9 +125,9 @@ def _set_fp4_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     _quantise_row(
         k, k_codes, k_scales, i, slot, block, k_stride_n, k_stride_h, k_stride_d,
-        k_code_slot, k_code_head, k_scale_slot, k_scale_head, HEADS, K_DIM,
+        k_code_slot, k_code_head, k_scale_slot, k_scale_head, HEADS, K_DIM, BLOCKS,
     )  # fmt: skip
     _quantise_row(
         v, v_codes, v_scales, i, slot, block, v_stride_n, v_stride_h, v_stride_d,
-        v_code_slot, v_code_head, v_scale_slot, v_scale_head, HEADS, V_DIM,
+        v_code_slot, v_code_head, v_scale_slot, v_scale_head, HEADS, V_DIM, BLOCKS,
     )  # fmt: skip

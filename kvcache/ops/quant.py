@@ -30,9 +30,20 @@ def quantise_fp8(rows: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.d
 
 
 def read_fp8(
-    buffer: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor, stored: torch.dtype, dtype: torch.dtype
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    scale: torch.Tensor,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Rows `loc` of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32, one element), as `dtype`."""
+    """Rows `loc` (int64 `[n]`) of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32, one element), as
+    `dtype` `[n, H, D]`, saturated. The buffer's last dimension must be contiguous. `dtype` as in `read_fp4`.
+    """
+    if use_triton(impl, buffer.device) and loc.shape[0]:
+        from kvcache.ops.quant_triton import read_fp8_triton
+
+        return read_fp8_triton(buffer, loc, scale, stored, dtype)
     limit = torch.finfo(dtype).max
     return (buffer[loc].view(stored).float() * scale).clamp(-limit, limit).to(dtype)
 

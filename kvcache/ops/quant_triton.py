@@ -41,6 +41,19 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
+def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: e4m3 has 3 bits of mantissa, e5m2 2."""
+    magnitude = code.to(tl.int32) & 0x7F
+    # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3, 2**112 for e5m2
+    REBIAS: tl.constexpr = (127 + 128 - (1 << (6 - MANTISSA))) << 23
+    factor = tl.full(magnitude.shape, REBIAS, tl.int32).to(tl.float32, bitcast=True)
+    finite = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * factor
+    special = 0x7F800000 | ((magnitude & 3) << 21)
+    bits = tl.where(magnitude < (0x7F if MANTISSA == 3 else 0x7C), finite.to(tl.int32, bitcast=True), special)
+    return (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
     """Scale bytes int32 [B] of blocks whose elements, saturated fp32, are even [B, 8] and odd [B, 8]."""
     amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
@@ -103,6 +116,40 @@ def _read_fp4_kernel(  # type: ignore[no-untyped-def]
     byte = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32)
     scale = tl.load(scales + slot * scale_slot + head * scale_head + first // 16, mask=inside, other=0).to(tl.int32)
     even, odd = decode_fp4(byte & 15, scale), decode_fp4(byte >> 4, scale)
-    to = out + i * HEADS * DIM + (block * 16)[:, None] + 2 * pair[None, :]
-    tl.store(to, saturate(even, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])
-    tl.store(to + 1, saturate(odd, LIMIT).to(out.dtype.element_ty), mask=inside[:, None])
+    values = saturate(tl.reshape(tl.join(even, odd), (BLOCKS, 16)), LIMIT)
+    to = out + i * HEADS * DIM + (block * 16)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(to, values.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def read_fp8_triton(
+    buffer: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor, stored: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """Same contract as `read_fp8`."""
+    assert buffer.stride(2) == 1
+    n, (heads, dim) = loc.shape[0], buffer.shape[1:]
+    out = torch.empty((n, heads, dim), dtype=dtype, device=buffer.device)
+    block = min(_MAX_BLOCK, triton.next_power_of_2(heads * dim))
+    with torch.cuda.device_of(buffer):
+        _read_fp8_kernel[(n, triton.cdiv(heads * dim, block))](
+            buffer, scale, loc, out, loc.stride(0), *buffer.stride()[:2],
+            HEADS=heads, DIM=dim, BLOCK=block, LIMIT=torch.finfo(dtype).max,
+            MANTISSA=3 if stored == torch.float8_e4m3fn else 2,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _read_fp8_kernel(  # type: ignore[no-untyped-def]
+    buffer, scale, loc, out, loc_stride, slot_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, MANTISSA: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk of BLOCK elements)."""
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(loc + i * loc_stride).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HEADS * DIM
+    at = slot * slot_stride + (column // DIM) * head_stride + column % DIM
+    value = decode_fp8(tl.load(buffer + at, mask=inside, other=0), MANTISSA) * tl.load(scale)
+    limited = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    value = tl.where(value == value, limited, value)  # NaN: rows that were fp8 already, or never written
+    tl.store(out + i * HEADS * DIM + column, value.to(out.dtype.element_ty), mask=inside)

@@ -55,6 +55,19 @@ class KVPool(ABC):
         """Copies of the keys and values in slots `loc`, scales applied; only these rows are read."""
 
     @abstractmethod
+    def scales(self, layer_id: int) -> tuple[float, ...]:
+        """What stored values of the layer are multiplied by, one number a kind of row (keys, values); 1 but for fp8."""
+
+    @abstractmethod
+    def set_scales(self, layer_id: int, *scales: float) -> None:
+        """fp8: a number for each kind of row (keys, values), as fp32. Rows written before are not rescaled."""
+
+    @abstractmethod
+    def device_scales(self, layer_id: int) -> torch.Tensor | None:
+        """`scales` as fp32 on the device, for kernels, always at one address, so that a captured graph sees new ones;
+        None where they are 1 for good."""
+
+    @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
 

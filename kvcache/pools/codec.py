@@ -44,6 +44,10 @@ class Codec(ABC):
         """What values read from the layer are multiplied by, one number a kind of row."""
         return (1.0,) * len(self.config.rows)
 
+    def device_scales(self, layer: int) -> torch.Tensor | None:
+        """The same as fp32 `[kinds]` on the device, always at one address; None where they are 1 for good."""
+        return None
+
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
         raise ValueError(f"a pool of {self.config.dtype} has no layer scales; only fp8 pools do")
 
@@ -103,6 +107,9 @@ class FP8Codec(Codec):
 
     def scales(self, layer: int) -> tuple[float, ...]:
         return self._scales[layer]
+
+    def device_scales(self, layer: int) -> torch.Tensor | None:
+        return self._device_scales[layer]
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
         exact = torch.tensor([float(scale) for scale in scales])  # as fp32

@@ -52,12 +52,14 @@ class RoutedKVPool(KVPool):
         return sum(pool.bytes_per_token for pool in self._pools)
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """See `TokenPool.scales`."""
         pool, index = self.route(layer_id)
         return pool.scales(index)
 
+    def device_scales(self, layer_id: int) -> torch.Tensor | None:
+        pool, index = self.route(layer_id)
+        return pool.device_scales(index)
+
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """See `TokenPool.set_scales`."""
         pool, index = self.route(layer_id)
         pool.set_scales(index, *scales)
 

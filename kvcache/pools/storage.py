@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache.ops.move import move_rows
+
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
@@ -83,12 +85,12 @@ class SlotStorage:
 
     def move(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
         """Copies slots src to tgt (int64 [n] each, on the device) in every layer, all read before any is written."""
-        for words in self._words:
-            words.index_copy_(1, tgt, words.index_select(1, src))
+        move_rows(self._words, tgt, src)
 
     def to_host(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The slots' content as stored, `[L, n, *row]` a part, in host memory; synchronises."""
-        return tuple(part.index_select(1, slots).cpu() for part in self.parts.values())
+        # not index_select: on the CPU that copies the whole of a strided tensor first
+        return tuple(part[:, slots].contiguous().cpu() for part in self.parts.values())
 
     def from_host(self, copies: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         """Writes what `to_host` gave into other slots."""

@@ -69,12 +69,14 @@ class TokenPool(KVPool):
         return self._storage.bytes_per_slot
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """What stored values of the layer are multiplied by, one number a kind of row (keys, values); 1 but for fp8."""
         self._check_layer(layer_id)
         return self._codec.scales(layer_id)
 
+    def device_scales(self, layer_id: int) -> torch.Tensor | None:
+        self._check_layer(layer_id)
+        return self._codec.device_scales(layer_id)
+
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """fp8: a number for each kind of row (keys, values), as fp32. Rows written before are not rescaled."""
         self._check_layer(layer_id)
         self._codec.set_scales(layer_id, scales)
 

@@ -32,7 +32,7 @@ class ModelConfig:
     """A decoder of pre-norm layers: a mixer of tokens (attention, say), then a SwiGLU MLP; RMSNorm before both.
 
     mixers: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging Face config it was read from,
-    which kvcache.layout reads, too.
+    which kvcache.layout reads, too. zero_centred_norms: RMSNorms multiply by 1 + weight.
     """
 
     vocab_size: int
@@ -44,6 +44,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig, ...]
     stop_token_ids: frozenset[int]
     hf_config: Any = field(repr=False, compare=False)
+    zero_centred_norms: bool = False
 
     @property
     def num_layers(self) -> int:

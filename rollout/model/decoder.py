@@ -54,18 +54,21 @@ def _layer_weights(store: WeightStore, layer: int) -> LayerWeights:
     )
 
 
-def forward(weights: DecoderWeights, mixers: Sequence[Mixer], token_ids: Tensor, batch: Batch, eps: float) -> Tensor:
+def forward(
+    weights: DecoderWeights, mixers: Sequence[Mixer], token_ids: Tensor, batch: Batch, config: ModelConfig
+) -> Tensor:
     """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states [T, hidden].
 
     Between layers the residual stream and the product that is to be added to it travel apart, so that each addition is
     one kernel with the norm that follows.
     """
+    eps, centred = config.rms_norm_eps, config.zero_centred_norms
     residual = F.embedding(token_ids, weights.embed)
-    x = rms_norm(residual, weights.layers[0].input_norm, eps)
+    x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for mixer, layer, norm in zip(mixers, weights.layers, following, strict=True):
-        x, residual = add_rms_norm(mixer(x, batch), residual, layer.post_norm, eps)
-        x, residual = add_rms_norm(_mlp(layer, x), residual, norm, eps)
+        x, residual = add_rms_norm(mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred)
+        x, residual = add_rms_norm(_mlp(layer, x), residual, norm, eps, zero_centred=centred)
     return x
 
 

@@ -7,10 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcache import layout
+from rollout.model import qwen3_next
 from rollout.model.config import ModelConfig, RopeConfig
+from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
+from rollout.model.mixers.base import MixerConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -38,23 +51,44 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=(_attention(config),) * config.num_hidden_layers,
+        mixers=_mixers(config, str(directory)),
+        zero_centred_norms=config.model_type == "qwen3_next",
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
     )
 
 
-def _attention(config: Any) -> AttentionConfig:
+def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
+    rope = _rope(config.rope_parameters, config.max_position_embeddings)
+    if config.model_type in mla.MODEL_TYPES:
+        return (mla.MLAConfig.of(config, rope),) * config.num_hidden_layers
+    if config.model_type == "qwen3_next":
+        return qwen3_next.mixers(config, _attention(config, rope, None))
+    return tuple(_attention(config, rope, window) for window in _windows(config, where))
+
+
+def _windows(config: Any, where: str) -> list[int | None]:
+    """How many keys a query sees in each layer, None: all."""
+    kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
+    if "sliding" in kinds and window is None:
+        raise ValueError(
+            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and sliding_window"
+        )
+    return [window if kind == "sliding" else None for kind in kinds]
+
+
+def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionConfig:
     kind = config.model_type
     attention_bias = bool(getattr(config, "attention_bias", False))
     return AttentionConfig(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rope=_rope(config.rope_parameters, config.max_position_embeddings),
+        rope=rope,
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
         qk_norm=kind == "qwen3",
+        window=window,
     )
 
 
@@ -100,20 +134,16 @@ def _refuse_unsupported(config: Any, where: str) -> None:
         refuse("hidden_act", config.hidden_act, "silu")
     if getattr(config, "mlp_bias", False):
         refuse("mlp_bias", True, "False")
-    if getattr(config, "use_sliding_window", False):
-        refuse("use_sliding_window", True, "False")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        refuse("layer_types", sorted(layer_types), "full_attention")
+    if getattr(config, "sliding_window", None) == 0:
+        refuse("sliding_window", 0, "at least 1, or null")
+    partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and config.model_type != "qwen3_next":
+        refuse("partial_rotary_factor", partial, "1.0")
     if getattr(config, "quantization_config", None) is not None:
         refuse("quantization_config", config.quantization_config, "unquantised weights; dequantise and save them")
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1.0"
-        )
     known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}

@@ -9,9 +9,9 @@ from torch import Tensor
 from rollout.model.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2] on the CPU, in transformers' order of operations."""
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+    """fp32 [dim / 2] on the CPU, in transformers' order of operations."""
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
     if rope.rope_type == "llama3":
@@ -33,27 +33,29 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryTables:
-    """cos, sin: fp32 [positions, head_dim / 2]."""
+    """cos, sin: fp32 [positions, dim / 2], dim being how much of a head is rotated."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def build(cls, rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> "RotaryTables":
-        inv_freq = inverse_frequencies(rope, head_dim).to(device)
+    def build(cls, rope: RopeConfig, dim: int, positions: int, device: torch.device) -> "RotaryTables":
+        inv_freq = inverse_frequencies(rope, dim).to(device)
         angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
         return cls(cos=angles.cos(), sin=angles.sin())
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, head_dim / 2] of int64 positions, in the dtype of the heads they multiply."""
+        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they multiply."""
         return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [tokens, heads, head_dim]; halves are pairs, as in Hugging Face checkpoints."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """Rotate the first 2 * cos.shape[-1] elements of heads x [tokens, heads, head_dim]; their halves are pairs, as in
+    Hugging Face checkpoints."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    out[..., 2 * half :] = rest
     return out

@@ -4,13 +4,14 @@ A forward packs the query tokens of several requests: first `num_decode` request
 chunks. The keys and values of every query token are already in the cache. `plan_attention` turns the batch into index
 tensors once a step; `paged_attention` is called once a layer.
 
-Only slots of a request's first `kv_len` positions are ever read: whatever lies in other slots, NaN included, is
-without effect.
+With a window, a query at position p sees the keys at (p - window, p]. Only slots of a request's first `kv_len`
+positions that some query of it sees are ever read: whatever lies in other slots, NaN included, is without effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, Union
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBucket:
-    """Decode requests of similar length. tokens: int64 [b] query rows. slots: int64 [b, L], padded with the request's
-    own first slot. padding: bool [b, 1, L], True past the request's length."""
+    """Decode requests that see similarly much. tokens: int64 [b] query rows. slots: int64 [b, L], what each sees,
+    padded with its first one. padding: bool [b, 1, L], True past that."""
 
     tokens: Tensor
     slots: Tensor
@@ -56,11 +57,12 @@ class DecodeBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSegment:
-    """One prefill chunk: query rows [start, start + n). slots: int64 [kv_len]. future: bool [n, kv_len]."""
+    """One prefill chunk: query rows [start, start + n). slots: int64 [L], what any of them sees. hidden: bool [n, L],
+    what each of them does not."""
 
     start: int
     slots: Tensor
-    future: Tensor
+    hidden: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +74,65 @@ class TorchPlan:
 AttentionPlan = Union[TorchPlan, "TritonPlan"]
 
 
-def plan_attention(shape: BatchShape, req_to_token: Tensor, impl: Impl = "auto") -> AttentionPlan:
-    """Index tensors of one forward. req_to_token: int32 [rows, max_context_len]. impl: "auto", "torch" or "triton"."""
+class KVReader(Protocol):
+    """One layer's keys and values, however they are stored, as attention reads them."""
+
+    @property
+    def value_dim(self) -> int: ...
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 keys [n, Hkv, D] and values [n, Hkv, Dv] in slots int64 [n]."""
+
+    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
+        """Tensors that a kernel can read, and the plan over them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredKV:
+    """A reader of plain tensors, and what kernels read: k [S, Hkv, D] and v [S, Hkv, Dv] of one dtype.
+
+    scales: fp32 [2] on the device, what kernels multiply k and v by; only they read fp8.
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1]
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k.index_select(0, slots).float(), self.v.index_select(0, slots).float()
+
+    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
+        return self, plan
+
+
+def plan_attention(
+    shape: BatchShape,
+    req_to_token: Tensor,
+    impl: Impl = "auto",
+    window: int | None = None,
+    mapping: Tensor | None = None,
+) -> AttentionPlan:
+    """Index tensors of one forward. req_to_token: int32 [rows, max_context_len]. impl: "auto", "torch" or "triton".
+
+    window: how many keys a query sees, None: all before it. mapping: int64 [slots], the cache's slot of each slot that
+    req_to_token names, None: the same.
+    """
     if use_triton(impl, req_to_token.device):
         from rollout.ops.attention_triton import plan_triton  # Triton costs a second to import; a CPU engine needs none
 
-        return plan_triton(shape, req_to_token)
-    return plan_torch(shape, req_to_token)
+        return plan_triton(shape, req_to_token, window, mapping)
+    return plan_torch(shape, req_to_token, window, mapping)
 
 
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "TritonPlan":
     """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold them.
 
     rows, positions: integers [B] on the device, a request's row of req_to_token and the position of its query token.
+    Without window and mapping: `dataclasses.replace` gives a plan those.
     """
     from rollout.ops.attention_triton import plan_decode_triton
 
@@ -92,38 +140,59 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "Trito
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Causal attention of q [T, Hq, D] over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv] -> [T, Hq, Dv], q's dtype.
+    """`attend` over plain tensors: k_cache [S, Hkv, D] and v_cache [S, Hkv, Dv]."""
+    return attend(q, StoredKV(k=k_cache, v=v_cache), plan, scale)
 
-    Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). Softmax and sums are fp32;
-    products too, except that Triton multiplies half-precision tensors as they are.
+
+def attend(q: Tensor, cache: KVReader, plan: AttentionPlan, scale: float) -> Tensor:
+    """Causal attention of q [T, Hq, D] over a layer's cached keys and values -> [T, Hq, Dv], q's dtype.
+
+    Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan says how far back queries see. Softmax
+    and sums are fp32; products too, except that Triton multiplies half-precision tensors as they are.
     """
     if isinstance(plan, TorchPlan):
-        return torch_attention(q, k_cache, v_cache, plan, scale)
+        return torch_attention(q, cache, plan, scale)
     from rollout.ops.attention_triton import triton_attention
 
-    return triton_attention(q, k_cache, v_cache, plan, scale)
+    return triton_attention(q, *cache.for_kernels(plan), scale)
 
 
-def plan_torch(shape: BatchShape, req_to_token: Tensor) -> TorchPlan:
+Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
+"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
+
+
+def plan_torch(
+    shape: BatchShape, req_to_token: Tensor, window: int | None = None, mapping: Tensor | None = None
+) -> TorchPlan:
     device = req_to_token.device
-    buckets = tuple(_plan_bucket(shape, members, req_to_token) for members in _bucket_members(shape))
+    seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
+    buckets = tuple(_plan_bucket(shape, members, seen, req_to_token, mapping) for members in _bucket_members(seen))
     segments = []
     start = shape.num_decode
     for row, q_len, kv_len in list(zip(shape.rows, shape.q_lens, shape.kv_lens, strict=True))[shape.num_decode :]:
-        positions = torch.arange(kv_len, device=device)
-        future = positions > positions[kv_len - q_len :, None]
-        segments.append(PrefillSegment(start=start, slots=req_to_token[row, :kv_len].long(), future=future))
+        first = max(0, kv_len - q_len + 1 - window) if window else 0
+        positions = torch.arange(first, kv_len, device=device)
+        queries = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+        hidden = positions > queries
+        if window:
+            hidden |= positions <= queries - window
+        slots = _mapped(req_to_token[row, first:kv_len].long(), mapping)
+        segments.append(PrefillSegment(start=start, slots=slots, hidden=hidden))
         start += q_len
     return TorchPlan(buckets=buckets, segments=tuple(segments))
 
 
-def _bucket_members(shape: BatchShape) -> list[list[int]]:
-    """Decode requests by length, so that padding at most doubles the work and no gather is huge."""
+def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
+    return slots if mapping is None else mapping[slots]
+
+
+def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
+    """Decode requests by the keys they see, so that padding at most doubles the work and no gather is huge."""
     buckets: list[list[int]] = []
-    for i in sorted(range(shape.num_decode), key=lambda i: shape.kv_lens[i]):
-        length = shape.kv_lens[i]
+    for i in sorted(range(len(seen)), key=lambda i: seen[i]):
+        length = seen[i]
         if buckets:
-            shortest = max(shape.kv_lens[buckets[-1][0]], _MIN_BUCKET_LEN)
+            shortest = max(seen[buckets[-1][0]], _MIN_BUCKET_LEN)
             if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= _MAX_BUCKET_TOKENS:
                 buckets[-1].append(i)
                 continue
@@ -131,40 +200,43 @@ def _bucket_members(shape: BatchShape) -> list[list[int]]:
     return buckets
 
 
-def _plan_bucket(shape: BatchShape, members: list[int], req_to_token: Tensor) -> DecodeBucket:
+def _plan_bucket(
+    shape: BatchShape, members: list[int], seen: Sequence[int], req_to_token: Tensor, mapping: Tensor | None
+) -> DecodeBucket:
     device = req_to_token.device
-    rows = torch.tensor([shape.rows[i] for i in members], device=device)
-    lens = torch.tensor([shape.kv_lens[i] for i in members], device=device)
-    longest = max(shape.kv_lens[i] for i in members)
-    padding = torch.arange(longest, device=device) >= lens[:, None]
-    table = req_to_token[:, :longest].index_select(0, rows).long()
-    slots = torch.where(padding, table[:, :1], table)
+    rows, counts, ends = torch.tensor(
+        [[shape.rows[i] for i in members], [seen[i] for i in members], [shape.kv_lens[i] for i in members]],
+        device=device,
+    )[:, :, None]
+    nth = torch.arange(max(seen[i] for i in members), device=device)
+    padding = nth >= counts
+    positions = ends - counts + nth.where(~padding, 0)
+    slots = _mapped(req_to_token[rows, positions].long(), mapping)
     return DecodeBucket(tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1))
 
 
-def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan, scale: float) -> Tensor:
-    """The reference: gather, multiply, softmax, multiply, in fp32."""
-    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+def torch_attention(q: Tensor, cache: KVReader, plan: TorchPlan, scale: float, decode: Decode | None = None) -> Tensor:
+    """The reference: gather, multiply, softmax, multiply, in fp32. decode: instead of full attention in decode."""
+    decode = decode or partial(decode_bucket, cache)
+    out = torch.empty((*q.shape[:2], cache.value_dim), dtype=q.dtype, device=q.device)
     for bucket in plan.buckets:
-        out[bucket.tokens] = _decode(q[bucket.tokens].float(), k_cache, v_cache, bucket, scale).to(q.dtype)
+        out[bucket.tokens] = decode(q[bucket.tokens].float(), bucket, scale).to(q.dtype)
     for segment in plan.segments:
-        keys, values = (cache.index_select(0, segment.slots).float() for cache in (k_cache, v_cache))
-        count, kv_len = segment.future.shape
-        block = max(1, _MAX_SCORES // (q.shape[1] * kv_len))
+        keys, values = cache.rows(segment.slots)
+        count, length = segment.hidden.shape
+        block = max(1, _MAX_SCORES // (q.shape[1] * length))
         for first in range(0, count, block):
             last = min(first + block, count)
             at = slice(segment.start + first, segment.start + last)
-            out[at] = _prefill(q[at].float(), keys, values, segment.future[first:last], scale).to(q.dtype)
+            out[at] = _prefill(q[at].float(), keys, values, segment.hidden[first:last], scale).to(q.dtype)
     return out
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
+def decode_bucket(cache: KVReader, q: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
     """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv]. One batched product a KV head: no copy of the gathered [b, L, Hkv, D]."""
     batch, length = bucket.slots.shape
-    kv_heads, value_dim = v_cache.shape[1:]
-    flat = bucket.slots.view(-1)
-    keys = k_cache.index_select(0, flat).view(batch, length, kv_heads, -1).float()
-    values = v_cache.index_select(0, flat).view(batch, length, kv_heads, -1).float()
+    keys, values = (rows.unflatten(0, (batch, length)) for rows in cache.rows(bucket.slots.view(-1)))
+    kv_heads, value_dim = values.shape[2:]
     groups = q.view(batch, kv_heads, -1, q.shape[-1])
     scores = q.new_empty((kv_heads, batch, groups.shape[2], length))
     out = q.new_empty((kv_heads, batch, groups.shape[2], value_dim))
@@ -176,12 +248,12 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, s
     return out.permute(1, 0, 2, 3).reshape(batch, -1, value_dim)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, future: Tensor, scale: float) -> Tensor:
-    """q fp32 [n, Hq, D], keys [L, Hkv, D], values [L, Hkv, Dv], future bool [n, L] -> fp32 [n, Hq, Dv]."""
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """q fp32 [n, Hq, D], keys [L, Hkv, D], values [L, Hkv, Dv], hidden bool [n, L] -> fp32 [n, Hq, Dv]."""
     count, heads, dim = q.shape
     length, kv_heads, value_dim = values.shape
     packed = q.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     scores = torch.bmm(packed, keys.permute(1, 2, 0)).mul_(scale).view(kv_heads, -1, count, length)
-    weights = scores.masked_fill_(future, float("-inf")).softmax(-1).view(kv_heads, -1, length)
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).view(kv_heads, -1, length)
     out = torch.bmm(weights, values.permute(1, 0, 2)).view(kv_heads, -1, count, value_dim)
     return out.permute(2, 0, 1, 3).reshape(count, heads, value_dim)

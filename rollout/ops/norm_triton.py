@@ -8,22 +8,34 @@ from torch import Tensor
 _TILE = 1024  # elements of a program's tile, unless one row is longer
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """Same contract as `rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, out, out, eps, add=False)
+    _launch(x, x, weight, out, out, eps, add=False, zero_centred=zero_centred)
     return out
 
 
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
     """Same contract as `add_rms_norm`."""
     assert x.shape == residual.shape and x.dtype == residual.dtype
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, residual, weight, out, total, eps, add=True)
+    _launch(x, residual, weight, out, total, eps, add=True, zero_centred=zero_centred)
     return out, total
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    *,
+    add: bool,
+    zero_centred: bool,
+) -> None:
     """residual and total are unused unless `add`."""
     assert weight.dtype == x.dtype and weight.is_contiguous()
     size = x.shape[-1]
@@ -36,7 +48,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
         _rms_norm[(triton.cdiv(rows, per_program),)](
             x, residual, weight, out, total, eps, rows, heads,
             x.stride(0), x.stride(1), residual.stride(0), residual.stride(1),
-            SIZE=size, BLOCK=block, ROWS=per_program, ADD=add,
+            SIZE=size, BLOCK=block, ROWS=per_program, ADD=add, ZERO_CENTRED=zero_centred,
             num_warps=min(16, max(1, block * per_program // 256)), enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -45,7 +57,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
 def _rms_norm(  # type: ignore[no-untyped-def]
     x, residual, weight, out, total, eps, rows, heads,
     stride_x, stride_x_head, stride_residual, stride_residual_head,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Program: rows [ROWS * id, ROWS * (id + 1)) of the flattened leading dimensions."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -63,6 +75,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         tl.store(total + to, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) * (1.0 / SIZE) + eps)  # times 1 / SIZE, as torch.mean does on a GPU
-    normed = (value * scale[:, None]).to(dtype).to(tl.float32)
+    normed = value * scale[:, None]
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        gain += 1.0
+    else:
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(out + to, (gain[None, :] * normed).to(dtype), mask=inside)

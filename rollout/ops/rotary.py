@@ -1,5 +1,6 @@
-"""Rotary embedding of new queries and keys, and the store of keys and values: dispatch, and the torch reference."""
+"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the torch references."""
 
+import torch
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
@@ -22,14 +23,47 @@ def rotate_and_store(
     """Rotated q, contiguous [T, Hq, D]; `k_cache[slots] = rotated k` and `v_cache[slots] = v`.
 
     q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] of one dtype are views with contiguous heads. positions, slots:
-    contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded to q's dtype before use; every product
-    is rounded too, as in transformers. k_cache [N, Hkv, D] and v_cache [N, Hkv, Dv] of the same dtype have contiguous
-    rows. Nothing is range-checked on a GPU; a slot named twice holds any of its rows afterwards.
+    contiguous int64 [T]. cos, sin: contiguous fp32 [positions, R / 2], rounded to q's dtype before use; every product
+    is rounded too, as in transformers. The first R <= D elements of a head are rotated, the others stay. k_cache
+    [N, Hkv, D] and v_cache [N, Hkv, Dv] of the same dtype have contiguous rows. Nothing is range-checked on a GPU; a
+    slot named twice holds any of its rows afterwards.
     """
     if use_triton(impl, q.device):
         from rollout.ops.rotary_triton import rotate_and_store_triton
 
         return rotate_and_store_triton(q, k, v, positions, slots, cos, sin, k_cache, v_cache)
+    q, k = rotate(q, k, positions, cos, sin, "torch")
+    set_kv_buffer(k, v, k_cache, v_cache, slots, "torch")
+    return q
+
+
+def rotate(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel writes."""
+    if use_triton(impl, q.device):
+        from rollout.ops.rotary_triton import rotate_and_store_triton
+
+        rows = torch.arange(len(k), device=k.device)
+        rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        none = k[..., :0]
+        return rotate_and_store_triton(q, k, none, positions, rows, cos, sin, rotated, none), rotated
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
-    set_kv_buffer(apply_rotary(k, cos_rows, sin_rows), v, k_cache, v_cache, slots, "torch")
-    return apply_rotary(q, cos_rows, sin_rows)
+    return apply_rotary(q, cos_rows, sin_rows), apply_rotary(k, cos_rows, sin_rows)
+
+
+def rotate_heads(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool, impl: Impl = "auto"
+) -> None:
+    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of both are contiguous.
+
+    interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same. positions: contiguous
+    int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in `rotate_and_store`.
+    """
+    if use_triton(impl, x.device):
+        from rollout.ops.rotary_triton import rotate_heads_triton
+
+        rotate_heads_triton(x, positions, cos, sin, out, interleaved=interleaved)
+        return
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
+    out.copy_(apply_rotary(halves, *RotaryTables(cos=cos, sin=sin).at(positions, x.dtype)))

@@ -1,7 +1,9 @@
-"""Triton kernels that tests write memory with, behind everybody's back."""
+"""Triton kernels for tests: one that writes memory behind everybody's back, one around what other kernels call."""
 
 import triton
 import triton.language as tl
+
+from kvcache.ops.quant_triton import decode_fp8
 
 
 @triton.jit
@@ -9,3 +11,9 @@ def increment(pointer, count, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     value = tl.load(pointer + at, mask=at < count, other=0)
     tl.store(pointer + at, value + 1, mask=at < count)
+
+
+@triton.jit
+def decode_fp8_bytes(codes, out, MANTISSA: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out + at, decode_fp8(tl.load(codes + at), MANTISSA))

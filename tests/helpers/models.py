@@ -1,23 +1,49 @@
 """Tiny random models in Hugging Face layout. Large initial weights, so that greedy choices are never near ties."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
+QWEN3_NEXT = partial(
+    Qwen3NextConfig,
+    num_experts=0,  # dense
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"],
+)
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "qwen3_next": (QWEN3_NEXT, Qwen3NextForCausalLM),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -32,6 +58,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+MLA: dict[str, Any] = {  # for deepseek_v2 and deepseek_v3: dense layers, a latent row of 16 + 8 elements
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 
 
 def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -42,7 +77,7 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(noise + 1 if "norm" in name else noise)
+            parameter.copy_(noise + parameter if "norm" in name else noise)  # a norm begins with gain 1
     return model
 
 

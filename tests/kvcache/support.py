@@ -11,10 +11,12 @@ from kvcache import (
     BlockManager,
     KVAllocator,
     KVCacheConfig,
+    KVPool,
     MHATokenToKVPool,
     PagedTokenToKVPoolAllocator,
     ReqHandle,
     ReqToTokenPool,
+    SWAKVPool,
     SWATokenToKVPoolAllocator,
 )
 
@@ -109,6 +111,27 @@ def make_blocks(pages: int, page_size: int, rows: int = 8, max_context_len: int 
     table = ReqToTokenPool(rows, max_context_len, DEVICE)
     allocator = PagedTokenToKVPoolAllocator(config.size, page_size, DEVICE)
     return Blocks(BlockManager(table, allocator, pool), pool, allocator, table)
+
+
+def make_windowed(
+    page_size: int, window: int, pages: int, window_pages: int | None, rows: int, max_context_len: int
+) -> BlockManager:
+    """Two layers that slide, over one ledger; with window_pages over two, and layer 0 is full."""
+
+    def config(pages: int, layers: int) -> KVCacheConfig:
+        shape: dict[str, Any] = {"num_layers": layers, "num_kv_heads": 1, "head_dim": 1, "dtype": torch.float32}
+        return KVCacheConfig(size=pages * page_size, page_size=page_size, device=DEVICE, **shape)
+
+    allocator: KVAllocator
+    pool: KVPool
+    if window_pages is None:
+        allocator = PagedTokenToKVPoolAllocator(pages * page_size, page_size, DEVICE)
+        pool = MHATokenToKVPool(config(pages, 2))
+    else:
+        allocator = SWATokenToKVPoolAllocator(pages * page_size, window_pages * page_size, page_size, DEVICE)
+        pool = SWAKVPool(config(pages, 1), config(window_pages, 1), [0], [1])
+        pool.register_mapping(allocator.full_to_swa_index_mapping)
+    return BlockManager(ReqToTokenPool(rows, max_context_len, DEVICE), allocator, pool, window)
 
 
 def ledger_state(allocator: KVAllocator) -> tuple[Any, ...]:

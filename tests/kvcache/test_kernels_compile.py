@@ -1,4 +1,4 @@
-"""The write and read kernels compile without fp8 hardware, into arithmetic that is rounded as the reference's."""
+"""The kernels over rows compile without fp8 hardware, into arithmetic that is rounded as the reference's."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import kv_write_triton, quant_triton
+from kvcache.ops import kv_write_triton, move_triton, quant_triton
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = dict(HEADS=8, K_DIM=128, V_DIM=0, BLOCK=1024, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
@@ -19,10 +19,14 @@ KERNELS = [
     (kv_write_triton._set_kernel, "*bf16", FP8),
     (kv_write_triton._set_kernel, "*u8", PLAIN),
     (kv_write_triton._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
+    (quant_triton._read_fp8_kernel, "*bf16", dict(HEADS=8, DIM=128, BLOCK=1024, LIMIT=65504.0, MANTISSA=3)),
+    (move_triton._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512)),
+    (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512)),
     (quant_triton._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
 ]
 for kernel, element, constants in KERNELS:
-    types = {"k": element, "v": element, "out": element, "loc": "*i64", "inverse_scales": "*fp32"}
+    types = {name: element for name in ("k", "v", "out", "part", "staged")}
+    types |= {"loc": "*i64", "tgt": "*i64", "src": "*i64", "scale": "*fp32", "inverse_scales": "*fp32"}
     signature = {}
     for name in kernel.arg_names:
         number = "i64" if "stride" in name or name.endswith(("_slot", "_head")) else "*u8"
@@ -36,4 +40,4 @@ def test_kernels_compile_for_ampere_without_fused_or_flushed_arithmetic() -> Non
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["0"] * 4
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["0"] * 7

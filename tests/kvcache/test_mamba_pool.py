@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import HybridReqToTokenPool, MambaConfig, MambaPool, ReqHandle
+from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, PagedTokenToKVPoolAllocator, ReqHandle
 from memsaver import MemorySaver
-from tests.kvcache.support import DEVICE
+from tests.kvcache.support import DEVICE, make_pool
 
 CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
 
@@ -220,6 +220,29 @@ def test_random_requests_keep_one_slot_each() -> None:
         assert {h: table.mamba_slot(h) for h in live} == slot_of
         assert len(set(slot_of.values())) == len(live)
         table.check_integrity()
+
+
+def test_a_forked_sequence_has_states_of_its_own() -> None:
+    saver = new_saver()
+    table = HybridReqToTokenPool(4, 16, DEVICE, make(size=3, saver=saver))
+    blocks = BlockManager(table, PagedTokenToKVPoolAllocator(32, 4, DEVICE), make_pool(32, 4))
+    parent = blocks.admit()
+    assert parent is not None and blocks.extend([parent], [6]) is not None
+    fill(table.mamba, table.mamba_slot(parent), 5)
+    child = blocks.fork(parent)
+    assert child is not None and blocks.seq_len(child) == 6
+    fill(table.mamba, table.mamba_slot(parent), 8)
+    assert values(table.mamba, table.mamba_slot(child)) == [5, 6, 7]
+    saver.pause("kv_cache")
+    with pytest.raises(ValueError, match="can't be copied while tag 'kv_cache' is paused"):
+        blocks.fork(parent)
+    blocks.check_integrity()
+    assert (table.available_size(), table.mamba.available_size()) == (2, 1)  # what the failed fork took is back
+    blocks.release(parent)
+    blocks.release(child)
+    blocks.check_integrity()
+    assert table.mamba.available_size() == 3
+    saver.close()
 
 
 def test_table_and_states_are_on_one_device() -> None:

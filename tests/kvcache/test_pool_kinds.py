@@ -68,6 +68,16 @@ def test_scales_are_checked_and_travel_with_copies() -> None:
         MHATokenToKVPool(mha()).set_scales(0, 1.0, 1.0)
 
 
+def test_device_scales_stay_at_one_address() -> None:
+    pool = MHATokenToKVPool(mha(FP8))
+    seen = pool.device_scales(1)
+    pool.set_scales(1, 0.1, 3.0)
+    assert seen is not None and tuple(seen.tolist()) == pool.scales(1)
+    assert MHATokenToKVPool(mha()).device_scales(1) is None
+    with pytest.raises(ValueError, match="layer 2 is not in this pool"):
+        pool.device_scales(2)
+
+
 def test_fp8_scales_survive_a_pause() -> None:
     saver = new_saver()
     pool = MHATokenToKVPool(mha(FP8), saver)

@@ -237,6 +237,16 @@ class TakesWindowFirst(SWATokenToKVPoolAllocator):
         return None if self.next_pages(count) is None else super().alloc_pages(count)
 
 
+class MapsBeforeTheCheck(SWATokenToKVPoolAllocator):
+    """Writes the mapping of the pages that the window pool has, before it finds that they are too few."""
+
+    def alloc_pages(self, count: int) -> Int64Array | None:
+        full, swa = self.full.next_pages(count), self.swa.next_pages(min(count, self.swa.available_pages))
+        if full is not None and swa is not None:
+            self._map(full[: len(swa)], swa)
+        return super().alloc_pages(count)
+
+
 class ChecksFullLast(SWATokenToKVPoolAllocator):
     """Drops the window half before a double free of the full page is found."""
 
@@ -251,7 +261,7 @@ class NeverUnmaps(SWATokenToKVPoolAllocator):
         pass
 
 
-@pytest.mark.parametrize("broken", [TakesFullFirst, TakesWindowFirst, ChecksFullLast, NeverUnmaps])
+@pytest.mark.parametrize("broken", [TakesFullFirst, TakesWindowFirst, MapsBeforeTheCheck, ChecksFullLast, NeverUnmaps])
 def test_the_machine_catches_a_broken_allocator(broken: type[SWATokenToKVPoolAllocator]) -> None:
     machine = type("Broken", (SWAMachine,), {"kind": broken})
     quick = settings(

@@ -39,8 +39,9 @@ def test_the_packaged_shapes_are_the_real_ones(name, tmp_path):
     model = load_model_config(setup.model_dir)
     assert parameters(model) == QWEN[name]
     assert layout(model.hf_config, dtype=torch.bfloat16).bytes_per_token == KV_BYTES[name]
-    assert (model.rope.theta, model.rope.rope_type) == (1e6, "default")
-    assert (model.rms_norm_eps, model.max_position_embeddings, model.qkv_bias) == (1e-6, 32768, True)
+    rope, bias = model.mixers[0].rope, model.mixers[0].qkv_bias
+    assert (rope.theta, rope.rope_type) == (1e6, "default")
+    assert (model.rms_norm_eps, model.max_position_embeddings, bias) == (1e-6, 32768, True)
 
 
 @pytest.mark.parametrize("name", QWEN)
@@ -104,6 +105,19 @@ def test_a_share_of_the_gpu_is_weights_and_pool(name, dtype, tmp_path, gpu):
     used = weights + (setup.kv_tokens + 16) * token  # the pool's padding page too
     assert used <= 0.6 * 80 * GIB < used + 16 * token
     assert setup.kv_tokens % 16 == 0
+
+
+def test_states_of_linear_layers_are_part_of_the_share(tmp_path, gpu):
+    config = "{model_type: qwen3_next, num_experts: 0, layer_types: [linear_attention, full_attention]}"
+    share = ["device=cuda:0", "engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.config={config}"]
+    setup = prepare(recipes.load("tiny", share), tmp_path)
+    model, dtype = load_model_config(setup.model_dir), getattr(torch, setup.recipe.model.dtype)
+    kept = layout(model.hf_config, dtype=dtype)
+    used = arena_nbytes(parameter_groups(model), dtype) + (setup.recipe.engine.max_running + 1) * kept.state_bytes
+    used += (setup.kv_tokens + 16) * kept.bytes_per_token
+    assert used <= 0.6 * 80 * GIB < used + 16 * kept.bytes_per_token
+    with pytest.raises(recipes.RecipeError, match="the weights and states take more of the GPU's"):
+        prepare(recipes.load("tiny", [*share, "engine.max_running=50000"]), tmp_path / "more")
 
 
 def test_a_share_that_the_weights_alone_exceed(tmp_path, gpu):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,32 +24,54 @@ class Case:
     table: torch.Tensor
     shape: BatchShape
     expected: torch.Tensor
+    view: tuple[int | None, torch.Tensor | None]  # window, mapping
 
 
 def make_case(
-    heads: tuple[int, int], dims: tuple[int, int], q_lens: list[int], kv_lens: list[int], num_decode: int, device: str
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    q_lens: list[int],
+    kv_lens: list[int],
+    num_decode: int,
+    device: str,
+    window: int | None = None,
+    mapped: bool = False,
+    latent: bool = False,
 ) -> Case:
-    """Every slot that belongs to no request, and every table entry past a length, is poison."""
+    """Every slot that belongs to no request or is before all windows, and every table entry past a length, is poison.
+
+    mapped: the table names other slots, those before all windows unmapped (0). latent: values are a view of the first
+    elements of keys.
+    """
     generator = torch.Generator().manual_seed(len(kv_lens) + sum(kv_lens))
     (hq, hkv), (dim, value_dim) = heads, dims
     slots = sum(kv_lens) + 40
     k = torch.full((slots, hkv, dim), float("nan"))
-    v = torch.full((slots, hkv, value_dim), float("nan"))
+    v = k[..., :value_dim] if latent else torch.full((slots, hkv, value_dim), float("nan"))
     table = torch.full((len(kv_lens) + 1, max(kv_lens) + 5), 3, dtype=torch.int32)
+    mapping = torch.zeros(slots, dtype=torch.int64)
     free = (torch.randperm(slots - 16, generator=generator) + 16).tolist()
     q = torch.randn((sum(q_lens), hq, dim), generator=generator)
     expected, first = [], 0
     rows = list(range(len(kv_lens), 0, -1))
     for row, q_len, kv_len in zip(rows, q_lens, kv_lens, strict=True):
         mine = torch.tensor([free.pop() for _ in range(kv_len)])
-        table[row, :kv_len] = mine.int()
-        k[mine] = torch.randn((kv_len, hkv, dim), generator=generator)
-        v[mine] = torch.randn((kv_len, hkv, value_dim), generator=generator)
-        expected.append(plain(q[first : first + q_len], k[mine], v[mine], dim**-0.5))
+        table[row, :kv_len] = (slots - 1 - mine if mapped else mine).int()
+        keys = torch.randn((kv_len, hkv, dim), generator=generator)
+        values = torch.randn((kv_len, hkv, value_dim), generator=generator)
+        if latent:
+            keys[..., :value_dim] = values
+        expected.append(plain(q[first : first + q_len], keys, values, dim**-0.5, window))
+        seen = slice(max(0, kv_len - q_len + 1 - window) if window else 0, kv_len)
+        mapping[slots - 1 - mine[seen]] = mine[seen]
+        k[mine[seen]], v[mine[seen]] = keys[seen], values[seen]
         first += q_len
     shape = BatchShape(rows=rows, q_lens=q_lens, kv_lens=kv_lens, num_decode=num_decode)
     where = torch.device(device)
-    return Case(q.to(where), k.to(where), v.to(where), table.to(where), shape, torch.cat(expected).to(where))
+    k = k.to(where)
+    v = k[..., :value_dim] if latent else v.to(where)
+    view = (window, mapping.to(where) if mapped else None)
+    return Case(q.to(where), k, v, table.to(where), shape, torch.cat(expected).to(where), view)
 
 
 @pytest.fixture
@@ -66,12 +88,13 @@ def impl(request: pytest.FixtureRequest, device: str) -> str:
     return request.param
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    future = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+    back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    hidden = (back < 0) | (back >= (window or len(k)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
 CASES = [
@@ -93,6 +116,63 @@ def test_equals_plain_attention_and_reads_no_foreign_slot(case: tuple, impl: str
     out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
+
+
+LATENT_CASES = [
+    ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
+    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 1100, 20], 3),  # two blocks of heads, a width that is no power of two
+    ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
+    ((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2),  # as DeepSeek's
+]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_latent_rows_are_keys_and_values(case: tuple, impl: str, device: str) -> None:
+    """One KV head whose values are a view of the first elements of its keys."""
+    made = make_case(*case, device, latent=True)
+    plan = plan_attention(made.shape, made.table, impl)  # type: ignore[arg-type]
+    out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
+    torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_rows_of_real_widths(heads: int, dtype: torch.dtype) -> None:
+    kv_lens = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
+    made = make_case((heads, 1), (576, 512), [1] * 6 + [70, 1, 300], kv_lens, 6, "cuda:0", latent=True)
+    q, k = made.q.to(dtype), made.k.to(dtype)
+    scale, reference = 192**-0.5, plan_attention(made.shape, made.table, "torch")
+    exact = paged_attention(q.float(), k.float(), k.float()[..., :512], reference, scale)
+    out = paged_attention(q, k, k[..., :512], plan_attention(made.shape, made.table, "triton"), scale)
+    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(out.float(), exact, **tolerance)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("window", [1, 7, 16, 33, 100, 300])
+def test_windows(window: int, mapped: bool, impl: str, device: str) -> None:
+    """Chunks and decode, shorter and longer than the window; what no query sees is poison, or has no slot."""
+    q_lens, kv_lens = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64]
+    made = make_case((4, 2), (16, 16), q_lens, kv_lens, 3, device, window, mapped)
+    plan = plan_attention(made.shape, made.table, impl, *made.view)  # type: ignore[arg-type]
+    out = paged_attention(made.q, made.k, made.v, plan, 0.25)
+    torch.testing.assert_close(out.double(), made.expected, atol=3e-6, rtol=0)
+
+
+def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_it(triton_device: str) -> None:
+    made = make_case((2, 1), (16, 16), [1, 1, 1], [700, 9, 400], 3, triton_device, window=300, mapped=True)
+    together = paged_attention(made.q, made.k, made.v, plan_attention(made.shape, made.table, "triton", *made.view), 1)
+    for i in range(3):
+        rows, positions = torch.tensor([[made.shape.rows[i]], [made.shape.kv_lens[i] - 1]], device=triton_device)
+        plan = replace(plan_decode(rows, positions, made.table), window=made.view[0], mapping=made.view[1])
+        assert torch.equal(paged_attention(made.q[i : i + 1], made.k, made.v, plan, 1), together[i : i + 1])
+
+
+def test_decode_buckets_are_of_what_is_seen() -> None:
+    shape = BatchShape(rows=[1, 2, 3], q_lens=[1] * 3, kv_lens=[5000, 20, 700], num_decode=3)
+    plan = attention_module.plan_torch(shape, torch.zeros((4, 5000), dtype=torch.int32), window=30)
+    assert [tuple(bucket.slots.shape) for bucket in plan.buckets] == [(3, 30)]
 
 
 def test_bf16_storage(impl: str, device: str) -> None:
@@ -215,11 +295,13 @@ import rollout.ops.attention_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-def compiled(kernel, storage, settings):
+def compiled(kernel, dtype, fp8, settings):
     options = {name: value for name, value in settings.items() if name in OPTIONS}
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
-    types = {"scale": "fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
-             **dict.fromkeys(["q", "k_cache", "v_cache", "out"], storage)}
+    constants |= {name: None for name in ("scales",) if name in kernel.arg_names and not fp8}
+    types = {"scale": "fp32", "scales": "*fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
+             "mapping": "*i64",
+             **dict.fromkeys(["q", "out"], dtype), **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, n in enumerate(signature) if signature[n][0] == "*" or "stride" in n and n != "stride_meta"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
@@ -232,15 +314,23 @@ def spilled(binary):
         tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
 
-for dim in (64, 128):
-    for storage, wide in (("*bf16", False), ("*fp32", True)):
-        for kernel, settings in [
-            (kernels._decode_split, kernels.decode_blocks(4, dim, dim, wide)),
-            (kernels._decode_combine, dict(VALUE_DIM=dim, BLOCK_V=dim, BLOCK_SPLITS=16, num_warps=1)),
-            (kernels._prefill, kernels.prefill_blocks(4, dim, dim, wide)),
-        ]:
-            made = compiled(kernel, storage, settings)
-            print(kernel.__name__, dim, storage, made.metadata.shared, spilled(made.asm["cubin"]))
+for dim, value_dim, group in ((64, 64, 4), (128, 128, 4), (576, 512, 16)):
+    latent = dim != value_dim
+    kinds = (("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*fp16", False, 2))[: 2 if latent else 4]
+    for dtype, wide, fp8 in kinds:
+        shape = (group, dim, value_dim, wide, latent, fp8)
+        warps = kernels.combine_warps(value_dim)
+        made_for = [
+            (kernels._decode_split, kernels.decode_blocks(*shape) | dict(mapping=None)),
+            (kernels._decode_combine, dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=warps)),
+            (kernels._prefill, kernels.prefill_blocks(*shape) | dict(mapping=None)),
+        ]
+        if not latent and not fp8:
+            windowed = kernels.prefill_blocks(*shape, windowed=True)
+            made_for += [(kernels._decode_split, kernels.decode_blocks(*shape)), (kernels._prefill, windowed)]
+        for kernel, settings in made_for:
+            made = compiled(kernel, dtype, fp8, settings)
+            print(kernel.__name__, dim, dtype, fp8, made.metadata.shared, spilled(made.asm["cubin"]))
 """
 
 
@@ -252,5 +342,5 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 38
     assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64

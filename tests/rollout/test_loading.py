@@ -10,7 +10,7 @@ import torch
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.rotary import RotaryTables, inverse_frequencies
-from tests.helpers.models import SIZES, build_tiny, save_tiny
+from tests.helpers.models import KINDS, SIZES, build_tiny, save_tiny
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -31,11 +31,13 @@ def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> Non
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        ("llama", {"architectures": ["MistralForCausalLM"]}, "architectures=.*Mistral.*LlamaForCausalLM"),
+        ("llama", {"architectures": ["GemmaForCausalLM"]}, "architectures=.*Gemma.*LlamaForCausalLM"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": -3, "max_window_layers": 1}, "sliding_window=-3"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
@@ -48,7 +50,7 @@ def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> Non
 )
 def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], match: str) -> None:
     build_tiny(kind).config.save_pretrained(str(tmp_path))
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    architecture = KINDS[kind][1].__name__
     edit_config(tmp_path, remove=("layer_types",), architectures=[architecture])
     load_model_config(tmp_path)
     edit_config(tmp_path, **changes)

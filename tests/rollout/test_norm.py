@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from rollout.ops.norm import add_rms_norm, rms_norm
 
@@ -31,10 +32,12 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_kernel_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, centred: bool, device: str) -> None:
     x = randn(*shape, device=device, dtype=dtype)
     weight = randn(1, shape[1], device=device, dtype=dtype)[0]
-    assert_close(rms_norm(x, weight, EPS, "triton"), rms_norm(x, weight, EPS, "torch"))
+    out, expected = (rms_norm(x, weight, EPS, impl, zero_centred=centred) for impl in ("triton", "torch"))
+    assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,6 +54,9 @@ def test_sum_is_rounded_once_and_then_normed(shape: tuple[int, int], dtype: torc
     assert_close(normed, rms_norm(total, weight, EPS, "torch"))
     assert torch.equal(expected_total, x + residual)
     assert torch.equal(expected, rms_norm(x + residual, weight, EPS, "torch"))
+    for impl in ("triton", "torch"):
+        normed, total = add_rms_norm(x, residual, weight, EPS, impl, zero_centred=True)
+        assert_close(normed, rms_norm(total, weight, EPS, "torch", zero_centred=True))
 
 
 @pytest.mark.parametrize("head", [0, 3, 5])
@@ -78,3 +84,11 @@ def test_reference_is_that_of_transformers(dtype: torch.dtype, device: str) -> N
     norm = Qwen2RMSNorm(896, EPS).to(device, dtype)
     norm.weight.data.copy_(randn(1, 896, device=device, dtype=dtype)[0])
     assert torch.equal(rms_norm(x, norm.weight, EPS, "torch"), norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_centred_reference_is_that_of_transformers(dtype: torch.dtype, device: str) -> None:
+    x = randn(5, 896, device=device, dtype=dtype)
+    norm = Qwen3NextRMSNorm(896, EPS).to(device, dtype)
+    norm.weight.data.copy_(randn(1, 896, device=device, dtype=dtype)[0])
+    assert torch.equal(rms_norm(x, norm.weight, EPS, "torch", zero_centred=True), norm(x))

@@ -1,15 +1,23 @@
-"""Rotation and store in one: the Triton kernel against the reference."""
+"""Rotation, and rotation and store in one: the Triton kernels against the references."""
 
 import pytest
 import torch
 
 from rollout.model.config import RopeConfig
 from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate_and_store
+from rollout.ops.rotary import rotate_and_store, rotate_heads
 
 SLOTS = 50
-# query heads, KV heads, head dim, value dim, tokens
-CASES = [(14, 2, 64, 64, 5), (3, 3, 24, 24, 2), (40, 20, 128, 128, 2), (2, 1, 16, 40, 3), (4, 2, 16, 16, 0)]
+# query heads, KV heads, head dim, value dim, tokens, and how much of a head is rotated
+CASES = [
+    (14, 2, 64, 64, 5, 64),
+    (3, 3, 24, 24, 2, 24),
+    (40, 20, 128, 128, 2, 128),
+    (2, 1, 16, 40, 3, 16),
+    (4, 2, 16, 16, 0, 16),
+    (6, 2, 64, 64, 4, 16),
+    (3, 1, 24, 24, 2, 6),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +29,8 @@ def interpreted_only_without_a_gpu(device: str) -> None:
 class Case:
     """Views of one fused product, scattered slots, caches full of a marker."""
 
-    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
-        heads, kv_heads, dim, value_dim, tokens = shape
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        heads, kv_heads, dim, value_dim, tokens, rotated = shape
         generator = torch.Generator().manual_seed(sum(shape))
         widths = (heads * dim, kv_heads * dim, kv_heads * value_dim)
         fused = torch.randn(tokens, sum(widths) + 8, generator=generator).to(device, dtype)
@@ -31,7 +39,7 @@ class Case:
         self.v = v.view(tokens, kv_heads, value_dim)
         self.positions = torch.randint(1000, (tokens,), generator=generator).to(device)
         self.slots = torch.randperm(SLOTS, generator=generator)[:tokens].to(device)
-        self.tables = RotaryTables.build(RopeConfig(theta=10000.0), dim, 1000, torch.device(device))
+        self.tables = RotaryTables.build(RopeConfig(theta=10000.0), rotated, 1000, torch.device(device))
         self.caches = [
             torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=device) for width in (dim, value_dim)
         ]
@@ -45,7 +53,7 @@ class Case:
 
 
 @pytest.mark.parametrize("shape", CASES)
-def test_fp32_equals_the_reference(shape: tuple[int, int, int, int, int], device: str) -> None:
+def test_fp32_equals_the_reference(shape: tuple[int, ...], device: str) -> None:
     case = Case(shape, torch.float32, device)
     inputs = case.q.clone(), case.k.clone(), case.v.clone()
     for out, expected in zip(case.run("triton"), case.run("torch"), strict=True):
@@ -53,8 +61,8 @@ def test_fp32_equals_the_reference(shape: tuple[int, int, int, int, int], device
     assert all(map(torch.equal, inputs, (case.q, case.k, case.v)))
 
 
-@pytest.mark.parametrize("shape", CASES[:3])
-def test_bf16_rounds_where_torch_does(shape: tuple[int, int, int, int, int], device: str) -> None:
+@pytest.mark.parametrize("shape", [*CASES[:3], CASES[5]])
+def test_bf16_rounds_where_torch_does(shape: tuple[int, ...], device: str) -> None:
     case = Case(shape, torch.bfloat16, device)
     outs, expected = case.run("triton"), case.run("torch")
     assert torch.equal(outs[2], expected[2])  # values are copied
@@ -63,6 +71,14 @@ def test_bf16_rounds_where_torch_does(shape: tuple[int, int, int, int, int], dev
             assert torch.equal(out, reference)
         else:  # the interpreter truncates cosine, sine, two products and their sum
             torch.testing.assert_close(out.float(), reference.float(), rtol=2**-7, atol=2**-5)
+
+
+def test_the_rest_of_a_head_stays(device: str) -> None:
+    case = Case(CASES[5], torch.float32, device)
+    q, k_cache, _ = case.run("torch")
+    assert torch.equal(q[..., 16:], case.q[..., 16:]) and torch.equal(k_cache[case.slots, :, 16:], case.k[..., 16:])
+    cos, sin = case.tables.at(case.positions, torch.float32)
+    assert torch.equal(q[..., :16], apply_rotary(case.q[..., :16], cos, sin))
 
 
 def test_reference_is_rotation_then_assignment(device: str) -> None:
@@ -74,3 +90,19 @@ def test_reference_is_rotation_then_assignment(device: str) -> None:
     expected_k[case.slots], expected_v[case.slots] = apply_rotary(case.k, cos, sin), case.v
     assert torch.equal(k_cache, expected_k) and torch.equal(v_cache, expected_v)
     assert len(case.slots) == 5 and (k_cache != 7).any(-1).any(-1).sum() == 5
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads", [1, 20])
+def test_rotation_alone(heads: int, interleaved: bool, device: str) -> None:
+    """Between two views of wider rows; pairs of neighbours end up as halves."""
+    case = Case((heads, 1, 24, 24, 5, 24), torch.float32, device)
+    wide = torch.full((5, heads, 40), 7.0, device=device)
+    outs = [wide.clone(), wide.clone()]
+    for out, impl in zip(outs, ("torch", "triton"), strict=True):
+        tables = case.tables.cos, case.tables.sin
+        rotate_heads(case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl)  # type: ignore[arg-type]
+    assert torch.equal(*outs) and (outs[0][..., :16] == 7).all()
+    order = [*range(0, 24, 2), *range(1, 24, 2)] if interleaved else list(range(24))
+    cos, sin = case.tables.at(case.positions, torch.float32)
+    assert torch.equal(outs[0][..., 16:], apply_rotary(case.q[..., order], cos, sin))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from rollout.scheduler import Sample, Scheduler, Step
 from rollout.types import SamplingParams
+from tests.kvcache.support import make_windowed
 
 PAGE = 4
 STOP = 0
@@ -18,12 +19,16 @@ def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
     config = KVCacheConfig(
         num_layers=1, num_kv_heads=1, head_dim=2, size=size, page_size=PAGE, dtype=torch.float32, device="cpu"
     )
-    blocks = BlockManager(
-        ReqToTokenPool(max_running, size, "cpu"),
-        PagedTokenToKVPoolAllocator(size, PAGE, "cpu"),
-        MHATokenToKVPool(config),
-    )
-    return Scheduler(blocks, page_size=PAGE, max_running=max_running, max_prefill_tokens=chunk)
+    table, allocator = ReqToTokenPool(max_running, size, "cpu"), PagedTokenToKVPoolAllocator(size, PAGE, "cpu")
+    return schedule(BlockManager(table, allocator, MHATokenToKVPool(config)), chunk)
+
+
+def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
+    return Scheduler(blocks, page_size=PAGE, max_running=blocks.req_to_token.size, max_prefill_tokens=chunk)
+
+
+def idle(scheduler: Scheduler) -> bool:
+    return all(ledger.available == ledger.total for ledger in scheduler.blocks.ledgers)
 
 
 def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[Sample]:
@@ -42,7 +47,7 @@ def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None)
     slots = [] if not step.decode else [step.decode_slots]
     assert sum(len(each) for each in slots) == len(step.decode)
     for chunk in step.chunks:
-        assert chunk.length > 0 and len(chunk.sample.slots) == chunk.sample.prefill_len
+        assert len(chunk.slots) == chunk.length > 0
     scheduler.computed(step)
     due = list(step.decode)
     for chunk in step.chunks:
@@ -123,6 +128,24 @@ def test_more_samples_than_rows_or_pages_come_in_groups() -> None:
     assert max(len(s.decode) for s in steps) <= 4
 
 
+@pytest.mark.parametrize("two", [False, True])
+def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
+    def sliding(pages: int) -> Scheduler:
+        every, of_window = (30, pages) if two else (pages, None)
+        return schedule(make_windowed(PAGE, 6, every, of_window, rows=4, max_context_len=120), chunk=8)
+
+    params = SamplingParams(max_tokens=3)
+    name = "window" if two else "KV"
+    with pytest.raises(ValueError, match=f"prompt 0 needs 16 {name} tokens .*pool has 12; raise .*max_prefill_tokens"):
+        sliding(pages=3).check_fits("prompt 0", 100, params)
+    scheduler = sliding(pages=5)
+    scheduler.check_fits("prompt 0", 100, params)  # 6 - 1 + 8 tokens lie in at most 4 pages
+    for number in range(2):
+        scheduler.add(request(number, 100, 3, n=2))
+    drain(scheduler)
+    assert idle(scheduler)
+
+
 def test_what_never_fits_is_refused_by_name() -> None:
     scheduler = make(pages=4)
     scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=7))  # the last token's keys are never stored
@@ -153,12 +176,20 @@ def test_stop_token_ends_a_sample_and_abort_ends_the_rest() -> None:
         st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8
     ),
     interrupt=st.integers(0, 40),
+    window=st.none() | st.tuples(st.integers(1, 9), st.none() | st.just(6)),
 )
 def test_everything_finishes_and_no_page_is_lost(
-    pages: int, max_running: int, chunk: int, arrivals: list[tuple[int, int, int, int]], interrupt: int
+    pages: int,
+    max_running: int,
+    chunk: int,
+    arrivals: list[tuple[int, int, int, int]],
+    interrupt: int,
+    window: tuple[int, int | None] | None,
 ) -> None:
     """Random requests arriving over time, random stops, and one preemption of everything as `sleep` does it."""
     scheduler = make(pages, max_running, chunk)
+    if window is not None:
+        scheduler = schedule(make_windowed(PAGE, window[0], pages, window[1], max_running, 24), chunk)
     pending = [(request(i, p, m, n), stop) for i, (p, m, n, stop) in enumerate(arrivals)]
     everyone = [sample for samples, _ in pending for sample in samples]
     stops = {s.name: [1] * (stop + s.index) + [STOP] for samples, stop in pending for s in samples}
@@ -172,10 +203,10 @@ def test_everything_finishes_and_no_page_is_lost(
         steps += 1
         if steps == interrupt:
             scheduler.preempt_all()
-            assert scheduler.blocks.available_pages == pages
+            assert idle(scheduler)
         assert steps < 5000
     for sample in everyone:
         expected = stops[sample.name][: sample.params.max_tokens]
         assert sample.output[:-1] == expected[:-1] and len(sample.output) == len(sample.versions)
         assert sample.finish_reason == ("stop" if sample.output[-1] == STOP else "length")
-    assert scheduler.blocks.available_pages == pages
+    assert idle(scheduler)

@@ -1,23 +1,28 @@
-"""Grouped-query attention with rotary positions (Llama, Qwen2, Qwen3)."""
+"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.config import RopeConfig
+from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
-from rollout.ops.attention import paged_attention
 from rollout.ops.norm import rms_norm
-from rollout.ops.rotary import rotate_and_store
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3)."""
+    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys that a query sees,
+    its own included; None: all up to its own.
+
+    output_gate: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's output. rotary_dim: how
+    much of a head is rotated, None: all (both Qwen3-Next).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -26,6 +31,9 @@ class AttentionConfig(MixerConfig):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    output_gate: bool = False
+    rotary_dim: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -34,11 +42,20 @@ class AttentionConfig(MixerConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"sliding_window={self.window} must be at least 1 token, or null for full attention")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and in 2..head_dim={self.head_dim}")
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of q_proj in heads: a query each, and a gate behind it where outputs are gated."""
+        return self.num_heads * (2 if self.output_gate else 1)
 
     def groups(self, hidden_size: int, layer: str) -> list[Group]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attn = layer + "self_attn."
-        qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        qkv = (("q_proj", self.query_rows * self.head_dim), ("k_proj", kv), ("v_proj", kv))
         groups = [
             stack(attn + "qkv_proj.weight", [(f"{attn}{name}.weight", (rows, hidden_size)) for name, rows in qkv])
         ]
@@ -67,22 +84,27 @@ class Attention:
         self._k_norm = store.tensor(name + "k_norm.weight") if config.qk_norm else None
         self._o = store.tensor(name + "o_proj.weight")
         self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias else None
-        self._eps = parts.model.rms_norm_eps
-        self._rotary = parts.rotary(config.rope, config.head_dim)
-        self._layer, self._pool = index, parts.cache.pool
+        self._eps, self._centred = parts.model.rms_norm_eps, parts.model.zero_centred_norms
+        self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
+        self._kv = layer_kv(parts.cache, index)
         self._scale = config.head_dim**-0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         config = self.config
         heads = F.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        q, k, v = heads.split((config.query_rows, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if config.output_gate:
+            q, gate = q[:, 0::2], q[:, 1::2]
         if self._q_norm is not None and self._k_norm is not None:
-            q, k = rms_norm(q, self._q_norm, self._eps), rms_norm(k, self._k_norm, self._eps)
+            q = rms_norm(q, self._q_norm, self._eps, zero_centred=self._centred)
+            k = rms_norm(k, self._k_norm, self._eps, zero_centred=self._centred)
         out = self._attend(q, k, v, batch)
+        if config.output_gate:
+            out = out * torch.sigmoid(gate)
         return F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
-        caches = self._pool.get_kv_buffer(self._layer)
-        q = rotate_and_store(q, k, v, batch.positions, batch.slots, self._rotary.cos, self._rotary.sin, *caches)
-        return paged_attention(q, *caches, batch.plan, self._scale)
+        at = batch if self.config.window is None or batch.sliding is None else batch.sliding
+        q = self._kv.store(q, k, v, batch.positions, at.slots, self._rotary)
+        return self._kv.attend(q, at.plan, self._scale)

@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """`slots` and `plan` of a `Batch` for sliding layers that have a pool of their own."""
+
+    slots: Tensor
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """The tokens of one forward, packed: int64 [T] `positions` and pool `slots`, and how attention finds the rest.
 
     shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64 [B], each request's
-    row of the request table, on the device.
+    row of the request table, on the device. sliding: what sliding layers use in place of slots and plan, None where all
+    layers see the same.
     """
 
     positions: Tensor
@@ -34,6 +43,7 @@ class Batch:
     rows: Tensor
     plan: AttentionPlan
     shape: BatchShape | None
+    sliding: Sliding | None = None
 
 
 Mixer = Callable[[Tensor, Batch], Tensor]

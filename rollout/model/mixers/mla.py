@@ -1,0 +1,171 @@
+"""Multi-head latent attention (DeepSeek-V2, V3): a token keeps one latent row for all heads.
+
+Keys and values of a head are products of the latent and `kv_b_proj`. They are never made: the key half multiplies the
+query before attention, the value half what attention gives, and attention sees one KV head that all query heads share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcache import MLATokenToKVPool
+from rollout.model.config import RopeConfig
+from rollout.model.mixers.base import Batch, MixerConfig, Parts
+from rollout.model.params import Group, one, stack
+from rollout.ops.attention import paged_attention
+from rollout.ops.norm import rms_norm
+from rollout.ops.rotary import rotate_heads
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+_EPS = 1e-6  # transformers gives the norms inside attention no eps of the config
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig(MixerConfig):
+    """q_rank: width of the query's own latent, None: queries are projected at once. nope_dim, rope_dim: a query head's
+    elements without and with position. kv_rank, rope_dim: what a token keeps. value_dim: of a head.
+    interleaved: rotary pairs are neighbours, not halves. bias: of the projections from and to the hidden size.
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeConfig
+    interleaved: bool
+    bias: bool
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"qk_rope_head_dim={self.rope_dim} must be even for rotary embeddings")
+        if self.bias and self.q_rank is None:
+            raise ValueError("attention_bias=True is not supported with q_lora_rank=None; supported: False")
+
+    @classmethod
+    def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
+        """From a Hugging Face config; ValueError naming the key of what is not computed here."""
+        _refuse_unsupported(config, rope)
+        return cls(
+            num_heads=config.num_attention_heads,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+            rope=rope,
+            interleaved=config.model_type == "deepseek_v2" or bool(config.rope_interleave),
+            bias=bool(config.attention_bias),
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of the first product: queries or their latent, the latent row, the rotary key."""
+        return self.q_rank or self.query_width, self.kv_rank, self.rope_dim
+
+    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+        attn = layer + "self_attn."
+        first = (
+            (f"{attn}{'q_a_proj' if self.q_rank else 'q_proj'}", self.widths[0]),
+            (f"{attn}kv_a_proj_with_mqa", self.kv_rank + self.rope_dim),
+        )
+        kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
+        groups = [stack(attn + "qkv_a_proj.weight", [(f"{name}.weight", (n, hidden_size)) for name, n in first])]
+        if self.bias:
+            groups.append(stack(attn + "qkv_a_proj.bias", [(f"{name}.bias", (n,)) for name, n in first]))
+        if self.q_rank:
+            groups.append(one(attn + "q_a_layernorm.weight", self.q_rank))
+            groups.append(one(attn + "q_b_proj.weight", self.query_width, self.q_rank))
+        groups.append(one(attn + "kv_a_layernorm.weight", self.kv_rank))
+        groups.append(one(attn + "kv_b_proj.weight", kv_rows, self.kv_rank))
+        groups.append(one(attn + "o_proj.weight", hidden_size, self.num_heads * self.value_dim))
+        if self.bias:
+            groups.append(one(attn + "o_proj.bias", hidden_size))
+        return groups
+
+    def build(self, index: int, parts: Parts) -> LatentAttention:
+        return LatentAttention(self, index, parts)
+
+
+def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
+    dense, layers, heads = config.first_k_dense_replace, config.num_hidden_layers, config.num_attention_heads
+    if dense < layers:
+        raise ValueError(
+            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of experts, which are not "
+            f"supported; use a model of dense layers alone: first_k_dense_replace={layers}"
+        )
+    if config.num_key_value_heads != heads:
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads} is not supported with latent attention; "
+            f"supported: as many as num_attention_heads={heads}"
+        )
+    mscale = config.rope_parameters.get("mscale_all_dim")
+    if mscale and rope.rope_type != "default":
+        raise ValueError(f"mscale_all_dim={mscale} is not supported; supported: 0")
+
+
+class LatentAttention:
+    """Weights are views, the halves of `kv_b_proj` too; they stay valid over pause and resume."""
+
+    def __init__(self, config: MLAConfig, index: int, parts: Parts) -> None:
+        self.config = config
+        name, store = f"model.layers.{index}.self_attn.", parts.store
+        self._first = store.tensor(name + "qkv_a_proj.weight")
+        self._first_bias = store.tensor(name + "qkv_a_proj.bias") if config.bias else None
+        self._q_norm = store.tensor(name + "q_a_layernorm.weight") if config.q_rank else None
+        self._q_b = store.tensor(name + "q_b_proj.weight") if config.q_rank else None
+        self._kv_norm = store.tensor(name + "kv_a_layernorm.weight")
+        kv_b = store.tensor(name + "kv_b_proj.weight").view(config.num_heads, -1, config.kv_rank)
+        self._to_keys, self._to_values = kv_b.split((config.nope_dim, config.value_dim), dim=1)
+        self._o = store.tensor(name + "o_proj.weight")
+        self._o_bias = store.tensor(name + "o_proj.bias") if config.bias else None
+        self._rotary = parts.rotary(config.rope, config.rope_dim)
+        assert isinstance(parts.cache.pool, MLATokenToKVPool)
+        self._layer, self._pool = index, parts.cache.pool
+        self._scale = (config.nope_dim + config.rope_dim) ** -0.5
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        queries, latent, key = F.linear(x, self._first, self._first_bias).split(self.config.widths, dim=1)
+        if self._q_norm is not None and self._q_b is not None:
+            queries = F.linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
+        key = self._rotate(key.unsqueeze(1), batch)
+        out = self._attend(self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch)
+        return F.linear(self._expand(out), self._o, self._o_bias)
+
+    def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
+        """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads, rank]."""
+        self._pool.set_mla_kv_buffer(self._layer, batch.slots, latent.unsqueeze(1), key)
+        return paged_attention(q, *self._pool.get_kv_buffer(self._layer), batch.plan, self._scale)
+
+    def _absorb(self, queries: Tensor, batch: Batch) -> Tensor:
+        """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside what meets their rotary
+        keys."""
+        config = self.config
+        heads = queries.unflatten(1, (config.num_heads, -1))
+        out = heads.new_empty((*heads.shape[:2], config.kv_rank + config.rope_dim))
+        nope = heads[..., : config.nope_dim]
+        torch.bmm(nope.transpose(0, 1), self._to_keys, out=out[..., : config.kv_rank].transpose(0, 1))
+        self._rotate(heads[..., config.nope_dim :], batch, out[..., config.kv_rank :])
+        return out
+
+    def _expand(self, out: Tensor) -> Tensor:
+        """What heads saw of latent rows, [T, heads, rank] -> [T, heads * value_dim]."""
+        values = out.new_empty((*out.shape[:2], self.config.value_dim))
+        torch.bmm(out.transpose(0, 1), self._to_values.transpose(1, 2), out=values.transpose(0, 1))
+        return values.flatten(1)
+
+    def _rotate(self, x: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        rotate_heads(x, batch.positions, self._rotary.cos, self._rotary.sin, out, interleaved=self.config.interleaved)
+        return out

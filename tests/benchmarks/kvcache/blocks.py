@@ -1,0 +1,54 @@
+"""The host's bookkeeping of a decode step."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from tests.benchmarks.kvcache.base import Figure, Scale, check_no_wait, host_us
+
+PAGE_SIZE, CONTEXT = 16, 2048
+
+
+class LedgerOnly(BlockManager):
+    """Leaves out everything that is for the device: token ids and the write of the table."""
+
+    def _fill_device(self, growth: object, left: object) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
+
+class DecodeBatch:
+    """Sequences of about 700 tokens that grow by one a step; every sixteenth of them takes a page in each step."""
+
+    def __init__(self, kind: type[BlockManager], batch: int, device: torch.device) -> None:
+        size = batch * CONTEXT
+        shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": torch.float16}
+        pool = MHATokenToKVPool(KVCacheConfig(size=size, page_size=PAGE_SIZE, device=device, **shape))  # type: ignore[arg-type]
+        allocator = PagedTokenToKVPoolAllocator(size, PAGE_SIZE, device)
+        self.manager = kind(ReqToTokenPool(batch, CONTEXT, device), allocator, pool)
+        self.handles = [handle for _ in range(batch) if (handle := self.manager.admit()) is not None]
+        self.lens = [700 + 7 * i % PAGE_SIZE for i in range(batch)]
+        self.loc = self.manager.extend(self.handles, self.lens)
+
+    def next_lens(self) -> None:
+        self.lens = [length + 1 for length in self.lens]
+
+    def step(self) -> None:
+        self.loc = self.manager.extend(self.handles, self.lens)
+
+
+def decode_bookkeeping(scale: Scale) -> list[Figure]:
+    """BlockManager.extend of 256 sequences by a token each."""
+    batch, repeats = scale.choose(256, 6), scale.choose(400, 3)
+    whole, ledger = (DecodeBatch(kind, batch, scale.device) for kind in (BlockManager, LedgerOnly))
+    figures = []
+    for name, state in (("extend", whole), ("extend, nothing for the device", ledger)):
+        time = host_us(state.step, before=state.next_lens, repeats=repeats)
+        figures.append(Figure(what=name, value=time, unit="us", target="< 200" if state is whole else ""))
+    whole.next_lens()
+    check_no_wait(scale, whole.step)
+    assert whole.loc is not None
+    newest = [whole.manager.token_ids(h, n - 1, n)[0] for h, n in zip(whole.handles, whole.lens, strict=True)]
+    assert whole.loc.tolist() == newest
+    whole.manager.check_integrity()
+    return figures

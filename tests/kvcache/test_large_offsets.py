@@ -1,0 +1,147 @@
+"""Pools whose layers and slots lie past 2^31 elements, against small ones that hold the same rows.
+
+On the CPU the kernels are interpreted, and of a pool's addresses only the touched pages become real memory.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvcache import (
+    KVCacheConfig,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLACacheConfig,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
+from kvcache.config import FP4_DTYPE
+from kvcache.ops import kv_write, move, quant
+from kvcache.pools.token import TokenPool
+from rollout.ops.attention import BatchShape, paged_attention, plan_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+
+PS, LAYERS, LIMIT = 16, 2, 2**31
+ADDRESSES = 6 << 30  # bytes that a pool may span on the CPU
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Triton kernels on both devices; what a test held is given back."""
+    if device == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
+        for module in (kv_write, move, quant):
+            monkeypatch.setattr(module, "use_triton", lambda impl, device: True)
+    yield
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def mha(size: int, device: str, dtype: torch.dtype, head_dim: int, slot_major: bool = False) -> TokenPool:
+    narrow = 16 if device == "cpu" else head_dim
+    kind = MHATokenToKVPoolFP4 if dtype == FP4_DTYPE else MHATokenToKVPool
+    shape = {"num_kv_heads": 8, "head_dim": head_dim, "v_head_dim": narrow, "slot_major": slot_major}
+    return kind(KVCacheConfig(num_layers=LAYERS, size=size, page_size=PS, dtype=dtype, device=device, **shape))  # type: ignore[arg-type]
+
+
+def mla(size: int, device: str, dtype: torch.dtype) -> TokenPool:
+    kind = MLATokenToKVPoolFP4 if dtype == FP4_DTYPE else MLATokenToKVPool
+    fields = {"num_layers": LAYERS, "size": size, "page_size": PS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return kind(MLACacheConfig(dtype=dtype, device=device, **fields))  # type: ignore[arg-type]
+
+
+Maker = Callable[[int, str], TokenPool]
+KINDS: dict[str, Maker] = {
+    "bf16": lambda size, device: mha(size, device, torch.bfloat16, 128),
+    "bf16, slot-major": lambda size, device: mha(size, device, torch.bfloat16, 128, slot_major=True),
+    "fp8": lambda size, device: mha(size, device, FP8, 128),
+    "fp8, slot-major": lambda size, device: mha(size, device, FP8, 128, slot_major=True),
+    "fp4": lambda size, device: mha(size, device, FP4_DTYPE, 256),
+    "mla": lambda size, device: mla(size, device, torch.bfloat16),
+    "mla-fp8": lambda size, device: mla(size, device, FP8),
+    "mla-fp4": lambda size, device: mla(size, device, FP4_DTYPE),
+}
+
+
+def check_room(nbytes: int, device: str) -> None:
+    """Skips where so much can't be had."""
+    have = ADDRESSES if device == "cpu" else torch.cuda.mem_get_info()[0] - (2 << 30)
+    if nbytes > have:
+        pytest.skip(f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB may be used on {device}")
+
+
+def write(pool: TokenPool, layer: int, loc: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = pool.get_rows(layer, loc)
+    rows = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in (k, v)]
+    pool.set_kv_buffer(layer, loc, rows[0], rows[0][..., : v.shape[-1]] if k.shape[1] == 1 else rows[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
+    small = KINDS[kind](3 * PS, device)
+    width = small.get_stored(0)[0].stride(0)  # elements between slots
+    past = LIMIT // width + 1
+    size = past // PS * PS + 3 * PS
+    check_room((size + PS) * small.bytes_per_token, device)
+    large = KINDS[kind](size, device)
+    stored = large.get_stored(0)[0]
+    assert past * stored.stride(0) >= LIMIT
+    assert stored[past:].storage_offset() >= LIMIT
+    # two slots at each end, and where the small pool has the same
+    there = torch.tensor([PS, PS + 1, past, large.size + PS - 1], device=device)
+    here = torch.arange(PS, PS + 4, device=device)
+
+    def check_equal() -> None:
+        for layer in range(LAYERS):
+            for a, b in zip(large.get_rows(layer, there), small.get_rows(layer, here), strict=True):
+                assert torch.equal(a, b), f"layer {layer}"
+
+    for layer in range(LAYERS):
+        for pool, loc in ((large, there), (small, here)):
+            write(pool, layer, loc, layer)
+    check_equal()
+    large.move_kv_cache(there[[2, 0, 3]], there[[1, 3, 2]])
+    small.move_kv_cache(here[[2, 0, 3]], here[[1, 3, 2]])
+    check_equal()
+    copied, copy = large.get_cpu_copy(there), small.get_cpu_copy(here)
+    assert all(torch.equal(a, b) for a, b in zip(copied.tensors, copy.tensors, strict=True))
+    large.load_cpu_copy(copy, there.flip(0))
+    small.load_cpu_copy(copy, here.flip(0))
+    check_equal()
+    large.on_resume()
+    assert not any(part[:PS].any() for layer in range(LAYERS) for part in large.get_stored(layer))
+
+
+def test_attention_reads_slots_past_2_to_the_31_elements(device: str) -> None:
+    """Two decodes and a chunk whose tokens lie at both ends of the cache."""
+    heads, dim, value_dim, lens = 8, 128, 16 if device == "cpu" else 128, [40, 9, 21]
+    slots, total = LIMIT // (heads * dim) + 64, sum(lens)
+    check_room(2 * slots * heads * (dim + value_dim), device)
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (
+        torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for shape in ((total, heads, dim), (total, heads, value_dim), (2 + 5, 2 * heads, dim))
+    )
+    where = torch.cat([torch.arange(1, 31), torch.arange(slots - total + 30, slots)])
+    where = where[torch.randperm(total, generator=generator)].to(device)
+    k_cache, v_cache = (torch.empty((slots, *rows.shape[1:]), dtype=rows.dtype, device=device) for rows in (k, v))
+    k_cache[where], v_cache[where] = k, v
+    assert int((where * k_cache.stride(0)).max()) >= LIMIT
+    shape = BatchShape(rows=[0, 1, 2], q_lens=[1, 1, 5], kv_lens=lens, num_decode=2)
+    here, there = (torch.zeros((3, max(lens)), dtype=torch.int32, device=device) for _ in range(2))
+    for row, part in enumerate(torch.arange(total, device=device).split(lens)):
+        here[row, : len(part)], there[row, : len(part)] = part.int(), where[part].int()
+    expected = paged_attention(q, k, v, plan_attention(shape, here, "triton"), dim**-0.5)
+    got = paged_attention(q, k_cache, v_cache, plan_attention(shape, there, "triton"), dim**-0.5)
+    exact = paged_attention(q.float(), k.float(), v.float(), plan_attention(shape, here, "torch"), dim**-0.5)
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(got.float(), exact, atol=1e-2, rtol=2**-7)

@@ -1,0 +1,76 @@
+"""The gated delta rule and its convolution against transformers' functions, in one go and in parts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from rollout.ops.delta_rule import causal_conv, gated_delta_rule
+
+HEADS, DIM, VALUE_DIM = 3, 8, 12
+
+
+def inputs(batch: int, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
+    """q, k, v, decay and beta of some tokens, and a state to begin with."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v, state = (
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in (
+            (batch, tokens, HEADS, DIM),
+            (batch, tokens, HEADS, DIM),
+            (batch, tokens, HEADS, VALUE_DIM),
+            (batch, HEADS, DIM, VALUE_DIM),
+        )
+    )
+    decay, beta = (torch.randn(batch, tokens, HEADS, generator=generator).to(device) for _ in range(2))
+    return [q, k, v, -2 * F.softplus(decay), beta.sigmoid()], state
+
+
+@pytest.mark.parametrize("rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
+@pytest.mark.parametrize(("batch", "tokens"), [(5, 1), (2, 63), (1, 64), (2, 150)])
+def test_equals_transformers(rule: str, batch: int, tokens: int, device: str) -> None:
+    given, state = inputs(batch, tokens, device)
+    before = state.clone()
+    expected = getattr(theirs, rule)(
+        *given, initial_state=state.clone(), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    for ours, reference in zip(gated_delta_rule(*given, state), expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=2e-6)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("part", [1, 7, 64])
+def test_parts_continue_from_the_state(part: int, device: str) -> None:
+    given, first = inputs(2, 130, device)
+    expected, expected_state = gated_delta_rule(*given, first)
+    outs, state = [], first
+    for start in range(0, 130, part):
+        out, state = gated_delta_rule(*(each[:, start : start + part] for each in given), state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(state, expected_state, rtol=1e-5, atol=2e-6)
+
+
+def test_bf16_tokens_are_computed_in_fp32(device: str) -> None:
+    given, state = inputs(2, 70, device)
+    rounded = [each.bfloat16() for each in given]
+    out, after = gated_delta_rule(*rounded, state)
+    expected, expected_after = gated_delta_rule(*(each.float() for each in rounded), state)
+    assert out.dtype == after.dtype == torch.float32
+    assert torch.equal(out, expected) and torch.equal(after, expected_after)
+
+
+@pytest.mark.parametrize("part", [1, 2, 5, 20])
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_convolution_equals_transformers(part: int, kernel: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(kernel)
+    x = torch.randn(2, 20, 6, generator=generator).to(device)
+    weight = torch.randn(6, 1, kernel, generator=generator).to(device)
+    expected = theirs.causal_conv1d_fn(x.transpose(1, 2), weight.squeeze(1), activation="silu").transpose(1, 2)
+    outs, state = [], torch.zeros(2, 6, kernel - 1, device=device)
+    for start in range(0, 20, part):
+        out, state = causal_conv(x[:, start : start + part], state, weight)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), expected)
+    assert torch.equal(state, x.transpose(1, 2)[:, :, -(kernel - 1) :])

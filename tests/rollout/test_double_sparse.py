@@ -1,0 +1,242 @@
+"""Double-sparse decode: which tokens it attends to, and that it is full attention where these are all."""
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import DoubleSparsity, Engine, SamplingParams, heavy_channels
+from rollout.ops.attention import BatchShape, DecodeBucket, StoredKV, decode_bucket, plan_torch
+from rollout.ops.double_sparse import choose_tokens, decode_sparse
+from tests.helpers.forcing import agreement
+from tests.helpers.models import save_tiny
+from tests.rollout.test_greedy import random_prompts
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+PROMPTS = random_prompts((3, 50, 20))
+MODELS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 16}, "qwen3": {"head_dim": 32}}
+
+
+def sparsity(tokens: int, count: int = 4, **fields: Any) -> DoubleSparsity:
+    return DoubleSparsity(heavy_channel_num=count, heavy_token_num=tokens, **fields)
+
+
+def engine_of(path: Path, device: str, chosen: DoubleSparsity | None, kind: str = "llama", **config: Any) -> Engine:
+    if not (path / "config.json").is_file():
+        save_tiny(path, kind, **MODELS[kind])
+    return Engine.from_pretrained(path, device=device, double_sparsity=chosen, **{"kv_tokens": 512, **config})
+
+
+def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[tuple[list[int], list[float]]]:
+    return [(each.token_ids, each.logprobs) for samples in engine.generate(PROMPTS, params) for each in samples]
+
+
+# ---------------------------------------------------------------- one bucket
+
+
+class Case:
+    """Requests of 60, 24 and 5 tokens in one bucket, 2 KV heads of 3 query heads; other slots are NaN."""
+
+    lens = (60, 24, 5)
+
+    def __init__(self, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        total = sum(self.lens)
+        slots = torch.randperm(100, generator=generator)[:total]
+        k, v = torch.full((101, 2, 16), float("nan")), torch.full((101, 2, 8), float("nan"))
+        k[slots], v[slots] = (
+            torch.randn(total, 2, 16, generator=generator),
+            torch.randn(total, 2, 8, generator=generator),
+        )
+        table = torch.full((4, 70), 100, dtype=torch.int32)
+        for row, mine in enumerate(slots.split(self.lens), start=1):
+            table[row, : len(mine)] = mine.int()
+        shape = BatchShape(rows=[1, 2, 3], q_lens=[1] * 3, kv_lens=self.lens, num_decode=3)
+        (self.bucket,) = plan_torch(shape, table.to(device)).buckets
+        self.stored = StoredKV(k=k.to(device), v=v.to(device))
+        self.channels = torch.tensor([[1, 8, 2], [0, 15, 7]], device=device)
+        self.labels = torch.stack([self.stored.k[:, head, each] for head, each in enumerate(self.channels)], 1)
+        self.q = torch.randn(3, 6, 16, generator=generator).to(device)
+
+    def decode(self, tokens: int, recent: int) -> torch.Tensor:
+        made = (self.stored, self.labels, self.channels, tokens, recent)
+        return decode_sparse(*made, self.q, self.bucket, 0.3)
+
+    def expected(self, tokens: int, recent: int) -> torch.Tensor:
+        """One query head at a time, in double, by a loop."""
+        out = torch.zeros(3, 6, 8, dtype=torch.float64)
+        for i, token in enumerate(self.bucket.tokens.tolist()):
+            length = self.lens[token]
+            for head in range(6):
+                mine = self.bucket.slots[i, :length], head // 3
+                k, v, label = (each[mine].double().cpu() for each in (self.stored.k, self.stored.v, self.labels))
+                q = self.q[i, head].double().cpu()
+                scores = label @ q[self.channels[head // 3].cpu()]
+                ranked = sorted(range(length), key=lambda at: (at < length - recent, -scores[at]))
+                chosen = sorted(ranked[:tokens])
+                out[i, head] = (k[chosen] @ q * 0.3).softmax(0) @ v[chosen]
+        return out
+
+
+@pytest.mark.parametrize(("tokens", "recent"), [(59, 1), (24, 10), (12, 12), (7, 2), (1, 1)])
+def test_attends_exactly_over_the_best_and_the_newest(tokens: int, recent: int, device: str) -> None:
+    case = Case(device)
+    out = case.decode(tokens, recent).cpu()
+    torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=3e-6, rtol=0)
+
+
+def test_enough_tokens_are_full_attention(device: str) -> None:
+    """A bucket that fits goes the same way; in a longer one the requests that fit see all of their tokens."""
+    case = Case(device)
+    full = decode_bucket(case.stored, case.q, case.bucket, 0.3)
+    assert torch.equal(case.decode(60, 1), full)
+    part = case.decode(24, 1)
+    longest = case.bucket.tokens.tolist().index(0)
+    for i in range(3):
+        close = torch.allclose(part[i], full[i], atol=1e-6, rtol=0)
+        assert close == (i != longest), f"request {i}"
+
+
+def test_labels_of_all_channels_choose_the_tokens_with_the_largest_scores(device: str) -> None:
+    case = Case(device)
+    channels = torch.arange(16, device=device).expand(2, -1)
+    groups = case.q.unflatten(1, (2, 3))
+    chosen = choose_tokens(groups, case.stored.k, channels, 5, 1, case.bucket)
+    exact = torch.einsum("bhgd,blhd->bhgl", groups, case.stored.k[case.bucket.slots])
+    for i, length in enumerate(case.lens[token] for token in case.bucket.tokens.tolist()):
+        for head, member in itertools.product(range(2), range(3)):
+            best = exact[i, head, member, : length - 1].topk(4).indices.tolist()
+            assert set(chosen[i, head, member].tolist()) == {*best, length - 1}
+
+
+def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
+    """They are NaN; the labels choose position 3 and the last one."""
+    case = Case(device)
+    labels, q = torch.zeros_like(case.labels), case.q.abs()  # every score of a label of ones is positive
+    labels[case.bucket.slots[:, 3]] = 1.0
+    lens = [case.lens[token] for token in case.bucket.tokens.tolist()]
+    slots = torch.stack([case.bucket.slots[i, [3, length - 1]] for i, length in enumerate(lens)])
+    k, v = torch.full_like(case.stored.k, float("nan")), torch.full_like(case.stored.v, float("nan"))
+    k[slots], v[slots] = case.stored.k[slots], case.stored.v[slots]
+    stored = StoredKV(k=k, v=v)
+    out = decode_sparse(stored, labels, case.channels, 2, 1, q, case.bucket, 0.3)
+    none = torch.zeros((3, 1, 2), dtype=torch.bool, device=device)
+    pairs = DecodeBucket(tokens=case.bucket.tokens, slots=slots, padding=none)
+    torch.testing.assert_close(out, decode_bucket(stored, q, pairs, 0.3))
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_enough_tokens_equal_the_full_engine_bit_for_bit(tmp_path: Path, kind: str, device: str) -> None:
+    """Chunked prefill beside decode, and groups whose pages are copied."""
+    config = {"max_prefill_tokens": 24, "attention": "torch"}
+    full = engine_of(tmp_path, device, None, kind, **config)
+    sparse = engine_of(tmp_path, device, sparsity(62), kind, **config)
+    assert sparse.kv_pool.bytes_per_token > full.kv_pool.bytes_per_token and sparse.graphs is None
+    params = SamplingParams(max_tokens=12, n=3, seed=2)
+    assert answers(sparse, params) == answers(full, params)
+    sparse.check_integrity()
+
+
+def test_labels_are_the_channels_of_the_rotated_keys(tmp_path: Path, device: str) -> None:
+    channels = (((3, 0), (15, 9)), ((1, 2), (8, 7)))
+    engine = engine_of(tmp_path, device, sparsity(8, 2, channels=channels))
+    answers(engine)
+    for layer, heads in enumerate(channels):
+        keys, _ = engine.kv_pool.get_kv_buffer(layer)
+        labels = engine.kv_pool.get_label_buffer(layer)  # type: ignore[attr-defined]
+        written = labels.abs().sum((1, 2)).nonzero().squeeze(1)
+        assert len(written) >= sum(map(len, PROMPTS))
+        for head, chosen in enumerate(heads):
+            assert torch.equal(labels[written, head], keys[written, head][:, list(chosen)])
+
+
+def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(tmp_path: Path, device: str) -> None:
+    """Prefill is exact; decode is not."""
+    full, sparse = (engine_of(tmp_path, device, each, attention="torch") for each in (None, sparsity(4)))
+    for (_, mine), (_, its) in zip(answers(sparse), answers(full), strict=True):
+        assert mine[0] == its[0]
+    assert answers(sparse) != answers(full)
+
+
+def test_batch_chunks_and_sleep_do_not_matter(tmp_path: Path, device: str) -> None:
+    """The tokens that a request chooses are its own business; NaN labels in free slots and page 0 are not seen."""
+    engine = engine_of(tmp_path, device, sparsity(10), max_prefill_tokens=16)
+    parts = engine.kv_pool._storage.parts.values()  # type: ignore[attr-defined]
+    together = answers(engine)
+    engine.sleep()
+    engine.wake_up()
+    for part in parts:
+        part.fill_(float("nan"))
+    engine.kv_pool.on_resume()
+    assert not any(part[:, : engine.config.page_size].any() for part in parts)
+    for part in parts:
+        part.fill_(float("nan"))
+    for prompt, (tokens, logprobs) in zip(PROMPTS, together, strict=True):
+        ((alone,),) = engine.generate([prompt], GREEDY)
+        assert alone.token_ids == tokens
+        torch.testing.assert_close(torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=5e-5, rtol=0)
+
+
+def test_agreement_grows_with_tokens_and_channels(tmp_path: Path) -> None:
+    """200 sampled tokens over contexts of 200 to 250, put into both engines' mouths; decode sees a few of these."""
+    full = engine_of(tmp_path, "cpu", None, "qwen3")
+    prompts = random_prompts((200, 200), seed=3)
+    out = full.generate(prompts, SamplingParams(max_tokens=50, seed=1))
+    keys = [full.kv_pool.get_rows(layer, torch.arange(16, 216))[0] for layer in range(2)]
+    heavy = partial(heavy_channels, keys)
+
+    def measure(chosen: DoubleSparsity) -> tuple[float, float]:
+        engine = engine_of(tmp_path, "cpu", chosen)
+        pairs = [agreement(full, engine, prompt, each.token_ids) for prompt, (each,) in zip(prompts, out, strict=True)]
+        gap, same = (torch.cat(each) for each in zip(*pairs, strict=True))
+        print(chosen.heavy_channel_num, chosen.heavy_token_num, gap.mean(), same.float().mean())
+        return float(gap.mean()), float(same.float().mean())
+
+    few, some, many = (measure(sparsity(tokens, 16, channels=heavy(16))) for tokens in (16, 64, 160))
+    blind = measure(sparsity(64, 1))
+    assert many[0] < some[0] < few[0] and some[0] < blind[0]
+    assert some[0] <= 1.1 and some[1] >= 0.25 and many[0] <= 0.35 and many[1] >= 0.65  # measured: docs/kv-cache.md
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_heavy_channels_are_the_largest_on_average() -> None:
+    keys = torch.zeros(5, 2, 6)
+    keys[:, 0, 4], keys[:, 0, 1], keys[:, 1, 0], keys[:, 1, 3] = -3, 2, 1, torch.tensor([9.0, -9, 9, -9, 9])
+    assert heavy_channels([keys, -keys], 2) == (((1, 4), (0, 3)),) * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"heavy_channel_num": 0}, "heavy_channel_num=0 must be at least 1"),
+        ({"recent_token_num": 9}, "recent_token_num=9 exceeds heavy_token_num=8"),
+        ({"channels": (((0, 0),),)}, r"layer 0, KV head 0 are \(0, 0\); give heavy_channel_num=2 different"),
+    ],
+)
+def test_refuses_wrong_numbers(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DoubleSparsity(**{"heavy_channel_num": 2, "heavy_token_num": 8, **fields})
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"double_sparsity": sparsity(8, 17)}, "heavy_channel_num=17, keys have 16 channels"),
+        ({"double_sparsity": sparsity(8, 1, channels=(((0,), (1,)),))}, r"\[\(1, 2\)\], the model has \(2, 2\)"),
+        ({"double_sparsity": sparsity(8, 1, channels=(((0,), (16,)),) * 2)}, r"name \[16\], keys have channels 0..15"),
+        ({"double_sparsity": sparsity(8), "attention": "triton"}, 'attention="triton" has no double sparsity'),
+        ({"double_sparsity": sparsity(8), "kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3' can't be combined with double"),
+    ],
+)
+def test_engine_refuses(tmp_path: Path, config: dict[str, Any], match: str) -> None:
+    save_tiny(tmp_path, "llama", head_dim=16)
+    with pytest.raises(ValueError, match=match):
+        Engine.from_pretrained(tmp_path, **config)
