@@ -4,6 +4,16 @@ from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostCacheConfig, HostKVCache
 from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.policies import WritePolicy
+from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache
 from kvcache.tiers.transfer import Transfer
 
-__all__ = ["DiskTier", "HostCacheConfig", "HostKVCache", "Transfer", "WritePolicy", "page_hashes"]
+__all__ = [
+    "DiskTier",
+    "HostCacheConfig",
+    "HostKVCache",
+    "TieredMatch",
+    "TieredPrefixCache",
+    "Transfer",
+    "WritePolicy",
+    "page_hashes",
+]

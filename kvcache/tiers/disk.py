@@ -71,6 +71,10 @@ class DiskTier:
         """Whether there is a page; `get` may still find it damaged."""
         return key in self._entries
 
+    def use(self, key: bytes) -> bool:
+        """Whether there is a page, which is now the one used last."""
+        return self._entries.use(key) is not None
+
     def put(self, key: bytes, content: torch.Tensor) -> None:
         """Stores a page (uint8 `[page_bytes]` on the CPU) under the present version; does nothing if it is there.
 
@@ -79,7 +83,7 @@ class DiskTier:
         """
         if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
             raise ValueError(f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}")
-        if self._entries.use(key) is not None:
+        if self.use(key):
             return
         self._make_room()
         fields = self._fields(key)
@@ -110,6 +114,11 @@ class DiskTier:
     def raise_version(self, version: int) -> None:
         """Makes every entry a miss, in O(1); their files go when room is needed, or at the next start."""
         self._entries.raise_version(version)
+
+    def clear(self) -> None:
+        """Deletes all pages, of every version."""
+        while self._count:
+            self._drop_oldest()
 
     def close(self) -> None:
         """Lets go of the directory; otherwise when this object dies. The pages stay."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 
 import numpy as np
 
 from kvcache.radix.keys import Int64Array, Tokens, as_ids
 
 HASH_BYTES = 16
-Namespace = str | int | None  # an adapter or salt, told apart by value and type in every process
 
 
 def stable_hash(*parts: bytes | memoryview) -> bytes:
@@ -21,14 +21,15 @@ def stable_hash(*parts: bytes | memoryview) -> bytes:
     return state.digest()
 
 
-def page_hashes(tokens: Tokens, page_size: int, namespace: Namespace = None) -> list[bytes]:
+def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> list[bytes]:
     """One for each whole page: of the hash of the page before (of the namespace for the first) and its tokens.
 
-    So equal hashes mean equal tokens from the beginning on. ValueError for a namespace of another type.
+    So equal hashes mean equal tokens from the beginning on. ValueError for a namespace (adapter, salt) that is no str,
+    int or None: what others hash to need not be the same in the next process.
     """
     ids: Int64Array = as_ids(tokens, "tokens")
     if not (namespace is None or isinstance(namespace, str | int)):
-        raise ValueError(f"a namespace of tiers is a str, an int or None, got {namespace!r}: others hash differently")
+        raise ValueError(f"a namespace of tiers is a str, an int or None, got {namespace!r}; make it a str")
     whole = np.ascontiguousarray(ids[: len(ids) // page_size * page_size], dtype="<i8").tobytes()
     parent = stable_hash(f"{type(namespace).__name__} {namespace}".encode())
     hashes = []

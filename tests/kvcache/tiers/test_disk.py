@@ -276,7 +276,7 @@ def test_hashes_tell_prefixes_apart() -> None:
     assert len(set(names)) == len(names)
     assert page_hashes([1, 2], 2)[0].hex() == FIRST, "hashes changed: pages on disks are lost"
     with pytest.raises(ValueError, match="a namespace of tiers is a str, an int or None"):
-        page_hashes([1], 1, ("lora",))  # type: ignore[arg-type]
+        page_hashes([1], 1, ("lora",))
 
 
 FIRST = "3818512af8f3d399731a3efefafc6e18"
