@@ -38,10 +38,6 @@ class VersionedLRU(Generic[V]):
             yield from entries.values()
         yield from self._entries.values()
 
-    def peek(self, key: bytes) -> V | None:
-        """The value, without using it."""
-        return self._entries.get(key)
-
     def use(self, key: bytes) -> V | None:
         """The value, which is now the one used last."""
         if key in self._entries:
@@ -49,9 +45,9 @@ class VersionedLRU(Generic[V]):
         return self._entries.get(key)
 
     def add(self, key: bytes, value: V) -> None:
-        """A new entry, or another value, used last."""
+        """A new entry, used last."""
+        assert key not in self._entries, "an entry is there already"
         self._entries[key] = value
-        self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> V:
         return self._entries.pop(key)

@@ -112,8 +112,8 @@ def test_raising_the_version_touches_no_file(tmp_path: Path, monkeypatch: pytest
 
 def test_the_next_process_goes_on_in_order_of_use(tmp_path: Path) -> None:
     disk = filled(tmp_path, 3)
-    os.utime(file_of(tmp_path, KEYS[0]), ns=(10**18, 10**18))
-    os.utime(file_of(tmp_path, KEYS[2]), ns=(2 * 10**18, 2 * 10**18))
+    for seed, seconds in ((1, 1), (0, 2), (2, 3)):
+        os.utime(file_of(tmp_path, KEYS[seed]), (seconds, seconds))
     assert is_stored(disk, 1)
     disk.close()
     disk = tier(tmp_path, pages=2)

@@ -166,6 +166,20 @@ def test_what_was_not_hit_twice_is_lost(device: str) -> None:
     engine.run(PROMPT)
     engine.cache.evict(8)
     assert engine.run(PROMPT).length == 0
+    engine.run(PROMPT)
+    assert engine.host.allocator.available_pages == 20, "hits of what was in these device pages before are counted"
+
+
+def test_a_run_longer_than_the_host_tier(device: str, tmp_path: Path) -> None:
+    """Pages that were read from disk for one load do not push each other out before they are on the device."""
+    engine = Engine(device, "write_through", 4, tmp_path, 100)
+    engine.run(PROMPT)
+    engine.run([*PROMPT, *range(20, 28)])  # its last four pages push the first four to the disk
+    engine.fill_device(1)
+    assert engine.disk is not None and len(engine.disk) == 8
+    match = engine.run([*PROMPT, *range(20, 28)])
+    assert (match.length, match.loaded) == (8, 8), "four pages are all that the host can take in one load"
+    engine.cache.check_integrity()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
