@@ -27,10 +27,10 @@ _ADVICE = "free some space or pass another directory; pages stored before are st
 class DiskTier:
     """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
 
-    format: what must be equal for bytes to be exchanged (`HostKVCache.format` and its page size). owner: names the
-    model and the run; in one directory the same owner and version have to mean the same weights. One process at a time
-    holds the directory. What an earlier one left under the same owner, format and version is served; all other pages
-    and unfinished files are deleted at the start, and files that are no pages are left alone.
+    format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the model and the run; in
+    one directory the same owner and version have to mean the same weights. One process at a time holds the directory.
+    What an earlier one left under the same owner, format and version is served; all other pages and unfinished files
+    are deleted at the start, and files that are no pages are left alone.
 
     A page is written under another name first and renamed when it is complete; each holds its key and a checksum, and
     what does not match is deleted and a miss. So a crash at any point costs entries only. Not thread-safe.
@@ -48,7 +48,7 @@ class DiskTier:
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
         buffer = host_memory(self.file_bytes, torch.device("cpu"))  # aligned, as direct I/O needs it
         self._memory = buffer.numpy().data
-        self._payload = buffer[_HEADER : _HEADER + page_bytes]
+        self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()  # torch's threads cost more than one page
         self._entries: VersionedLRU[Path] = VersionedLRU(version)
         self._count = 0  # files, those of older versions included
         self._hold_directory()
@@ -87,8 +87,8 @@ class DiskTier:
             return
         self._make_room()
         fields = self._fields(key)
-        self._payload[:] = content
-        self._memory[: len(fields) + HASH_BYTES] = fields + stable_hash(fields, self._payload.numpy().data)
+        self._payload[:] = content.numpy()
+        self._memory[: len(fields) + HASH_BYTES] = fields + stable_hash(fields, self._payload.data)
         path = self._path(key)
         self._write(path)
         self._count += 1
@@ -103,7 +103,7 @@ class DiskTier:
         if path is None:
             return False
         if self._read(path) and self._is_intact(key):
-            into.copy_(self._payload)
+            into.numpy()[:] = self._payload
             with contextlib.suppress(OSError):
                 os.utime(path)  # the order of use outlives the process
             return True
@@ -195,7 +195,7 @@ class DiskTier:
     def _is_intact(self, key: bytes) -> bool:
         """Whether the buffer holds that page, as it was written."""
         fields = self._fields(key)
-        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(fields, self._payload.numpy().data)
+        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(fields, self._payload.data)
 
     def _fields(self, key: bytes) -> bytes:
         return _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)

@@ -16,8 +16,8 @@ from memsaver.errors import BackendError
 
 
 class LowerTiers:
-    """Pages below the device, of one weight version at a time. The host is inclusive of nothing: a page may be on the
-    device, on the host and on disk at once, and each tier evicts on its own, least recently used first.
+    """Pages below the device, of one weight version at a time. A page may be on the device, on the host and on disk at
+    once; each tier evicts on its own, least recently used first.
 
     A disk that is full or fails costs the pages that would have gone there: `lost_pages`, `disk_error`.
     """

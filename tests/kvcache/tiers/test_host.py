@@ -72,7 +72,7 @@ def test_slots_may_be_strided_and_on_the_cpu(device: str) -> None:
     pages = cache.allocator.alloc_pages(4)
     assert pages is not None
     host_slots = cache.slots_of(pages)[::2]
-    cache.backup_from_device_all_layer(host_slots, torch.arange(3, 15, device=device)[::2])
+    cache.backup_from_device_all_layer(host_slots, torch.arange(3, 15, device=device)[::2]).wait()
     poison(cache.pool, 1)
     cache.load_to_device(host_slots, torch.arange(4, 16)[::2]).wait()
     for now, old in zip(contents(cache.pool), before, strict=True):
