@@ -10,13 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache.ops.units_triton import WORDS, unit_pointer
+
 if TYPE_CHECKING:
     from kvcache.ops.staging import Writers
 
 _MAX_BLOCK = 1024  # units a program
 _MAX_BLOCKS = 65535  # programs in the second dimension of a CUDA grid; where there is more to do, they go round
 _WARPS = 8
-_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}
 
 
 def gather_triton(k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor) -> None:
@@ -62,21 +63,13 @@ def _instance(
     constants = {
         "K_UNITS": k.shape[3] // unit,
         "V_UNITS": v.shape[3] // unit,
-        "WORD": _WORDS[unit],
+        "WORD": WORDS[unit],
         "VECTOR": 2 if unit == 16 else 1,
         "COLUMNS": columns,
         "CHUNKS": chunks,
         "BLOCK": _MAX_BLOCK,
     }
     return unit, constants, min(blocks, _MAX_BLOCKS)
-
-
-@triton.jit
-def _pointer(address, WORD: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    pointer = address.to(tl.int64).to(tl.pointer_type(WORD))
-    if VECTOR == 2:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
 
 
 @triton.jit
@@ -116,14 +109,14 @@ def _copy_part(  # type: ignore[no-untyped-def]
     """Part < layers: keys of that layer, else values. `staged`: where the writer's bytes begin."""
     rows = tokens * heads  # int64, as all offsets: pools and buffers may pass 2**31
     if part < layers:
-        pages = _pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
+        pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
         _copy_layer(
             pages, staged + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, heads, k_slot, k_head,
             K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
         )  # fmt: skip
     else:
         layer = part - layers
-        pages = _pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
+        pages = unit_pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
         before = rows * (layers * K_UNITS + layer * V_UNITS)
         _copy_layer(
             pages, staged + before * VECTOR, loc, loc_stride, tokens, heads, v_slot, v_head,
@@ -147,7 +140,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(0).to(tl.int64)
     tokens = tokens.to(tl.int64)
     _copy_part(
-        part, k, v, _pointer(staged, WORD, VECTOR), loc, loc_stride, layers, tokens, heads.to(tl.int64), 0,
+        part, k, v, unit_pointer(staged, WORD, VECTOR), loc, loc_stride, layers, tokens, heads.to(tl.int64), 0,
         k_layer, k_slot, k_head, v_layer, v_slot, v_head,
         K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, False,
     )  # fmt: skip
@@ -166,7 +159,7 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     first_head, heads, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
     begins = before * tokens * layers * (K_UNITS + V_UNITS)
     _copy_part(
-        program % (2 * layers), k, v, _pointer(staged, WORD, VECTOR) + begins * VECTOR, loc, loc_stride, layers, tokens,
-        heads, first_head, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+        program % (2 * layers), k, v, unit_pointer(staged, WORD, VECTOR) + begins * VECTOR, loc, loc_stride, layers,
+        tokens, heads, first_head, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
         K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, True,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,7 +91,7 @@ class TokenPool(KVPool):
 
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
         check_loc("indices", indices, self.device)
-        return HostCopy(self._format(), self._storage.to_host(indices))
+        return HostCopy(self.format(), self._storage.to_host(indices))
 
     def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
         check_loc("indices", indices, self.device)
@@ -100,14 +100,19 @@ class TokenPool(KVPool):
 
     def check_cpu_copy(self, copy: HostCopy, count: int) -> None:
         """ValueError unless `load_cpu_copy` can put the copy into `count` slots."""
-        check_copy(copy, self._format(), count)
+        check_copy(copy, self.format(), count)
 
     @property
     def num_parts(self) -> int:
         """Tensors that a host copy has."""
         return len(self._storage.parts)
 
-    def _format(self) -> tuple[object, ...]:
+    @property
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows contiguous."""
+        return self._storage.parts
+
+    def format(self) -> tuple[object, ...]:
         """What two pools must have in common so that one can take the other's bytes."""
         config = self._token_config
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from memsaver.backup.host import Waitable
     from memsaver.backup.host_arena import HostArena
+    from memsaver.backup.host_pages import Pinner
 
 
 class ShortOfMemory(Exception):
@@ -163,3 +164,12 @@ def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backen
 
         return CudaBackend(device, limit_bytes)
     raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
+
+
+def make_pinner(device: torch.device) -> Pinner | None:
+    """What makes host memory reachable for a device, whose context must be current; None: all of it is."""
+    if device.type != "cuda":
+        return None
+    from memsaver.backends.cuda import CudaPinner
+
+    return CudaPinner()

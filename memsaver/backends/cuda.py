@@ -50,7 +50,7 @@ def _access_desc(index: int) -> Any:
     return access
 
 
-class _Pinner:
+class CudaPinner:
     """Page-locks host memory, for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class _Pinner:
 
 @cache
 def _host_arena() -> HostArena:
-    return HostArena(_Pinner())
+    return HostArena(CudaPinner())
 
 
 class _Span:

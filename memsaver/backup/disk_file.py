@@ -1,4 +1,4 @@
-"""A file without a name: its space is there before it is written, and the kernel frees it when the process ends."""
+"""Files of whole blocks, whose space is there before it is written, with direct I/O where the file system has it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,63 @@ def default_directory() -> Path:
     return lasting if os.access(lasting, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
-class DiskFile:
-    """``nbytes`` (rounded up to BLOCK) in ``directory``; direct I/O where the file system has it."""
+class BlockFile:
+    """``nbytes`` (rounded up to BLOCK) behind an open descriptor, which is this object's to close.
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
+    Errors are ``BackendError``: what failed, the place and the system's name for the error, then ``advice``.
+    """
+
+    def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:
         self.nbytes = -(-nbytes // BLOCK) * BLOCK
-        self._directory = directory
-        with self._explained("making a file for saved content"):
-            self._fd = _open(directory)
-            weakref.finalize(self, os.close, self._fd).atexit = False
-            self.direct = _try_direct(self._fd)
+        self._fd, self._place, self._advice = fd, place, advice
+        self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
+        self.direct = _try_direct(fd)
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
+        """A new file of that name, which must not be there."""
+        with _explained("making a file", path, nbytes, advice):
+            file = cls(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), path, nbytes, advice)
+        try:
+            file.reserve()
+        except BackendError:
+            file.close()
+            path.unlink()
+            raise
+        return file
+
+    @classmethod
+    def open(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
+        """An existing file, to read."""
+        with _explained("opening a file", path, nbytes, advice):
+            return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, nbytes, advice)
+
+    def reserve(self) -> None:
+        """Space for all of it, so that no later write finds the disk full."""
+        with self._explained("reserving space"):
             if self.nbytes:
                 os.posix_fallocate(self._fd, 0, self.nbytes)
 
+    def rename(self, path: Path) -> None:
+        """Gives a file that `create` made another name, in place of whatever has it."""
+        with self._explained("renaming"):
+            os.replace(self._place, path)
+
+    def close(self) -> None:
+        """At once; otherwise it is closed when this object dies."""
+        self._close()
+
     def write(self, buffer: memoryview, offset: int) -> None:
         """All of ``buffer``, a multiple of BLOCK, at ``offset``."""
-        with self._explained("saving content"):
+        with self._explained("writing"):
             done = 0
             while done < len(buffer):
                 done += os.pwrite(self._fd, buffer[done:], offset + done)
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer``, a multiple of BLOCK, from ``offset``."""
-        with self._explained("reading saved content"):
+        with self._explained("reading"):
             done = 0
             while done < len(buffer):
                 got = os.preadv(self._fd, [buffer[done:]], offset + done)
@@ -53,16 +87,30 @@ class DiskFile:
                     raise OSError(errno.EIO, "the file ends too early")
                 done += got
 
-    @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "?")
-            raise BackendError(
-                f"{what} in {self._directory} failed: {name} ({error.strerror}), {format_bytes(self.nbytes)}; free "
-                f"some space, pass another disk_dir, or use content='host'; nothing was changed"
-            ) from error
+    def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _explained(what, self._place, self.nbytes, self._advice)
+
+
+class DiskFile(BlockFile):
+    """A file without a name in ``directory``: the kernel frees it when the process ends, however it does."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        advice = "free some space, pass another disk_dir, or use content='host'; nothing was changed"
+        with _explained("making a file for saved content", directory, nbytes, advice):
+            fd = _open(directory)
+        super().__init__(fd, directory, nbytes, advice)
+        self.reserve()
+
+
+@contextlib.contextmanager
+def _explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "?")
+        raise BackendError(
+            f"{what} in {place} failed: {name} ({error.strerror}), {format_bytes(nbytes)}; {advice}"
+        ) from error
 
 
 def _open(directory: Path) -> int:

@@ -15,7 +15,7 @@ from kvcache.ops import staging_triton as ops
 
 for unit in (16, 2):
     for kernel in (ops.gather_kernel, ops.scatter_kernel):
-        constants = dict(K_UNITS=256 // unit, V_UNITS=128 // unit, WORD=ops._WORDS[unit], VECTOR=2 if unit == 16 else 1,
+        constants = dict(K_UNITS=256 // unit, V_UNITS=128 // unit, WORD=ops.WORDS[unit], VECTOR=2 if unit == 16 else 1,
                          COLUMNS=128, CHUNKS=1, BLOCK=1024)
         types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64") | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}

@@ -1,0 +1,70 @@
+"""The Triton kernel of `host_copy.py`: a program a block of units of one part and layer.
+
+Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are multiples of. Reading
+and writing pinned memory from the kernel itself needs no packed copy of scattered slots on either side.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache.ops.units_triton import WORDS, unit_pointer
+
+if TYPE_CHECKING:
+    from kvcache.ops.host_copy import HostCopyPlan
+
+BLOCK = 1024  # units a program
+WARPS = 8
+FIELDS = tl.constexpr(6)  # of a row of the plan's table
+
+
+def copy_rows_triton(
+    plan: "HostCopyPlan", host_rows: torch.Tensor, device_slots: torch.Tensor, layers: range, to_host: bool
+) -> None:
+    """Same contract as `copy_rows`."""
+    unit = _unit(plan)
+    parts, n = len(plan.parts), len(host_rows)
+    with torch.cuda.device_of(plan.table):
+        copy_rows_kernel[(triton.cdiv(n * plan.widest // unit, BLOCK), len(layers) * parts)](
+            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0), n,
+            layers.start * parts, plan.page_size,
+            UNIT=unit, WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _unit(plan: "HostCopyPlan") -> int:
+    unit = 16
+    for part in plan.parts:
+        numbers = (part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2])
+        unit = math.gcd(unit, *numbers, *part.device.stride()[:2], *part.host.stride()[:3])
+    return unit
+
+
+@triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "first"])
+def copy_rows_kernel(  # type: ignore[no-untyped-def]
+    table, host_rows, device_slots, host_stride, device_stride, n, first, page_size,
+    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
+):  # fmt: skip
+    row = table + (first + tl.program_id(1)).to(tl.int64) * FIELDS
+    device, host = unit_pointer(tl.load(row), WORD, VECTOR), unit_pointer(tl.load(row + 1), WORD, VECTOR)
+    slot_step, page_step, token_step = tl.load(row + 2) // UNIT, tl.load(row + 3) // UNIT, tl.load(row + 4) // UNIT
+    columns = tl.load(row + 5) // UNIT
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    # offsets in the block are int32, whose division is cheap; all that addresses memory is int64
+    inside = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)
+    token = start // columns + inside // columns.to(tl.int32)
+    column = (inside % columns.to(tl.int32)).to(tl.int64)
+    valid = token < n
+    slot = tl.load(device_slots + token * device_stride, mask=valid, other=0)
+    place = tl.load(host_rows + token * host_stride, mask=valid, other=0)
+    on_host = place // page_size * page_step + place % page_size * token_step + column
+    word = tl.arange(0, VECTOR)[None, :]
+    device_at = device + (slot * slot_step + column)[:, None] * VECTOR + word
+    host_at = host + on_host[:, None] * VECTOR + word
+    if TO_HOST:
+        tl.store(host_at, tl.load(device_at, mask=valid[:, None]), mask=valid[:, None])
+    else:
+        tl.store(device_at, tl.load(host_at, mask=valid[:, None]), mask=valid[:, None])

@@ -1,0 +1,212 @@
+"""The disk tier: a directory with one file a page, none of which is ever believed without its checksum."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import weakref
+from pathlib import Path
+
+import torch
+
+from kvcache.tiers.keys import HASH_BYTES, stable_hash
+from kvcache.tiers.lru import VersionedLRU
+from kvcache.tiers.memory import host_memory
+from memsaver.backup.disk_file import BLOCK, BlockFile
+from memsaver.errors import BackendError
+
+_MAGIC = b"kvpage01"
+_FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")  # magic, format, version, page hash, payload bytes
+_HEADER = BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
+_SUFFIX, _PART = ".kvpage", ".kvpage.part"
+_ADVICE = "free some space or pass another directory; pages stored before are still there"
+
+
+class DiskTier:
+    """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
+
+    format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the model and the run; in
+    one directory the same owner and version have to mean the same weights. One process at a time holds the directory.
+    What an earlier one left under the same owner, format and version is served; all other pages and unfinished files
+    are deleted at the start, and files that are no pages are left alone.
+
+    A page is written under another name first and renamed when it is complete; each holds its key and a checksum, and
+    what does not match is deleted and a miss. So a crash at any point costs entries only. Not thread-safe.
+    """
+
+    def __init__(
+        self, directory: Path, budget_bytes: int, *, page_bytes: int, format: object, owner: str, version: int = 0
+    ) -> None:
+        self.directory, self.budget_bytes, self.page_bytes = directory, budget_bytes, page_bytes
+        self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
+        if budget_bytes < self.file_bytes:
+            raise ValueError(
+                f"a budget of {budget_bytes} bytes holds no page, whose file takes {self.file_bytes}; make it larger"
+            )
+        self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
+        buffer = host_memory(self.file_bytes, torch.device("cpu"))  # aligned, as direct I/O needs it
+        self._memory = buffer.numpy().data
+        self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()  # torch's threads cost more than one page
+        self._entries: VersionedLRU[Path] = VersionedLRU(version)
+        self._count = 0  # files, those of older versions included
+        self._hold_directory()
+        self._adopt()
+
+    @property
+    def version(self) -> int:
+        return self._entries.version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return self._count * self.file_bytes
+
+    def __len__(self) -> int:
+        """Pages that can be hit."""
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is a page; `get` may still find it damaged."""
+        return key in self._entries
+
+    def use(self, key: bytes) -> bool:
+        """Whether there is a page, which is now the one used last."""
+        return self._entries.use(key) is not None
+
+    def put(self, key: bytes, content: torch.Tensor) -> None:
+        """Stores a page (uint8 `[page_bytes]` on the CPU) under the present version; does nothing if it is there.
+
+        Evicts what was used longest ago, older versions first. `BackendError` for a full or failing disk: the page is
+        not stored, nothing else is lost but what had to make room.
+        """
+        if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
+            raise ValueError(f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}")
+        if self.use(key):
+            return
+        self._make_room()
+        fields = self._fields(key)
+        self._payload[:] = content.numpy()
+        self._memory[: len(fields) + HASH_BYTES] = fields + stable_hash(fields, self._payload.data)
+        path = self._path(key)
+        self._write(path)
+        self._count += 1
+        self._entries.add(key, path)
+
+    def get(self, key: bytes, into: torch.Tensor) -> bool:
+        """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a miss.
+
+        A file that is not what was written, or that cannot be read, is deleted and a miss.
+        """
+        path = self._entries.use(key)
+        if path is None:
+            return False
+        if self._read(path) and self._is_intact(key):
+            into.numpy()[:] = self._payload
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the order of use outlives the process
+            return True
+        self._entries.remove(key)
+        self._delete(path)
+        return False
+
+    def raise_version(self, version: int) -> None:
+        """Makes every entry a miss, in O(1); their files go when room is needed, or at the next start."""
+        self._entries.raise_version(version)
+
+    def clear(self) -> None:
+        """Deletes all pages, of every version."""
+        while self._count:
+            self._drop_oldest()
+
+    def close(self) -> None:
+        """Lets go of the directory; otherwise when this object dies. The pages stay."""
+        self._unlock()
+
+    def _hold_directory(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._unlock = weakref.finalize(self, os.close, fd)
+        self._unlock.atexit = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise BackendError(f"{self.directory} is held by another disk tier; give each one its own") from error
+
+    def _adopt(self) -> None:
+        """Takes over the files that can be hit, in the order of their last use, and deletes others of this kind."""
+        found = []
+        for path in self.directory.iterdir():
+            if not path.name.endswith((_SUFFIX, _PART)):
+                continue
+            key, stat = self._key_of(path.name), path.stat()
+            if key is not None and stat.st_size == self.file_bytes:
+                found.append((stat.st_mtime_ns, key, path))
+            else:
+                path.unlink()
+        for _, key, path in sorted(found):
+            self._entries.add(key, path)
+        self._count = len(found)
+        while self.nbytes > self.budget_bytes:
+            self._drop_oldest()
+
+    def _make_room(self) -> None:
+        while self.nbytes + self.file_bytes > self.budget_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        dropped = self._entries.drop()
+        assert dropped is not None, "files are counted that no entry stands for"
+        self._delete(dropped.value)
+
+    def _delete(self, path: Path) -> None:
+        self._count -= 1
+        path.unlink(missing_ok=True)
+
+    def _write(self, path: Path) -> None:
+        part = path.with_suffix(_PART)
+        part.unlink(missing_ok=True)
+        file = BlockFile.create(part, self.file_bytes, _ADVICE)
+        try:
+            file.write(self._memory, 0)
+            file.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            file.close()
+
+    def _read(self, path: Path) -> bool:
+        """Fills the buffer; False where the file is gone, too short or cannot be read."""
+        try:
+            file = BlockFile.open(path, self.file_bytes, _ADVICE)
+        except BackendError:
+            return False
+        try:
+            file.read(self._memory, 0)
+        except BackendError:
+            return False
+        finally:
+            file.close()
+        return True
+
+    def _is_intact(self, key: bytes) -> bool:
+        """Whether the buffer holds that page, as it was written."""
+        fields = self._fields(key)
+        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(fields, self._payload.data)
+
+    def _fields(self, key: bytes) -> bytes:
+        return _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)
+
+    def _path(self, key: bytes) -> Path:
+        return self.directory / f"{self._format.hex()}-{self.version}-{key.hex()}{_SUFFIX}"
+
+    def _key_of(self, name: str) -> bytes | None:
+        """The page hash in the name of a file that can be hit."""
+        with contextlib.suppress(ValueError):
+            key = bytes.fromhex(name.removesuffix(_SUFFIX).rsplit("-", 1)[-1])
+            if name == self._path(key).name:
+                return key
+        return None

@@ -1,0 +1,195 @@
+"""The host tier: pages of a device pool in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvcache.allocators.base import Indices, Int64Array, as_int64
+from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
+from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
+from kvcache.pools.token import TokenPool
+from kvcache.tiers.memory import host_memory
+from kvcache.tiers.transfer import Transfer
+from memsaver.ops.dispatch import Impl
+
+Layout = Literal["layer_first", "page_first"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCacheConfig:
+    """How much host memory, and in which order.
+
+    ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of them. Whole pages.
+    layout: layer_first keeps all pages of a part (keys, values) and layer together, page_first all of a page.
+    """
+
+    ratio: float | None = None
+    size_bytes: int | None = None
+    layout: Layout = "layer_first"
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.size_bytes is None):
+            raise ValueError(f"give either ratio or size_bytes, got ratio={self.ratio}, size_bytes={self.size_bytes}")
+        if not (self.ratio or self.size_bytes or 0) > 0:
+            raise ValueError(f"a host tier needs a positive size, got {self.ratio or self.size_bytes}")
+        if self.layout not in ("layer_first", "page_first"):
+            raise ValueError(f"no layout {self.layout!r}; there are 'layer_first' and 'page_first'")
+
+    def pages(self, pool: TokenPool) -> int:
+        """Host pages for a pool; ValueError where not even one fits."""
+        page_bytes = pool.page_size * pool.bytes_per_token
+        size = self.size_bytes if self.ratio is None else int(self.ratio * pool.size) * pool.bytes_per_token
+        assert size is not None
+        if size < page_bytes:
+            raise ValueError(f"{size} bytes of host memory hold no page of {page_bytes} bytes; make the tier larger")
+        return size // page_bytes
+
+
+class HostKVCache:
+    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which, `allocator` says.
+
+    Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the device. Device
+    slots are int64 on the CPU, checked and sent, or on the device, unchecked, as that would synchronise. A pause of the
+    pool's tag loses nothing here; transfers have to be over before it (`Transfer.synchronize`).
+
+    All transfers run one after the other on a stream of their own, after what the current stream had queued when they
+    were asked for. So a host page may be freed and used again at once; device slots may not be read after a load, nor
+    written after a backup, without `Transfer.wait`. Not thread-safe.
+    """
+
+    def __init__(self, pool: TokenPool, config: HostCacheConfig, impl: Impl = "auto") -> None:
+        self.pool, self.config, self.page_size = pool, config, pool.page_size
+        self.format = pool.format()
+        self.page_bytes = pool.page_size * pool.bytes_per_token
+        self.num_layers = next(iter(pool.stored.values())).shape[0]
+        pages = config.pages(pool)
+        self.allocator = PagedTokenToKVPoolAllocator(pages * self.page_size, self.page_size, "cpu")
+        self.nbytes = pages * self.page_bytes
+        self._block = host_memory(self.nbytes, pool.device)
+        self._plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
+        self._scales = [pool.scales(layer) for layer in range(self.num_layers)]
+        self._impl = impl
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self.allocator.size
+
+    def backup_from_device_all_layer(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
+        """Starts copying all layers of the device slots to as many host slots. ValueError: nothing was copied."""
+        return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
+
+    def load_to_device_per_layer(self, host_slots: Indices, device_slots: torch.Tensor, layer: int) -> Transfer:
+        """Starts copying one layer of the host slots to as many device slots."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} is not in this pool; it holds layers 0..{self.num_layers - 1}")
+        return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
+
+    def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
+        """Starts copying all layers, one after the other: `Transfer.wait(i)` waits for layers up to i alone."""
+        return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """All bytes of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part, whatever the layout. A copy; waits."""
+        return torch.cat([rows.flatten() for rows in self._page(page)])
+
+    def write_page(self, page: int, content: torch.Tensor) -> None:
+        """Fills a page with what `read_page` gave. Waits until nothing reads it."""
+        if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
+            raise ValueError(f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}")
+        pages = self._page(page)
+        for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
+            rows.copy_(part.view(rows.shape))
+
+    def slots_of(self, pages: Int64Array) -> torch.Tensor:
+        """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages alike."""
+        offsets = torch.arange(self.page_size)
+        return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
+
+    def _page(self, page: int) -> list[torch.Tensor]:
+        self._check_issued(as_int64([page], "page"))
+        if self._stream is not None:
+            self._stream.synchronize()
+        return [part.host[:, page - 1] for part in self._plan.parts]
+
+    def _start(self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool) -> Transfer:
+        host_rows = self._host_rows(host_slots)
+        self._check_device_slots(device_slots, len(host_rows))
+        self._check_scales(layers)
+        groups = [layers] if to_host else [range(layer, layer + 1) for layer in layers]
+        if self._stream is None:
+            for group in groups:
+                copy_rows(self._plan, host_rows, device_slots, group, to_host, self._impl)
+            return Transfer(layers, {})
+        return self._queue(self._stream, host_rows, device_slots, groups, to_host)
+
+    def _queue(
+        self,
+        stream: torch.cuda.Stream,
+        host_rows: torch.Tensor,
+        device_slots: torch.Tensor,
+        groups: list[range],
+        to_host: bool,
+    ) -> Transfer:
+        """One launch and one event a group of layers."""
+        events: dict[int, torch.cuda.Event] = {}
+        with torch.cuda.stream(stream):
+            # sent first: from pageable memory the host waits for what the stream has queued
+            rows, slots = (each.to(self.pool.device, non_blocking=True) for each in (host_rows, device_slots))
+            slots.record_stream(stream)  # it may be the caller's, who may drop it
+        stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(stream):
+            for group in groups:
+                copy_rows(self._plan, rows, slots, group, to_host, self._impl)
+                events |= dict.fromkeys(group, stream.record_event())
+        return Transfer(range(groups[0].start, groups[-1].stop), events)
+
+    def _host_rows(self, host_slots: Indices) -> torch.Tensor:
+        """Rows of the block, where page 1 is the first: the padding page has no host memory."""
+        slots = as_int64(host_slots, "host_slots")
+        self._check_issued(slots // self.page_size)
+        return torch.from_numpy(slots - self.page_size)
+
+    def _check_issued(self, pages: Int64Array) -> None:
+        free = self.allocator.ref_counts(pages) == 0
+        if free.any():
+            raise ValueError(f"host page {int(pages[free][0])} is free; allocate it before it is written or read")
+
+    def _check_device_slots(self, slots: torch.Tensor, count: int) -> None:
+        if slots.dtype != torch.int64 or slots.shape != (count,):
+            raise ValueError(f"device_slots must be int64 [{count}], one a host slot, got {slots.dtype} {slots.shape}")
+        if slots.device not in (self.pool.device, torch.device("cpu")):
+            raise ValueError(f"device_slots on {slots.device} must be on the CPU or the pool's {self.pool.device}")
+        first, end = self.page_size, self.page_size + self.pool.size
+        if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
+            raise ValueError(f"device slots must be {first}..{end - 1} (page 0 is padding), got {slots.tolist()[:8]}")
+
+    def _check_scales(self, layers: range) -> None:
+        for layer in layers:
+            if self.pool.scales(layer) != self._scales[layer]:
+                raise ValueError(
+                    f"the fp8 scales of layer {layer} changed from {self._scales[layer]} to {self.pool.scales(layer)}, "
+                    f"so pages on the host mean other values; set scales before making the host tier"
+                )
+
+
+def _sides(pool: TokenPool, block: torch.Tensor, pages: int, layout: Layout) -> list[Side]:
+    """Each part of the pool with its place in the host block."""
+    sides, start = [], 0
+    page_bytes = pool.page_size * pool.bytes_per_token
+    for part in pool.stored.values():
+        rows = part.flatten(2).view(torch.uint8)
+        layers, row = rows.shape[0], rows.shape[2]
+        shape = (layers, pages, pool.page_size, row)
+        if layout == "page_first":
+            strides, size = (pool.page_size * row, page_bytes, row, 1), layers * pool.page_size * row
+        else:
+            strides = (pages * pool.page_size * row, pool.page_size * row, row, 1)
+            size = layers * pages * pool.page_size * row
+        sides.append(Side(rows, block.as_strided(shape, strides, start)))
+        start += size
+    return sides

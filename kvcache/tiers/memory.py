@@ -1,0 +1,47 @@
+"""Host memory for a tier: in huge pages where there are any, pinned for a GPU, given back when nobody looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+
+import torch
+
+from memsaver import HostMemoryError
+from memsaver.backends.base import make_pinner
+from memsaver.backup import host_pages
+from memsaver.backup.host_pages import HUGE_PAGE, Pinner
+from memsaver.errors import format_bytes
+from memsaver.host_limits import available_memory
+
+_SHARE = 0.8  # of the memory that is available: others want some, too
+
+
+def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 `[nbytes]` with memory behind it, pinned where `device` is a GPU, at a multiple of 2 MiB and in whole ones.
+
+    `HostMemoryError`, with nothing taken, for more than 0.8 of what machine and container have available.
+    """
+    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    room = int(_SHARE * available_memory())
+    if size > room:
+        raise HostMemoryError(
+            f"a host tier of {format_bytes(size)} is more than 0.8 of the host memory that is available "
+            f"({format_bytes(room)}); make the tier smaller or free memory; nothing was changed",
+            size,
+            size - room,
+            {},
+        )
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        pinner = make_pinner(device)
+        address = host_pages.obtain(size, pinner)
+    owner = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(owner, _give_back, address, size, pinner, device).atexit = False
+    return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels may still read it or write it
+    host_pages.give_back(address, size, pinner)

@@ -1,0 +1,168 @@
+"""A prefix cache over all tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.allocators.base import KVAllocator
+from kvcache.radix.cache import PrefixMatch, RadixCache
+from kvcache.radix.keys import Int64Array, Tokens, as_ids
+from kvcache.radix.node import EMPTY, RadixNode
+from kvcache.tiers.disk import DiskTier
+from kvcache.tiers.host import HostKVCache
+from kvcache.tiers.keys import page_hashes
+from kvcache.tiers.lower import LowerTiers
+from kvcache.tiers.policies import WritePolicy, backs_up_on_eviction, backup_hits, check_policy
+from kvcache.tiers.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class TieredMatch(PrefixMatch):
+    """As PrefixMatch; its pages may be on their way: `transfer.wait(layer)` before a layer's rows are read. `loaded`
+    tokens of `length` were not on the device."""
+
+    transfer: Transfer
+    loaded: int
+
+
+class TieredPrefixCache(RadixCache):
+    """A RadixCache whose pages go to the host, and from there to disk, and come back where a match needs them.
+
+    Pages are known below by their hash, so that a lower tier need not follow splits and evictions of the tree; a page
+    is only ever found there under the version that it was inserted under. write_policy: `write_through` copies a page
+    to the host when it is inserted, `write_through_selective` when it is hit the second time, `write_back` when it is
+    evicted. `extra_key` is a str, an int or None. The rows of a page are written, as far as the current stream is
+    concerned, before it is inserted.
+    """
+
+    def __init__(
+        self,
+        allocator: KVAllocator,
+        host: HostKVCache,
+        disk: DiskTier | None = None,
+        *,
+        write_policy: WritePolicy = "write_through",
+        eviction_policy: str = "lru",
+        version: int = 0,
+    ) -> None:
+        check_policy(write_policy)
+        super().__init__(allocator, eviction_policy, version)
+        self.write_policy = write_policy
+        self.lower = LowerTiers(host, disk, version)
+        self._ledger = allocator
+        self._hashes: dict[int, tuple[int, bytes]] = {}  # of device pages in the tree: version, hash
+        self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
+        self._loading = self._last = Transfer(range(host.num_layers), {})  # the last load, and the last of all
+
+    def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
+        """The longest prefix that the tiers have one after the other; what is below the device gets device pages, for
+        which others may be evicted, as far as there are any. Nothing is reserved, as of RadixCache."""
+        tokens = as_ids(key, "key")
+        found = super().match_prefix(tokens, extra_key=extra_key)
+        self._count_hits(found.pages)
+        loaded = 0
+        if found.length + self.page_size <= len(tokens) and not self.lower.is_empty:
+            loaded = self._load_rest(tokens, found, extra_key)
+        if loaded:
+            found = super().match_prefix(tokens[: found.length + loaded], extra_key=extra_key)
+        return TieredMatch(found.length, found.pages, found.node, self._loading, loaded)
+
+    def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
+        tokens, ids = self._checked_entry(key, pages, version)
+        hashes = page_hashes(tokens, self.page_size, extra_key)
+        length = super().insert(tokens, ids, version=version, extra_key=extra_key, priority=priority)
+        new = ids[length // self.page_size :]
+        self._register(new, hashes[length // self.page_size :])
+        if backup_hits(self.write_policy) == 0:
+            self._save(new)
+        return length
+
+    def raise_version(self, version: int) -> None:
+        """As RadixCache.raise_version, on every tier, in O(1)."""
+        super().raise_version(version)
+        self.lower.raise_version(version)
+
+    def move_to_host(self) -> None:
+        """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has room, waits for it
+        and drops the device pages. ValueError, with nothing changed, while something is locked."""
+        if not self.protected_size:
+            self._save(np.fromiter(self._hashes, dtype=np.int64))
+            self._hashes.clear()
+        super().reset()
+        self._last.synchronize()
+
+    def reset(self) -> None:
+        """Drops everything on every tier. ValueError, with nothing changed, while something is locked."""
+        if not self.protected_size:
+            self._hashes.clear()  # so that nothing is written back
+        super().reset()
+        self.lower.clear()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.lower.check_integrity()
+        held = {int(page) for g in self._generations() for node in g.nodes() for page in node.pages}
+        assert held == self._hashes.keys(), "a page of the tree has no hash, or the reverse"
+
+    def _count_hits(self, pages: Int64Array) -> None:
+        self._hits[pages] += 1
+        if due := backup_hits(self.write_policy):
+            self._save(pages[self._hits[pages] % due == 0])  # again and again: they may have left the host since
+
+    def _load_rest(self, tokens: Int64Array, found: PrefixMatch, extra_key: Hashable) -> int:
+        """Brings what follows a match to the device; how many tokens."""
+        hashes = page_hashes(tokens, self.page_size, extra_key)[len(found.pages) :]
+        below = next((i for i, each in enumerate(hashes) if each not in self.lower), len(hashes))
+        if not below:
+            return 0
+        self.inc_lock_ref(found.node)
+        try:
+            pages = self._device_pages(below)
+            count, transfer = self.lower.load(hashes[:below], pages)
+            self._ledger.free_pages(pages[count:])
+            if transfer is None:
+                return 0
+            self._loading = self._last = transfer
+            loaded, end = count * self.page_size, found.length + count * self.page_size
+            all_pages = np.concatenate([found.pages, pages[:count]])
+            super().insert(tokens[:end], all_pages, version=self.version, extra_key=extra_key)
+            self._register(pages[:count], hashes[:count])
+            return loaded
+        finally:
+            self.dec_lock_ref(found.node)
+
+    def _device_pages(self, count: int) -> Int64Array:
+        short = count - self._ledger.available_pages
+        if short > 0:
+            self.evict(short * self.page_size)
+        pages = self._ledger.alloc_pages(min(count, self._ledger.available_pages))
+        assert pages is not None
+        return pages
+
+    def _register(self, pages: Int64Array, hashes: list[bytes]) -> None:
+        for page, each in zip(pages.tolist(), hashes, strict=True):
+            self._hashes[page] = self.version, each
+        self._hits[pages] = 0
+
+    def _save(self, pages: Int64Array) -> None:
+        """Starts copying those of the pages that are of the present version to the host."""
+        known = [(page, *self._hashes[page]) for page in pages.tolist() if page in self._hashes]
+        current = [(page, each) for page, version, each in known if version == self.version]
+        if current:
+            device_pages = np.array([page for page, _ in current], dtype=np.int64)
+            self._last = self.lower.save([each for _, each in current], device_pages) or self._last
+
+    def _release(self, gone: list[RadixNode]) -> None:
+        """Pages leave the device: written back where the policy says so, and not written again before that is over."""
+        try:
+            if backs_up_on_eviction(self.write_policy):
+                self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))
+            self._last.wait()
+        finally:
+            for node in gone:
+                for page in node.pages.tolist():
+                    self._hashes.pop(page, None)
+            super()._release(gone)
