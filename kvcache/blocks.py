@@ -12,6 +12,8 @@ from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 from kvcache.windows import Ledger, WindowShares, pages_behind
 
+NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Growth:
@@ -68,10 +70,21 @@ class BlockManager:
     def seq_len(self, handle: ReqHandle) -> int:
         return int(self._lens[self.req_to_token.row(handle)])
 
-    def admit(self) -> ReqHandle | None:
-        """A new, empty sequence; None when all rows of the request table are taken."""
+    def admit(self, pages: Int64Array = NO_PAGES) -> ReqHandle | None:
+        """A new sequence, empty or with the tokens of whole `pages`, which it shares; None when all rows of the request
+        table are taken. ValueError, with nothing changed, where a page is free or sequences have a window."""
+        if len(pages) and self._shares.window is not None:
+            raise ValueError("a sequence with a sliding window can't begin with given pages; admit() an empty one")
         handles = self.req_to_token.alloc([None])
-        return None if handles is None else handles[0]
+        if handles is None:
+            return None
+        (handle,) = handles
+        try:
+            self._begin_with(handle.row, pages)
+        except BaseException:  # such as the device being out of memory
+            self.req_to_token.free(handle)
+            raise
+        return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
         """A sequence with the same tokens that shares every page, a partial last one included; None without a row.
@@ -95,6 +108,10 @@ class BlockManager:
         table = self.req_to_token
         table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
         return child
+
+    def pages(self, handle: ReqHandle) -> Int64Array:
+        """Pages of a sequence in order, a partial last one included, int64; those behind its window are not its own."""
+        return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
         """Ends a sequence: drops its share of each page and makes the handle stale."""
@@ -167,10 +184,11 @@ class BlockManager:
         self._shares.free_seen(left)
         return loc
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
         """Raises AssertionError unless the page tables, the reference counts and `req_to_token` tell one story.
 
-        Reads `req_to_token` back, so it synchronises. May be called between any two operations.
+        cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it synchronises. May be called
+        between any two operations.
         """
         self.allocator.check_integrity()
         self.req_to_token.check_integrity()
@@ -183,7 +201,18 @@ class BlockManager:
             positions = np.arange(first * self.page_size, self._lens[row])
             same = table[row, positions] == self._slots(row, positions)
             assert same.all(), f"req_to_token row {row} differs from its page table"
-        self._shares.check_integrity([(row, self._row_pages(row)) for row in rows])
+        self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
+
+    def _begin_with(self, row: int, pages: Int64Array) -> None:
+        """Makes whole pages the beginning of an empty sequence."""
+        length = len(pages) * self.page_size
+        if length == 0:
+            return
+        slots = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        self.req_to_token.write((row, slice(0, length)), to_device(slots, self.allocator.device))
+        self.allocator.share(pages)
+        self._pages[row, : len(pages)] = pages
+        self._lens[row] = length
 
     def _row_pages(self, row: int) -> Int64Array:
         return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]

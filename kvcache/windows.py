@@ -106,9 +106,10 @@ class WindowShares:
                 f"window of {self.window} and were freed; release the sequence and compute it anew"
             )
 
-    def check_integrity(self, tables: Sequence[tuple[int, Int64Array]]) -> None:
-        """AssertionError unless owners are counted as sequences (row, all its pages) hold them."""
+    def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
+        """AssertionError unless owners are counted as sequences (row, all its pages) and a cache hold them."""
         owners, seen = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
+        owners[cached] += 1
         for row, pages in tables:
             owners[pages[self.first_held(row) :]] += 1
             seen[pages[self.behind[row] :]] += 1

@@ -18,6 +18,7 @@ from kvcache import (
     KVPool,
     MambaPool,
     PagedTokenToKVPoolAllocator,
+    RadixCache,
     ReqToTokenPool,
     SWAKVPool,
     SWATokenToKVPoolAllocator,
@@ -29,6 +30,7 @@ from memsaver import MemorySaver
 from rollout.config import EngineConfig
 from rollout.double_sparsity import DoubleSparsity
 from rollout.model.config import ModelConfig
+from rollout.prefix import PrefixBlocks
 from rollout.tags import KV_CACHE
 
 
@@ -72,6 +74,13 @@ class Cache:
             allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, saver.device)
         blocks = BlockManager(table, allocator, pool, kept.sliding_window)
         return cls(layout=kept, pool=pool, states=states, table=table, blocks=blocks, sparsity=config.double_sparsity)
+
+    def prefix_blocks(self, wanted: bool) -> PrefixBlocks:
+        """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe: states and windows
+        of a prefix are gone when its sequence ends, and double sparsity decodes otherwise than it prefills."""
+        pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
+        safe = pages_tell_all and self.sparsity is None
+        return PrefixBlocks(self.blocks, RadixCache(self.blocks.allocator) if wanted and safe else None)
 
     @property
     def capturable(self) -> bool:

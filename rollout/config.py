@@ -24,6 +24,8 @@ class EngineConfig:
     double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes that.
     cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
     graph, others are padded to the next or run without; None takes a ladder up to max_running.
+    prefix_cache: prompts that begin like earlier ones share their pages instead of being computed; only with full or
+    latent attention in every layer, without double sparsity, and otherwise off whatever it says.
     seed: of the requests that bring none.
     """
 
@@ -38,6 +40,7 @@ class EngineConfig:
     double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
+    prefix_cache: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """The generating engine: requests in, completions out; memory that sleeps; weights that are replaced in place."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
-from rollout.scheduler import Sample, Scheduler, Step
+from rollout.scheduler import Sample, Scheduler, Stats, Step
 from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, Completion, Manifest, SamplingParams, WeightOffer, WriteReceipt
 from rollout.update import WeightUpdate
@@ -43,8 +44,9 @@ class Engine:
         self._store = WeightStore(parameter_groups(model), aliases(model), dtype, saver)
         self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self._blocks = self._cache.blocks
+        self._prefixes = self._cache.prefix_blocks(config.prefix_cache)
         self._scheduler = Scheduler(
-            self._blocks,
+            self._prefixes,
             page_size=config.page_size,
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
@@ -86,6 +88,7 @@ class Engine:
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0."""
         self._require_active(WEIGHTS, "load weights")
+        self._prefixes.new_weights()
         self._store.load(iter_checkpoint(path), str(path))
 
     # ---------------------------------------------------------------- generate
@@ -212,6 +215,8 @@ class Engine:
         self._scheduler.preempt_all()
         if rest := [tag for tag in chosen if tag != WEIGHTS]:
             self.saver.pause(*rest, content="discard")
+        if KV_CACHE in rest:
+            self._prefixes.clear()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
@@ -252,7 +257,9 @@ class Engine:
         self._require_active(WEIGHTS, "begin a weight update")
         if self._scheduler.running:
             raise StateError(f"cannot begin a weight update while requests run: {_names(self._scheduler.running)}")
-        return self._update.begin(version)
+        offer = self._update.begin(version)
+        self._prefixes.new_weights()
+        return offer
 
     def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
         """Read the written pages back and serve them, if they are what the writer says it wrote.
@@ -265,8 +272,14 @@ class Engine:
     def abort_update(self, reason: str) -> None:
         """Poison the engine: it refuses to generate, giving `reason`, until an update commits."""
         self._update.abort(reason)
+        self._prefixes.clear()
 
     # ---------------------------------------------------------------- memory
+
+    @property
+    def stats(self) -> Stats:
+        """Tokens computed, and those that the prefix cache spared."""
+        return replace(self._scheduler.stats)
 
     def report(self) -> Report:
         return self.saver.report()
@@ -275,10 +288,11 @@ class Engine:
         return self.saver.drain_events()
 
     def check_integrity(self) -> None:
-        """AssertionError unless the page ledger, the request table and the scheduler agree. Any time between calls."""
-        self._blocks.check_integrity()
+        """AssertionError unless the page ledger, the request table, the prefix cache and the scheduler agree. Any time
+        between calls."""
+        self._prefixes.check_integrity()
         if not self._scheduler.running:
-            for ledger in self._blocks.ledgers:
+            for ledger in self._prefixes.ledgers:
                 assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
             assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
 

@@ -10,19 +10,16 @@ from rollout.types import Completion, FinishReason, SamplingParams
 
 
 class Blocks(Protocol):
-    """What the scheduler asks of kvcache.BlockManager. `extend` returns the new tokens' slots, opaque but for split."""
+    """What the scheduler asks of PrefixBlocks. `extend` returns the new tokens' slots, opaque but for split."""
 
     @property
-    def available_pages(self) -> int: ...
-    @property
-    def total_pages(self) -> int: ...
-    @property
     def ledgers(self) -> Sequence[Ledger]: ...
-    def admit(self) -> ReqHandle | None: ...
+    def admit(self, tokens: Sequence[int]) -> tuple[ReqHandle, int] | None: ...
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
     def slide(self, handles: Sequence[ReqHandle]) -> None: ...
+    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
     def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
-    def release(self, handle: ReqHandle) -> None: ...
+    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,6 +58,10 @@ class Sample:
         split = len(self.prompt)
         return self.prompt[first:last] + self.output[max(0, first - split) : max(0, last - split)]
 
+    def computed_tokens(self) -> list[int]:
+        """Those whose keys and values are in the cache; while it decodes all but the last."""
+        return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
+
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         return Completion(
@@ -94,13 +95,23 @@ class Step:
     chunks: list[Chunk]
 
 
+@dataclass(kw_only=True)
+class Stats:
+    """Since the engine was made. computed_tokens: put through the model, answers included; prefix_hit_tokens: prompt
+    tokens (answers of preempted samples included) that were not, because the prefix cache had them."""
+
+    computed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
 class Scheduler:
     """First come, first served. `running` is in order of admission; the youngest is preempted when pages run out.
 
     A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
     free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
     gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
-    the front of the queue and is recomputed, its answer so far included.
+    the front of the queue and is recomputed, its answer so far included. What the prefix cache has of a prompt is not
+    computed, and what it could evict counts as free.
     """
 
     def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:
@@ -111,6 +122,7 @@ class Scheduler:
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.preemptions = 0
+        self.stats = Stats()
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -190,7 +202,8 @@ class Scheduler:
     def _admit(self, budget: int) -> list[Chunk]:
         """Let waiting samples in, first come, first served; the pages of their first chunks are taken in one call.
 
-        With budget left over no prefill under way needs pages in a later step.
+        Cached pages that a prompt begins with count as taken: before it locked them they may have been available. With
+        budget left over no prefill under way needs pages in a later step.
         """
         lengths: dict[Sample, int] = {}
         ledgers = self.blocks.ledgers
@@ -206,19 +219,25 @@ class Scheduler:
             if tight and (self.running or lengths):
                 break
             rows, taken = rows + members, wanted
-            self.waiting.popleft()
-            sample.computed, sample.prefill_len = 0, sample.length
-            lengths[sample] = min(budget, sample.length)
+            self._start(sample)
+            lengths[sample] = min(budget, sample.length - sample.computed)
             budget -= lengths[sample]
-        return self._start(lengths) if lengths else []
+        return self._first_chunks(lengths) if lengths else []
 
-    def _start(self, lengths: dict[Sample, int]) -> list[Chunk]:
-        """Rows, and pages of the first so many tokens, for the admitted samples."""
-        for sample in lengths:
-            sample.handle = self.blocks.admit()
-            assert sample.handle is not None, "the request table has max_running rows"
-            self.running.append(sample)
-        slots = self.blocks.extend([_handle(sample) for sample in lengths], list(lengths.values()))
+    def _start(self, sample: Sample) -> None:
+        """A row for the first of the queue, and the pages that it shares."""
+        admitted = self.blocks.admit(sample.tokens(0, sample.length))
+        assert admitted is not None, "the request table has max_running rows"
+        sample.handle, sample.computed = admitted
+        sample.prefill_len = sample.length
+        self.stats.prefix_hit_tokens += sample.computed
+        self.running.append(self.waiting.popleft())
+
+    def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
+        """Pages of so many more tokens for the admitted samples."""
+        slots = self.blocks.extend(
+            [_handle(sample) for sample in lengths], [sample.computed + n for sample, n in lengths.items()]
+        )
         assert slots is not None, "checked before, or the pool is empty and check_fits was called"
         return _chunks(lengths, slots.split(list(lengths.values())))
 
@@ -226,6 +245,9 @@ class Scheduler:
         """Record that the step's keys and values are in the cache; what has left a window is free from here on."""
         for chunk in step.chunks:
             chunk.sample.computed += chunk.length
+            if chunk.last:
+                self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
+        self.stats.computed_tokens += len(step.decode) + sum(chunk.length for chunk in step.chunks)
         self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
@@ -250,7 +272,7 @@ class Scheduler:
             self._finish(sample, "length")
 
     def preempt_all(self) -> None:
-        """Put every running sample back into the queue, oldest first; the pool is empty afterwards."""
+        """Put every running sample back into the queue, oldest first; the pool has cached pages only afterwards."""
         while self.running:
             self._preempt(self.running[-1])
 
@@ -272,7 +294,7 @@ class Scheduler:
             self._release(sample)
 
     def _release(self, sample: Sample) -> None:
-        self.blocks.release(_handle(sample))
+        self.blocks.release(_handle(sample), sample.computed_tokens())
         sample.handle = None
         sample.computed = sample.prefill_len = 0
         self.running.remove(sample)

@@ -77,6 +77,10 @@ class PrefixTree:
     def total_size(self) -> int:
         return self._evictable + self._protected
 
+    def pages(self) -> Int64Array:
+        """All pages that the cache owns, those of older versions included, int64. Walks all nodes."""
+        return np.concatenate([EMPTY, *(node.pages for each in self._generations() for node in each.nodes())])
+
     def raise_version(self, version: int) -> None:
         """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others, locked ones once
         they are unlocked. ValueError unless `version` is above the present one."""

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from rollout.prefix import PrefixBlocks
 from rollout.scheduler import Sample, Scheduler, Step
 from rollout.types import SamplingParams
 from tests.kvcache.support import make_windowed
@@ -24,7 +25,13 @@ def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
 
 
 def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
-    return Scheduler(blocks, page_size=PAGE, max_running=blocks.req_to_token.size, max_prefill_tokens=chunk)
+    rows = blocks.req_to_token.size
+    return Scheduler(PrefixBlocks(blocks, None), page_size=PAGE, max_running=rows, max_prefill_tokens=chunk)
+
+
+def used(scheduler: Scheduler) -> int:
+    """Pages of the pool of full layers."""
+    return scheduler.blocks.ledgers[0].total - scheduler.blocks.ledgers[0].available
 
 
 def idle(scheduler: Scheduler) -> bool:
@@ -111,11 +118,11 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
     scheduler.add(request(0, 17, 4, n=6))
     run_step(scheduler)
     assert len(scheduler.running) == 6
-    assert scheduler.blocks.total_pages - scheduler.blocks.available_pages == 5  # ceil(17 / 4), once
+    assert used(scheduler) == 5  # ceil(17 / 4), once
     run_step(scheduler)
-    assert scheduler.blocks.total_pages - scheduler.blocks.available_pages == 4 + 6  # each its own last page
+    assert used(scheduler) == 4 + 6  # each its own last page
     drain(scheduler)
-    assert scheduler.blocks.available_pages == scheduler.blocks.total_pages
+    assert idle(scheduler)
 
 
 def test_more_samples_than_rows_or_pages_come_in_groups() -> None:
@@ -164,7 +171,7 @@ def test_stop_token_ends_a_sample_and_abort_ends_the_rest() -> None:
     assert samples[1].completion().token_ids == [STOP]
     scheduler.abort([*samples, *late])
     assert [s.finish_reason for s in (*samples, *late)] == ["abort", "stop", "abort", "abort"]
-    assert not scheduler.unfinished and scheduler.blocks.available_pages == 40
+    assert not scheduler.unfinished and idle(scheduler)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
