@@ -214,9 +214,9 @@ class Engine:
             self._scheduler.abort(left)
         self._scheduler.preempt_all()
         if rest := [tag for tag in chosen if tag != WEIGHTS]:
+            if KV_CACHE in rest:
+                self._prefixes.clear()
             self.saver.pause(*rest, content="discard")
-        if KV_CACHE in rest:
-            self._prefixes.clear()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.

@@ -216,7 +216,7 @@ class Scheduler:
                 break
             wanted = [pages + self._needed(each, sample.length) for pages, each in zip(taken, ledgers, strict=True)]
             tight = any(n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True))
-            if tight and (self.running or lengths):
+            if tight and self.running:
                 break
             rows, taken = rows + members, wanted
             self._start(sample)

@@ -243,6 +243,33 @@ def test_small_pools_preempt_and_find_what_they_had(path: Path) -> None:
     assert engine.stats.prefix_hit_tokens > 0 and engine.stats.computed_tokens < plain.stats.computed_tokens
 
 
+def test_nothing_but_kept_and_computed_tokens_is_read(path: Path, device: str) -> None:
+    """NaN in every slot that neither the cache nor a running sample knows the content of, after every step."""
+    engine = make(path, device=device, kv_tokens=192, max_prefill_tokens=24)
+    table, cache = engine._cache.table.req_to_token, engine._prefixes.cache
+    assert cache is not None
+
+    def poison(*_: int) -> None:
+        kept = torch.from_numpy(cache.pages())
+        known = [(kept[:, None] * PAGE + torch.arange(PAGE)).flatten()]
+        for sample in engine._scheduler.running:
+            assert sample.handle is not None
+            known.append(table[sample.handle.row, : len(sample.computed_tokens())].long().cpu())
+        for layer in range(engine.model.num_layers):
+            for part in engine.kv_pool.get_kv_buffer(layer):
+                free = torch.ones(len(part), dtype=torch.bool)
+                free[torch.cat(known)] = False
+                part[free.to(part.device)] = float("nan")
+
+    params = SamplingParams(max_tokens=20, temperature=0, n=2)
+    expected = run(make(path, device=device, prefix_cache=False), conversations(), params)
+    for _ in range(2):
+        poison()
+        out = engine.generate(conversations(), params, on_progress=poison)
+        assert_same([samples[0] for samples in out], expected)
+    assert engine.stats.prefix_hit_tokens > 0
+
+
 def test_fp8_rows_of_other_scales_are_not_hit(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", head_dim=16)
     engine, fresh = (make(tmp_path, kv_cache_dtype="fp8_e4m3") for _ in range(2))
