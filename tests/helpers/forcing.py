@@ -20,7 +20,7 @@ def forced_logprobs(engine: Engine, prompt: list[int], answer: list[int]) -> tor
     steps = [(0, len(prompt)), *((at, at + 1) for at in range(len(prompt), len(ids) - 1))]
     logits = []
     for start, stop in steps:
-        slots = engine._blocks.extend([handle], [stop])
+        slots = engine._prefixes.extend([handle], [stop])  # evicts what is cached, if it has to
         assert slots is not None
         shape = BatchShape(rows=[handle.row], q_lens=[stop - start], kv_lens=[stop], num_decode=int(start > 0))
         logits.append(_forward(engine, ids[start:stop], start, slots, shape)[-1])

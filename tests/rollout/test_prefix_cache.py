@@ -117,9 +117,10 @@ def test_the_runner_is_given_no_more_than_is_counted(path: Path, monkeypatch: py
     assert sum(seen) == engine.stats.computed_tokens and engine.stats.prefix_hit_tokens > 0
 
 
-def test_a_turn_of_a_conversation_finds_prompt_and_answer(path: Path) -> None:
+@pytest.mark.parametrize("length", [20, 21, 22, 23])
+def test_a_turn_of_a_conversation_finds_prompt_and_answer(path: Path, length: int) -> None:
     engine = make(path)
-    (prompt, more) = random_prompts((21, 10))
+    (prompt, more) = random_prompts((length, 10))
     for _ in range(3):
         (answer,) = run(engine, [prompt])
         known = len(prompt) + len(answer.token_ids) - 1  # the last token's keys were never computed

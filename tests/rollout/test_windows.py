@@ -91,7 +91,8 @@ class Watched:
 
 
 def watched(path: Path, **options: Any) -> Watched:
-    return Watched(Engine.from_pretrained(path, max_context_len=256, **options))
+    # poison spares running samples only, and would reach what a prefix cache keeps
+    return Watched(Engine.from_pretrained(path, max_context_len=256, prefix_cache=False, **options))
 
 
 def across(tokens: int, page_size: int) -> int:
