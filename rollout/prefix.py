@@ -116,9 +116,10 @@ class PrefixBlocks:
             self.blocks.check_integrity()
             return
         self.cache.check_integrity()
-        self.blocks.check_integrity(self.cache.pages())
-        locked = {node: len(node.key) for held in self._held.values() for node in held.node.path()}
-        assert sum(locked.values()) == self.cache.protected_size, "prefixes are locked by no sequence"
+        pages = self.cache.pages()
+        self.blocks.check_integrity(pages)
+        shared = int((self.blocks.allocator.ref_counts(pages) > 1).sum())
+        assert shared * self.cache.page_size == self.cache.protected_size, "sequences lock other pages than they share"
 
     def _insert(self, handle: ReqHandle, tokens: Sequence[int], version: int) -> None:
         assert self.cache is not None

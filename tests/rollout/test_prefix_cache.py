@@ -165,14 +165,15 @@ def test_older_weights_are_never_hit(path: Path) -> None:
     assert_same(run(engine, alone), run(make(path), alone))
 
 
-def test_weights_that_change_under_requests_leave_nothing_behind(path: Path) -> None:
-    """What runs across the change keeps its pages and offers none of them."""
-    engine, prompts = make(path), random_prompts((30, 50))
-    run(engine, prompts)
-    reload = {8, 16}
+@pytest.mark.parametrize("at", [1, 2, 4, 6])
+def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at: int) -> None:
+    """What runs across the change, be it found, in prefill or decoding, keeps its pages and offers none of them."""
+    engine, prompts = make(path, max_prefill_tokens=16), random_prompts((30, 50))
+    run(engine, [prompts[0][:16]])
+    steps = iter(range(1, 100))
 
-    def change(done: int, total: int, generated: int) -> None:
-        if generated in reload:
+    def change(*_: int) -> None:
+        if next(steps) == at:
             engine.load(path)
         engine.check_integrity()
 
