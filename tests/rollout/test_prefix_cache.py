@@ -169,7 +169,7 @@ def test_older_weights_are_never_hit(path: Path) -> None:
 def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at: int) -> None:
     """What runs across the change, be it found, in prefill or decoding, keeps its pages and offers none of them."""
     engine, prompts = make(path, max_prefill_tokens=16), random_prompts((30, 50))
-    run(engine, [prompts[0][:16]])
+    run(engine, [prompt[:16] for prompt in prompts])
     steps = iter(range(1, 100))
 
     def change(*_: int) -> None:
