@@ -55,6 +55,7 @@ def main() -> None:
             engine = Engine.from_pretrained(
                 path, device="cuda:0", dtype=torch.bfloat16, kv_tokens=BATCH * (PROMPT + ANSWER + 16),
                 max_running=BATCH, max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
+                prefix_cache=False,  # every round computes its prompts
             )  # fmt: skip
             for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
                 params = SamplingParams(max_tokens=ANSWER, temperature=temperature, ignore_eos=True)
