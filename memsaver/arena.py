@@ -83,6 +83,7 @@ class Arena:
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
+        self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
             return None
@@ -117,9 +118,9 @@ class Arena:
         """Give back the extents behind the unused tail; bytes given back. If paused: not to be put back any more."""
         stats = self.stats
         if self.paused:
-            used = -(-stats.top // self.backend.granularity) * self.backend.granularity
-            self.committed_when_paused = min(self.committed_when_paused, used)
-        if self.paused or stats.committed - stats.top < self.backend.granularity:
+            self.committed_when_paused = min(self.committed_when_paused, self.backend.round_up(stats.top))
+            return 0
+        if stats.committed - stats.top < self.backend.granularity:
             return 0
         self.backend.synchronize()
         trimmed: int = shim.library().ms_trim(self.slot)

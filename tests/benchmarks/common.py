@@ -86,6 +86,21 @@ def median_ms(run: Callable[[], object], repeats: int = 10, warmup: int = 3) -> 
     return statistics.median(times)
 
 
+def free_bytes() -> int:
+    """Bytes of the device that another can take, less some for itself."""
+    return torch.cuda.mem_get_info()[0] - (2 << 30)
+
+
+def others_write(nbytes: int) -> None:
+    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
+    if not nbytes:
+        time.sleep(1.0)
+        return
+    torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def copy_bandwidth(nbytes: int = 4 << 30) -> float:
     """Bytes a second, read and write counted, of one large device-to-device copy: the floor of every other copy."""
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").fill_(1)

@@ -9,8 +9,7 @@ import os
 import random
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from tests.helpers.memory import memfd_bytes, memory_maps, open_fds, process_bytes
-from tests.helpers.peers import Peer
+from tests.helpers.memory import memfd_bytes, memory_maps, open_fds, process_bytes, status_bytes
+from tests.helpers.peers import PATIENCE, Address, Peer
 from tests.helpers.soak import rounds
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
@@ -29,15 +28,7 @@ LIMIT = 40 << 20  # for the tags with their holes, and for some of what the othe
 # after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
 # A reservation is 4 MiB or more: left behind in each cycle, they show.
 SLACK_VMSIZE = 48 << 20
-PATIENCE = 7.0  # seconds for a cycle: one that waits for what does not come takes 8 or 10
 SLACK_MAPS = 4  # Python's heaps are mapped one by one
-
-
-class Address(NamedTuple):
-    """What the other process needs."""
-
-    pool: memsaver.PoolTicket
-    tags: tuple[memsaver.Ticket, ...]
 
 
 class Side:
@@ -142,12 +133,7 @@ class Side:
         nbytes = memfd_bytes([os.getpid()]) if self.device == "cpu" else process_bytes(self.device)  # mapped or not
         held = {"bytes": nbytes, "imports": len(imports), "fds": open_fds()}
         held |= {"maps": memory_maps(), "threads": threading.active_count(), "pinned": _pinned_bytes(self.device)}
-        return held | {key: _status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+        return held | {key: status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
 
 
 def _pinned_bytes(device: str) -> int:
