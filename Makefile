@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-memory-host bench-sync bench-rollout bench-switch bench-gap
+BENCHES := bench-memory bench-backup bench-memory-host bench-sync bench-rollout bench-switch bench-gap
 
 .PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
 
@@ -40,8 +40,11 @@ test-gpu:
 soak:
 	$(GPU) -m pytest -m soak --soak -p no:timeout --durations=0
 
-bench-memory:
+bench-memory: bench-backup
 	$(GPU) -m tests.benchmarks.bench_memory --out $(OUT)
+
+bench-backup:
+	$(GPU) -m tests.benchmarks.bench_backup --out $(OUT)
 
 bench-memory-host:
 	$(GPU) -m tests.benchmarks.bench_memory_host --out $(OUT)

@@ -8,6 +8,7 @@
 from memsaver.errors import (
     BackendError,
     CompilerError,
+    HostMemoryError,
     LeaseError,
     LockTimeout,
     MemSaverError,
@@ -25,6 +26,7 @@ __all__ = [
     "CallStats",
     "CompilerError",
     "Event",
+    "HostMemoryError",
     "Lease",
     "LeaseError",
     "LockTimeout",

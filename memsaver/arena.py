@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
 from memsaver.allocator import shim
 from memsaver.backends.base import Backend
+from memsaver.backup import Backup
+from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums
 
-CONTENTS = ("discard", "host")
+CONTENTS = ("discard", "host", "disk")
 
 
 class Reservation:
@@ -27,18 +29,6 @@ class Reservation:
 
     def close(self) -> None:
         self._backend.unreserve(self.address, self.nbytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backup:
-    """Saved content: ``ranges`` (offset, nbytes) of the arena, one after the other in ``buffer`` (uint8, host)."""
-
-    ranges: tuple[tuple[int, int], ...]
-    buffer: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.numel()
 
 
 class Arena:
@@ -66,6 +56,8 @@ class Arena:
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
         self.backup: Backup | None = None
+        self.version: Hashable | None = None  # what the owner calls the content, until the next pause
+        self.retained: Retained | None = None
         self.open_regions = 0
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
@@ -154,30 +146,18 @@ class Arena:
         offset = address - self.address
         return 0 <= offset < self.reservation.nbytes and offset >= self.stats.committed
 
-    def save(self) -> Backup:
-        """Copy the live content, where there is memory behind it, to host memory."""
+    def saved_ranges(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) of the live content, where there is memory behind it."""
         end = self.stats.committed
-        ranges = tuple((offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end)
-        buffer = self.backend.host_buffer(sum(nbytes for _, nbytes in ranges))
-        self._copy(ranges, buffer, restore=False)
-        return Backup(ranges=ranges, buffer=buffer)
+        return [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
 
-    def restore(self, backup: Backup) -> None:
-        """Copy saved content back to where it was."""
-        self._copy(backup.ranges, backup.buffer, restore=True)
+    def verify(self) -> None:
+        """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
+        if self.backup is not None and self.sums is not None:
+            self.sums.verify(self.bytes_at)
 
-    def _copy(self, ranges: tuple[tuple[int, int], ...], buffer: torch.Tensor, restore: bool) -> None:
-        if not ranges:
-            return
-        done, end = 0, max(offset + nbytes for offset, nbytes in ranges)
-        whole = self.bytes_at(0, end)  # one view: torch 2.11 leaks two tuples with each that it makes of an address
-        for offset, nbytes in ranges:
-            device_side = whole[offset : offset + nbytes]
-            host_side = buffer[done : done + nbytes]
-            target, source = (device_side, host_side) if restore else (host_side, device_side)
-            target.copy_(source, non_blocking=True)
-            done += nbytes
-        self.backend.synchronize()
+    def forget_retained(self) -> None:
+        self.retained = None
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released."""

@@ -52,6 +52,10 @@ class OutOfMemory(MemSaverError, MemoryError):
         return type(self), (str(self), self.requested_bytes, self.missing_bytes, self.holders)
 
 
+class HostMemoryError(OutOfMemory):
+    """Host memory for saved content is short; nothing was changed."""
+
+
 def format_bytes(nbytes: int) -> str:
     """``1536`` -> ``"1.5 KiB"``."""
     value = float(nbytes)

@@ -39,7 +39,7 @@ class Recorder:
             op=op,
             tag=arena.tag,
             committed_bytes=arena.stats.committed,
-            backup_bytes=arena.backup.nbytes if arena.backup else 0,
+            backup_bytes=arena.backup.host_bytes if arena.backup else 0,
         )
         self._events.append(event)
         if _log.isEnabledFor(logging.DEBUG):

@@ -12,7 +12,7 @@ class TagReport:
     state: str
     """``"active"`` or ``"paused"``."""
     content: str
-    """``"discard"`` or ``"host"``: what a pause does with the content."""
+    """``"discard"``, ``"host"`` or ``"disk"``: what a pause does with the content."""
     reserved_bytes: int
     """Addresses, for life."""
     committed_bytes: int
@@ -20,7 +20,9 @@ class TagReport:
     live_bytes: int
     """Allocations in use, as asked for."""
     backup_bytes: int
-    """Host memory that holds the content while it is paused."""
+    """Host memory that holds the content, or serves to read it back, while it is paused."""
+    disk_bytes: int
+    """Of the file that holds the content while it is paused."""
     extents: int
     leases: int
     last_pause_seconds: float

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,8 @@ from memsaver import integrity
 from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory, make_backend
+from memsaver.backup import reading
+from memsaver.backup.disk_file import default_directory
 from memsaver.errors import StateError
 from memsaver.page_pool import PagePool
 from memsaver.recorder import Recorder
@@ -25,6 +28,8 @@ from memsaver.switch import Switch
 from memsaver.tags import Tags, check_content
 
 if TYPE_CHECKING:
+    from memsaver.backup.host import Waitable
+    from memsaver.backup.host_arena import HostArena
     from memsaver.lease import PoolTicket, Ticket
     from memsaver.share import ShareServer
 
@@ -36,6 +41,7 @@ class MemorySaver:
         device: ``"cpu"`` (memfd and mmap) or ``"cuda:N"`` (CUDA virtual memory).
         limit_bytes: the most physical memory that all tags together may hold; ``None``: what the device has.
         reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
+        disk_dir: where content ``"disk"`` is saved, in nameless files; ``None``: /var/tmp, else the temporary folder.
         debug: a torch operation on paused memory raises ``StateError`` before it runs, in every thread that uses the
             saver (``memsaver.debug``), and kept content is compared across a pause. Costs microseconds an operation.
 
@@ -48,6 +54,7 @@ class MemorySaver:
         *,
         limit_bytes: int | None = None,
         reserve_bytes: int | None = None,
+        disk_dir: str | Path | None = None,
         debug: bool = False,
     ) -> None:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
@@ -55,8 +62,9 @@ class MemorySaver:
                 raise ValueError(f"{name}={value} must be positive, or None")
         self._backend = make_backend(torch.device(device), limit_bytes)
         self._pool = PagePool(self._backend)
-        self._switch = Switch(self._backend, self._pool, checksums=debug)
         self._tags = Tags(self._backend, reserve_bytes or self._backend.total_bytes)
+        directory = Path(disk_dir or default_directory())
+        self._switch = Switch(self._backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self._backend)
         self._lock = threading.RLock()
         self._closed = False
@@ -74,7 +82,26 @@ class MemorySaver:
 
     @property
     def limit_bytes(self) -> int | None:
+        """May be set at any time; below what is held, nothing more is taken until enough was given back."""
         return self._backend.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        self._backend.limit_bytes = nbytes
+
+    @property
+    def disk_dir(self) -> Path:
+        """Where content ``"disk"`` is saved, from the next pause on."""
+        return self._switch.disk_dir
+
+    @disk_dir.setter
+    def disk_dir(self, path: str | Path) -> None:
+        self._switch.disk_dir = Path(path)
+
+    @property
+    def host_arena(self) -> HostArena:
+        """Where content is saved; one for all savers of the process with the same kind of device."""
+        return self._backend.host_arena
 
     @property
     def tags(self) -> list[str]:
@@ -83,6 +110,10 @@ class MemorySaver:
 
     def is_paused(self, tag: str) -> bool:
         return self._arena(tag).paused
+
+    def tag_of(self, tensor: torch.Tensor) -> str:
+        """The tag that a tensor is on; ``TagError`` if on none."""
+        return self._tags.at(tensor.data_ptr()).tag
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Byte offset of a tensor's first element in its tag's arena."""
@@ -95,7 +126,7 @@ class MemorySaver:
     def region(self, tag: str = "default", content: str | None = None) -> Iterator[None]:
         """Place this thread's torch allocations on ``tag``; the innermost region wins.
 
-        ``content``: what a pause does with the content, ``"discard"`` (default for a new tag) or ``"host"``.
+        ``content``: what a pause does with the content: ``"discard"`` (default for a new tag), ``"host"``, ``"disk"``.
         Allocations of other threads (autograd's, loaders') are not caught. Raises ``StateError`` on a paused tag,
         ``OutOfMemory`` where torch's own error would say less, ``CompilerError`` on the CPU without a C++ compiler.
         """
@@ -182,8 +213,8 @@ class MemorySaver:
     ) -> None:
         """Take the memory of the tags away (no tag: all). Paused tags are skipped; all or nothing.
 
-        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory and the
-        next resume restores them; after ``"discard"`` they are undefined.
+        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host memory, ``"disk"``
+        in a file, and the next resume restores them; after ``"discard"`` they are undefined.
         release: where the memory goes. ``"driver"``; ``"keep"``: into this saver's page pool, from which any of its
         tags is resumed without the driver; ``"hand_over"``: into the page pool of the saver whose ticket is ``to``.
         streams: wait for the work on these only, not for all of the device's; the caller answers for the rest.
@@ -197,7 +228,8 @@ class MemorySaver:
             if inside := [arena.tag for arena in arenas if arena.open_regions]:
                 raise StateError(f"cannot pause {inside}: a region of it is open; leave the region first")
             started = time.perf_counter()
-            saved = [arena for arena in arenas if (content or arena.content) == "host"]
+            kept = [(arena, content or arena.content) for arena in arenas]
+            saved = [(arena, where) for arena, where in kept if where != "discard"]
             lost = self._switch.pause(arenas, saved, release, to, streams)
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
@@ -233,6 +265,69 @@ class MemorySaver:
         if len(arenas) != 1 or arenas[0].backup is not None:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
         return self._switch.resume_most(arenas[0], at_least)
+
+    def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
+        """Pause one tag and resume another at once: the memory of the first serves the second.
+
+        Content goes to the host and comes from it at the same time, extent by extent, with at most 1 GiB of the device
+        beside what the first tag holds. Memory that the second does not need stays in the page pool. content: overrides
+        the first tag's policy, ``"host"`` or ``"discard"``. All or nothing, as ``pause`` and ``resume``. Memory
+        in too large extents goes through the driver the first time, one tag after the other.
+        """
+        with self._operation():
+            out, into = self._active(pause, "swap"), self._arena(resume)
+            check_content(content)
+            if not into.paused:
+                raise StateError(f"swap: tag {resume!r} is not paused")
+            if out.open_regions:
+                raise StateError(f"cannot pause {pause!r}: a region of it is open; leave the region first")
+            if (where := content or out.content) == "disk":
+                raise ValueError("swap keeps content in host memory; pass content='host', or pause and resume")
+            started = time.perf_counter()
+            try:
+                self._switch.swap(out, where, into)
+            except ShortOfMemory as short:
+                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause) from None
+            seconds = time.perf_counter() - started
+            out.last_pause_seconds = into.last_resume_seconds = seconds
+            self._recorder.record("pause", out, seconds)
+            self._recorder.record("resume", into, seconds)
+
+    def mark_clean(self, tag: str, version: Hashable) -> None:
+        """Say that the content of an active tag is, until its next pause, what the owner calls ``version``.
+
+        If that pause finds the copy of the same version from an earlier pause or ``save``, on the same allocations, it
+        copies nothing. It compares a digest first, so a write that the owner does not know of is never lost. To be said
+        anew before each pause; the copy stays in host memory meanwhile, unless another tag needs the room.
+        """
+        with self._lock:
+            self._active(tag, "mark_clean").version = version
+
+    def save(self, tag: str, version: Hashable) -> Waitable | None:
+        """Begin to copy an active tag's content to host memory, behind the work that is queued on the current stream.
+
+        Work that only reads the tag may go on meanwhile. The next pause finds the copy as after ``mark_clean``. Returns
+        an event to wait for; None where it is done at once (CPU).
+        """
+        with self._operation():
+            return self._switch.start_save(self._active(tag, "save"), version)
+
+    def saved(self, tensor: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
+        """The saved content of a contiguous tensor on a paused tag, on the CPU.
+
+        zero_copy: the memory that it is saved in, which is someone else's after the tag's next resume; ``ValueError``
+        where it lies on disk or in several pieces.
+        """
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        with self._lock:
+            return reading.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
+
+    def _active(self, tag: str, what: str) -> Arena:
+        arena = self._arena(tag)
+        if arena.paused:
+            raise StateError(f"{what}({tag!r}): the tag is paused; resume it first")
+        return arena
 
     def resize(self, tag: str, nbytes: int) -> int:
         """Put memory behind the first ``nbytes`` of a tag and take it away from the rest; bytes that are backed now.
@@ -330,7 +425,8 @@ class MemorySaver:
             reserved_bytes=stats.reserved,
             committed_bytes=stats.committed,
             live_bytes=sum(nbytes for _, nbytes in arena.live_ranges()),
-            backup_bytes=arena.backup.nbytes if arena.backup else 0,
+            backup_bytes=arena.backup.host_bytes if arena.backup else 0,
+            disk_bytes=arena.backup.disk_bytes if arena.backup else 0,
             extents=stats.extents,
             leases=len(self._leases(arena.tag)),
             last_pause_seconds=arena.last_pause_seconds,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from memsaver.allocator import shim
-from memsaver.arena import Arena, Backup
+from memsaver.arena import Arena
 from memsaver.backends.base import Backend, ShortOfMemory
-from memsaver.checksums import Checksums
+from memsaver.backup import Backup, DiskBackup, HostBackup
+from memsaver.backup.host import Waitable
+from memsaver.backup.retained import Retained
+from memsaver.checksums import Checksums, fingerprint
 from memsaver.device_lock import device_lock
-from memsaver.errors import LeaseError
+from memsaver.errors import HostMemoryError, LeaseError
 from memsaver.page_pool import PagePool
+from memsaver.swap import Swap, goes_piecewise
 
 if TYPE_CHECKING:
     from memsaver.lease import PoolTicket
@@ -33,9 +38,12 @@ class Switch:
     another process, are not.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool, checksums: bool) -> None:
-        """checksums: compare kept content before the pause and after the resume."""
-        self._checksums = checksums
+    def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
+        """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
+        of the saver's."""
+        self.disk_dir = disk_dir
+        self._tags = tags
+        self._checksums = debug
         self.server: ShareServer | None = None
         self._backend = backend
         self._pool = pool
@@ -58,12 +66,12 @@ class Switch:
     def pause(
         self,
         arenas: Sequence[Arena],
-        saved: Sequence[Arena],
+        saved: Sequence[tuple[Arena, str]],
         release: str,
         to: PoolTicket | None,
         streams: Sequence[torch.cuda.Stream] | None,
     ) -> LeaseError | None:
-        """saved: those whose content is kept in host memory.
+        """saved: those whose content is kept, each with "host" or "disk".
 
         What it raises has changed nothing; the error that it returns is to be raised when the tags' pause is recorded.
         """
@@ -75,7 +83,7 @@ class Switch:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
-            backups = {arena.tag: self._save(arena) for arena in saved}
+            backups = {arena.tag: self._save(arena, content) for arena, content in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
             many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
@@ -91,16 +99,66 @@ class Switch:
                 self._pool.give_back(_flat(extents))
         return lost
 
-    def _save(self, arena: Arena) -> Backup:
-        backup = arena.save()
-        if self._checksums:
-            arena.sums = Checksums.take(arena.tag, backup.ranges, arena.bytes_at)
+    def _save(self, arena: Arena, content: str) -> Backup:
+        backup, fresh = self._prepare(arena, content)
+        if fresh:
+            try:
+                backup.save(self._backend, arena.address)
+            except BaseException:
+                arena.retained = None
+                raise
         return backup
+
+    def _prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
+        """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
+        ranges = arena.saved_ranges()
+        if self._checksums:
+            arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
+        if arena.retained is not None and arena.retained.holds(arena.version, ranges, content):
+            return arena.retained.backup, False
+        arena.retained = None
+        backup = self._new_backup(ranges, content)
+        if arena.version is not None:
+            arena.retained = Retained(backup, arena.version, fingerprint(ranges, arena.bytes_at))
+            arena.retained.digest.start()
+            arena.retained.settle()
+        return backup, True
+
+    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
+        """Room for it, before anything is copied; copies that are only retained give way."""
+        host = self._backend.host_arena
+        for last in (False, True):
+            try:
+                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
+            except HostMemoryError:
+                if last or not self._drop_retained():
+                    raise
+        raise AssertionError
+
+    def _drop_retained(self) -> bool:
+        """Of active tags: True if there was one."""
+        found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
+        for arena in found:
+            arena.retained = None
+        return bool(found)
+
+    def start_save(self, arena: Arena, version: Hashable) -> Waitable | None:
+        """Copy an active tag's content to the host while work goes on that does not write it."""
+        ranges = arena.saved_ranges()
+        arena.retained = None
+        backup = self._new_backup(ranges, "host")
+        assert isinstance(backup, HostBackup)
+        arena.retained = Retained(backup, version, fingerprint(ranges, arena.bytes_at))
+        arena.retained.digest.start()
+        arena.retained.copying = backup.start_save(self._backend, arena.address)
+        arena.version = version
+        return arena.retained.copying
 
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
             arena.paused = True
             arena.backup = backups.get(arena.tag)
+            arena.version = None
             arena.whole = whole
             arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag]) + arena.missing
             arena.missing = 0
@@ -134,6 +192,38 @@ class Switch:
         if self.server is not None:
             self.server.disown([extent.id for extent in extents])
         return lost
+
+    def swap(self, out: Arena, content: str, into: Arena) -> None:
+        """Pause one tag, its memory going to another that is resumed; what it raises has changed nothing."""
+        leaving = shim.extents(out.slot)
+        if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
+            self._swap_in_turn(out, content, into)
+            return
+        self.wait_unleased([out])
+        with contextlib.ExitStack() as undo:
+            out.freeze()
+            undo.callback(out.thaw)
+            self._drain(None)
+            backup, fresh = self._prepare(out, content) if content == "host" else (None, False)
+            assert backup is None or isinstance(backup, HostBackup)
+            undo.callback(out.forget_retained)
+            left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
+            into.verify()
+            undo.pop_all()
+        self._pool.keep(left)
+        self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
+        self._settle_resumed([into])
+
+    def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
+        """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
+        saved = [(out, content)] if content != "discard" else []
+        self.pause([out], saved, "driver", None, None)
+        out.whole = into.whole = False
+        try:
+            self.resume([into])
+        except BaseException:
+            self.resume([out])
+            raise
 
     def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
         """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
@@ -218,10 +308,12 @@ class Switch:
                     arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
             for arena in arenas:
                 if arena.backup is not None:
-                    arena.restore(arena.backup)
-                    if arena.sums is not None:
-                        arena.sums.verify(arena.bytes_at)
+                    arena.backup.restore(self._backend, arena.address)
+                arena.verify()
             undo.pop_all()
+        self._settle_resumed(arenas)
+
+    def _settle_resumed(self, arenas: Sequence[Arena]) -> None:
         for arena in arenas:
             arena.backup, arena.sums = None, None
             arena.paused = False

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from memsaver.ops.hash import hash_text
 from recipes.models import decode
 from recipes.monitor import Monitor
 from recipes.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from rollout import Rollout, SamplingParams
-from rollout.ops.hash import hash_text
 from trainer_bridge import Cycle, SequenceBatch
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memsaver.ops.hash import hash_text
 from recipes.config import TaskSection
 from recipes.errors import RecipeError
-from rollout.ops.hash import hash_text
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from kvcache.ops.dispatch import Impl
+from memsaver.ops.dispatch import Impl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
-from kvcache.ops.dispatch import use_triton
 from memsaver import Event, MemorySaver, Report, StateError
+from memsaver.ops.dispatch import use_triton
+from memsaver.ops.hash import splitmix64_int
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.ops.hash import splitmix64_int
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
 from rollout.scheduler import Sample, Scheduler, Step

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvcache import MHATokenToKVPool, ReqToTokenPool
 from kvcache.allocators.paged import to_device
-from kvcache.ops.dispatch import Impl
 from memsaver import MemorySaver
+from memsaver.ops.dispatch import Impl
 from rollout.graphs import DecodeGraphs
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
-from rollout.ops.hash import splitmix64
+from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.ops.hash import splitmix64
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _ALIGNMENT = 16  # bytes, of every tensor in a packed transfer

@@ -148,7 +148,7 @@ class WeightOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writer says it wrote. digest: rollout.ops.digest over every slice. nbytes: parameters, no padding.
+    """What the writer says it wrote. digest: memsaver.ops.digest over every slice. nbytes: parameters, no padding.
 
     seconds: of the whole write, copy_seconds: of it, between mapping the pages and unmapping them.
     """

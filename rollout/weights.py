@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memsaver.ops.digest import Digest
 from rollout.model.layout import Group
-from rollout.ops.digest import Digest
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 

@@ -15,7 +15,7 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 # Import of the key is allowed only in files that start with one of these paths.
 ALONE = {
     "cuda": ["memsaver/backends/cuda.py"],
-    "triton": ["kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
+    "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
     "ray": ["rollout/actor.py", "trainer_bridge/actor.py", "trainer_bridge/coordinator.py"],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "omegaconf": ["recipes/"],

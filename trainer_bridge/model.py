@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollout.ops.hash import hash_text
+from memsaver.ops.hash import hash_text
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.ops.dispatch import Impl, use_triton
+from memsaver.ops.dispatch import Impl, use_triton
 
 # Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -78,6 +78,11 @@ def _new_open_pool(slot: int) -> torch.cuda.MemPool:
     return pool
 
 
+def retire(pool: torch.cuda.MemPool) -> None:
+    """Drop a pool when no region of the process is open. Takes no lock: finalizers call it."""
+    _pools.append(pool)
+
+
 def _retire() -> None:
     global _open_regions
     with _lock:

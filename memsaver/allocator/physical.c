@@ -253,3 +253,20 @@ int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes) {
     if (!error && ftruncate((int)handle, (off_t)nbytes)) error = errno;
     return ms_recorded(phys, MS_RESIZE, nbytes, started, error);
 }
+
+/* ------------------------------------------------------------------ content */
+
+int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *stream) {
+    uint64_t started = ms_clock_ns();
+    size_t total = 0;
+    int error = ms_fault(phys);
+    for (size_t i = 0; i < count && !error; i++) {
+        const ms_transfer *t = &transfers[i];
+        total += t->nbytes;
+        if (phys->kind == MS_CUDA)
+            error = phys->driver.copy(t->to, t->from, t->nbytes, stream);
+        else
+            memcpy((void *)t->to, (const void *)t->from, t->nbytes);
+    }
+    return ms_recorded(phys, MS_COPY, total, started, error);
+}

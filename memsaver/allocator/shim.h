@@ -44,7 +44,7 @@ typedef struct {
 } ms_block;
 
 enum { /* of the driver; the last three are Python's */
-    MS_CREATE, MS_RELEASE, MS_MAP, MS_SET_ACCESS, MS_UNMAP, MS_RESIZE, MS_EXPORT, MS_IMPORT,
+    MS_CREATE, MS_RELEASE, MS_MAP, MS_SET_ACCESS, MS_UNMAP, MS_RESIZE, MS_COPY, MS_EXPORT, MS_IMPORT,
     MS_RESERVE, MS_UNRESERVE, MS_SYNCHRONIZE, MS_OPERATIONS
 };
 #define MS_RECENT 1024
@@ -73,11 +73,17 @@ typedef struct { /* CUDA driver entry points and arguments, handed in from Pytho
     int (*set_access)(uint64_t address, size_t nbytes, const void *desc, size_t count);
     int (*export_fd)(void *fd, uint64_t handle, int type, unsigned long long flags);
     int (*import_fd)(uint64_t *handle, void *fd, int type);
+    int (*copy)(uint64_t to, uint64_t from, size_t nbytes, void *stream);
     const void *prop;
     const void *access;
 } ms_driver;
 #define MS_CUDA_FD 1         /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
 #define MS_CUDA_E_SYSTEM 304 /* CUDA_ERROR_OPERATING_SYSTEM */
+
+typedef struct { /* addresses of either side */
+    uint64_t to, from;
+    size_t nbytes;
+} ms_transfer;
 
 typedef struct ms_phys ms_phys;
 
@@ -98,6 +104,9 @@ int ms_import(ms_phys *phys, int fd, uint64_t *handle); /* takes `fd`, also when
 int ms_map(ms_phys *phys, size_t address, size_t nbytes, uint64_t handle, size_t offset, int writable);
 int ms_set_access(ms_phys *phys, size_t address, size_t nbytes);
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes);
+
+/* All of them, in order: on a GPU queued on `stream`, on the host done when it returns. The first error ends it. */
+int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *stream);
 
 /* The page pool: extents without a place, counted as committed. */
 int ms_pool_put(ms_phys *phys, const ms_extent *extents, size_t count); /* all or none */

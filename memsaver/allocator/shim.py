@@ -26,11 +26,12 @@ class Operation(enum.IntEnum):
     SET_ACCESS = 3
     UNMAP = 4
     RESIZE = 5
-    EXPORT = 6
-    IMPORT = 7
-    RESERVE = 8
-    UNRESERVE = 9
-    SYNCHRONIZE = 10
+    COPY = 6
+    EXPORT = 7
+    IMPORT = 8
+    RESERVE = 9
+    UNRESERVE = 10
+    SYNCHRONIZE = 11
 
 
 _size = ctypes.c_size_t
@@ -91,11 +92,15 @@ class Calls(ctypes.Structure):
     ns: int
 
 
+class _Transfer(ctypes.Structure):
+    _fields_ = [("to", ctypes.c_uint64), ("source", ctypes.c_uint64), ("nbytes", _size)]
+
+
 class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
-    _fields_ += [("export_fd", ctypes.c_void_p), ("import_fd", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy")]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
 
@@ -141,6 +146,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
     "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_copy": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Transfer), _size, ctypes.c_void_p]),
     "ms_pool_put": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
     "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
     "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
@@ -245,6 +251,13 @@ def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
     last, array = ctypes.c_uint64(seen), (Call * _RECENT)()
     count = library().ms_get_recent(phys, ctypes.byref(last), array)
     return last.value, list(array[:count])
+
+
+def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
+    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error number, 0 for none."""
+    array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
+    error: int = library().ms_copy(phys, array, len(transfers), stream)
+    return error
 
 
 def pool_put(phys: int, items: Sequence[Extent]) -> None:

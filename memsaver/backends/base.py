@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from memsaver.allocator import shim
@@ -13,6 +13,9 @@ from memsaver.errors import BackendError
 
 if TYPE_CHECKING:
     import torch
+
+    from memsaver.backup.host import Waitable
+    from memsaver.backup.host_arena import HostArena
 
 
 class ShortOfMemory(Exception):
@@ -33,8 +36,8 @@ class Backend(Protocol):
     total_bytes: int
     phys: int
 
-    @property
-    def limit_bytes(self) -> int | None: ...
+    limit_bytes: int | None
+
     @property
     def committed_bytes(self) -> int: ...
     def round_up(self, nbytes: int) -> int: ...
@@ -50,7 +53,10 @@ class Backend(Protocol):
     def bind_thread(self) -> None: ...
     def synchronize(self) -> None: ...
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
-    def host_buffer(self, nbytes: int) -> torch.Tensor: ...
+    @property
+    def host_arena(self) -> HostArena: ...
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> Waitable | None: ...
     def reclaim(self) -> None: ...
     def other_holders(self) -> dict[str, int]: ...
     def error_name(self, code: int) -> str: ...
@@ -74,6 +80,10 @@ class ShimBackend:
     def limit_bytes(self) -> int | None:
         limit: int = shim.library().ms_phys_limit(self.phys)
         return None if limit >= shim.NO_LIMIT else limit
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        shim.library().ms_phys_set_limit(self.phys, shim.NO_LIMIT if nbytes is None else nbytes)
 
     @property
     def committed_bytes(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from memsaver.allocator import shim
 from memsaver.allocator.shim import Operation
 from memsaver.backends import nvml
 from memsaver.backends.base import ShimBackend
+from memsaver.backup.host_arena import HostArena
 from memsaver.errors import BackendError
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -47,6 +50,21 @@ def _access_desc(index: int) -> Any:
     return access
 
 
+class _Pinner:
+    """Page-locks host memory, for every GPU of the process."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        _value("unpinning host memory", driver.cuMemHostUnregister(address))
+
+
+@cache
+def _host_arena() -> HostArena:
+    return HostArena(_Pinner())
+
+
 class _Span:
     """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
 
@@ -76,13 +94,14 @@ class CudaBackend(ShimBackend):
         granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
+        self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self.device_key = f"GPU-{properties.uuid}"
         self.total_bytes = properties.total_memory // granularity * granularity
 
     def _entry_points(self) -> shim.Driver:
         library = ctypes.CDLL("libcuda.so.1")
         names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
-        names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]
+        names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
         return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
 
@@ -107,9 +126,22 @@ class CudaBackend(ShimBackend):
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Pinned uint8 tensor ``[nbytes]``."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    @property
+    def host_arena(self) -> HostArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        code = shim.copy(self.phys, transfers, self._copies[0].cuda_stream)
+        self._copies[0].synchronize()
+        self._check("copy", code)
+
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> torch.cuda.Event:
+        """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
+        stream = self._copies[inward]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._check("copy", shim.copy(self.phys, transfers, stream.cuda_stream))
+        return stream.record_event()
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""

@@ -6,18 +6,42 @@ import ctypes
 import errno
 import mmap
 import os
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 
-import numpy
 import torch
 
 from memsaver.allocator import shim
 from memsaver.allocator.shim import Operation
 from memsaver.backends.base import ShimBackend
+from memsaver.backup.host_arena import HostArena
+from memsaver.backup.workers import workers
 from memsaver.errors import BackendError
 
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+_THREADS = min(8, os.cpu_count() or 1)
+_CHUNK = 8 << 20  # bytes: less is not worth another thread
+
+
+@cache
+def _host_arena() -> HostArena:
+    return HostArena(None)
+
+
+def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
+    """In chunks, dealt out to ``parts`` lists."""
+    out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    pieces = (
+        (to + at, source + at, min(_CHUNK, nbytes - at))
+        for to, source, nbytes in transfers
+        for at in range(0, nbytes, _CHUNK)
+    )
+    for number, piece in enumerate(pieces):
+        out[number % parts].append(piece)
+    return out
 
 
 @cache
@@ -66,9 +90,22 @@ class HostBackend(ShimBackend):
         owner = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` in anonymous memory, never in a region."""
-        return torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+    @property
+    def host_arena(self) -> HostArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """(to, from, nbytes) each, by several threads; done when it returns."""
+        groups = [group for group in _divided(transfers, _THREADS) if group]
+        if len(groups) == 1:
+            codes = [shim.copy(self.phys, groups[0])]
+        else:
+            codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
+        self._check("copy", max(codes, default=0))
+
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
+        """The same: nothing is queued on the host."""
+        self.copy(transfers)
 
     def reclaim(self) -> None:
         """Nothing cached outside the tags."""

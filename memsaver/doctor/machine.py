@@ -6,20 +6,16 @@ import os
 import resource
 import socket
 from pathlib import Path
-from typing import NamedTuple
 
 from memsaver.doctor.check import Finding, Probe, Target
 from memsaver.errors import format_bytes
+from memsaver.host_limits import container_memory, meminfo
 
-CGROUPS = Path("/sys/fs/cgroup")
-CGROUP_OF_SELF = Path("/proc/self/cgroup")
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
-MEMINFO = Path("/proc/meminfo")
 
 OPEN_FILES = 4096
 MEMORY_MAPS = 65530  # the kernel's own default
 LITTLE_MEMORY = 2 << 30
-_NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
 
 
 def memfd(_: Target) -> Finding:
@@ -107,57 +103,6 @@ def passing_files(_: Target) -> Finding:
     if passed:
         return Finding("ok", "open files pass through unix sockets")
     return Finding("fail", "an open file did not arrive", "allow unix sockets in the sandbox (SCM_RIGHTS)")
-
-
-class Group(NamedTuple):
-    """The tightest memory limit above this process, and what counts against it (without droppable file cache)."""
-
-    limit: int
-    used: int
-
-
-def container_memory() -> Group | None:
-    """The limit of the control groups (v2 or v1) that this process is in, if any."""
-    groups = []
-    for folder, limit_name, used_name in _memory_folders():
-        text = _read(folder / limit_name)
-        if text.isdigit() and int(text) < _NO_LIMIT:
-            used = int(_read(folder / used_name) or 0)
-            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            groups.append(Group(int(text), max(0, used - cache)))
-    return min(groups, default=None)
-
-
-def _memory_folders() -> list[tuple[Path, str, str]]:
-    """The groups from this process's own to the root, as far as they can be seen from inside a container."""
-    folders = []
-    for line in _read(CGROUP_OF_SELF).splitlines():
-        _number, controllers, path = line.split(":", 2)
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        if not controllers:
-            root, names = CGROUPS, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folders += [(root.joinpath(*parts[:depth]), *names) for depth in range(len(parts), -1, -1)]
-    return folders
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # not there, or not for us
-        return ""
-
-
-def meminfo(key: str) -> int:
-    """Bytes of one line of /proc/meminfo."""
-    for line in MEMINFO.read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"{MEMINFO} has no {key}")
 
 
 def _limit(value: int) -> str:

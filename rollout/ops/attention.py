@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
+from memsaver.ops.dispatch import Impl, use_triton
 
 if TYPE_CHECKING:
     from rollout.ops.attention_triton import TritonPlan

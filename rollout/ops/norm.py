@@ -7,7 +7,7 @@ places; only the order of its sum of squares differs.
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
+from memsaver.ops.dispatch import Impl, use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto") -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
 from kvcache.ops.kv_write import set_kv_buffer
+from memsaver.ops.dispatch import Impl, use_triton
 from rollout.model.rotary import RotaryTables, apply_rotary
 
 

@@ -13,12 +13,14 @@ import torch
 from tests.benchmarks.common import free_bytes, others_write
 
 
-def main(count: int, mib: int, repeats: int, written: str) -> None:
+def main(count: int, mib: int, repeats: int, written: str, backup: bool, retain: bool) -> None:
     """written: between pause and resume, "nothing", "freed" (as much as was freed) or "all" that is free."""
     from torch_memory_saver import torch_memory_saver as tms
 
     tms.hook_mode = "torch"
-    with tms.region(tag="kv"):
+    if retain:
+        tms.retain_cpu_backup = True
+    with tms.region(tag="kv", enable_cpu_backup=backup):
         tensors = [torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(count)]
     rows: dict[str, list[float]] = {"pause": [], "resume": []}
     for _ in range(repeats + 2):
@@ -36,9 +38,10 @@ def main(count: int, mib: int, repeats: int, written: str) -> None:
     for tensor in tensors:
         tensor.fill_(1)
     torch.cuda.synchronize()
-    print(json.dumps({key: statistics.median(values[2:]) for key, values in rows.items()}), flush=True)
+    medians = {key: statistics.median(values[2:]) for key, values in rows.items()}
+    print(json.dumps({"first pause": rows["pause"][0], **medians}), flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), sys.argv[4])
+    main(*(int(argument) for argument in sys.argv[1:4]), sys.argv[4], "backup" in sys.argv, "retain" in sys.argv)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcache.ops.dispatch import use_triton
 from kvcache.ops.expand import expand_pages
 from kvcache.ops.kv_write import set_kv_buffer
+from memsaver.ops.dispatch import use_triton
 from tests.kvcache.support import DEVICE
 
 POISON = 171

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memsaver import host_limits
 from memsaver.allocator import build
 from memsaver.backends.base import Backend, make_backend
 from memsaver.doctor import PROBES as ALL
@@ -216,9 +217,9 @@ def missing(name: str) -> None:
 
 
 def test_memory_that_does_not_come_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver.arena import Arena
+    from memsaver.backup.host import HostBackup
 
-    monkeypatch.setattr(Arena, "restore", lambda self, backup: None)
+    monkeypatch.setattr(HostBackup, "restore", lambda self, backend, base: None)
     assert_tells(look("pause and resume on the CPU"), "fail", "the content came back changed")
 
 
@@ -326,7 +327,7 @@ def test_the_containers_limit(v1: bool, seen: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "self").write_text(f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n")
     (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
     for name, file in (("CGROUPS", "groups"), ("CGROUP_OF_SELF", "self"), ("MEMINFO", "meminfo")):
-        monkeypatch.setattr(machine, name, tmp_path / file)
+        monkeypatch.setattr(host_limits, name, tmp_path / file)
     assert look("container's memory limit").status == "ok"  # no such files at all
     assert look("available memory").found == "8.00 GiB available"
     root = tmp_path / "groups" / ("memory" if v1 else "")

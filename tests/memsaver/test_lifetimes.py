@@ -147,18 +147,20 @@ def test_a_failing_driver_call_in_resume_is_undone(monkeypatch: pytest.MonkeyPat
     assert one.sum() == 5000 and two.sum() == 10000
 
 
-def test_no_host_memory_for_the_backup_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = memsaver.MemorySaver("cpu")
-    tensor = saver.empty(5000, tag="one", content="host").fill_(1)
-
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise MemoryError("no host memory")
-
-    monkeypatch.setattr(saver._backend, "host_buffer", refuse)
-    with pytest.raises(MemoryError, match="no host memory"):
+def test_no_host_memory_for_the_backup_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(8 << 20, torch.uint8, tag="one", content="host").fill_(1)
+    monkeypatch.setattr(saver.host_arena, "budget_bytes", saver.host_arena.committed_bytes)
+    free = saver.host_arena.committed_bytes - saver.host_arena.used_bytes
+    larger = saver.empty(free + 1, torch.uint8, tag="two", content="host")
+    with pytest.raises(memsaver.HostMemoryError, match="budget.*nothing was changed") as caught:
         saver.pause()
-    assert not saver.is_paused("one") and tensor.sum() == 5000
+    assert caught.value.missing_bytes > 0
+    assert not saver.is_paused("one") and not saver.is_paused("two") and int(tensor.sum()) == 8 << 20
+    assert saver.host_arena.committed_bytes - saver.host_arena.used_bytes == free
     saver.empty(10, tag="one")
+    saver.pause(content="discard")
+    del larger
 
 
 def test_the_hook_is_installed_once_however_many_threads_ask() -> None:

@@ -249,3 +249,15 @@ def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
     assert tag.live_bytes == sum(p.nbytes for layer in layers for p in layer.parameters())
     slack = 1.02 if device == "cpu" else 1.3  # torch's 2 and 20 MiB segments round up a model this small
     assert tag.committed_bytes <= tag.live_bytes * slack
+
+
+def test_the_limit_may_change(device: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    first = saver.empty(4 << 20, torch.uint8, tag="a")
+    saver.limit_bytes = saver.report().committed_bytes
+    with pytest.raises(memsaver.OutOfMemory, match="limit"):
+        saver.empty(4 << 20, torch.uint8, tag="a")
+    saver.limit_bytes = None
+    assert saver.limit_bytes is None
+    saver.empty(4 << 20, torch.uint8, tag="a").fill_(1)
+    first.fill_(1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memsaver import LeaseError, MemorySaver, StateError, attach
+from memsaver.ops.digest import digest
 from rollout import Engine, Rollout, SamplingParams, WeightOffer, WeightUpdateError, WriteReceipt
-from rollout.ops.digest import digest
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.rollout.test_greedy import random_prompts
 

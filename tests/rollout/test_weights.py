@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
+from memsaver.ops.digest import digest
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.ops.digest import digest
 from rollout.tags import WEIGHTS
 from rollout.weights import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny

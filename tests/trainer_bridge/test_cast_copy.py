@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl
-from rollout.ops.digest import digest
+from memsaver.ops.digest import digest
+from memsaver.ops.dispatch import Impl
 from trainer_bridge.ops import cast_copy as cast_copy_module
 from trainer_bridge.ops.cast_copy import CastCopy, Placement, all_finite, cast_copy
 

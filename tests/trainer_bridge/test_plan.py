@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.ops.digest import digest
+from memsaver.ops.digest import digest
 from rollout.types import Manifest
 from tests.trainer_bridge.layouts import manifest, piece
 from trainer_bridge.ops.cast_copy import cast_copy

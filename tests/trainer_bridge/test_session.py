@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import memsaver
-from rollout.ops.digest import digest
+from memsaver.ops.digest import digest
 from rollout.types import Manifest, WeightOffer, WriteReceipt
 from tests.trainer_bridge.layouts import manifest, piece
 from trainer_bridge import Trainer

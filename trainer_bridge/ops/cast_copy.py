@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
-from rollout.ops.digest import digest
-from rollout.ops.segments import Segment, SegmentTable
+from memsaver.ops.digest import digest
+from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.ops.segments import Segment, SegmentTable
 
 _CHUNK = 1 << 20  # elements cast at once: bounds the temporary
 _CHUNK_CUDA = 1 << 22

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcache.ops.dispatch import Impl, use_triton
-from rollout.ops.hash import GOLDEN, MASK64, MUL32, signed
-from rollout.ops.segments import Segment, SegmentTable
+from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed
+from memsaver.ops.segments import Segment, SegmentTable
 
 _CHUNK = 1 << 15  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
@@ -44,16 +44,26 @@ class Digest:
     def __init__(self, parts: Sequence[tuple[Tensor, int]], impl: Impl = "auto") -> None:
         """parts: contiguous tensors of one device, each with the number of its first element."""
         self._parts = [(_check(tensor), index_base) for tensor, index_base in parts]
+        self._value = 0
         self._table: SegmentTable | None = None
         if parts and use_triton(impl, parts[0][0].device):
             self._table = SegmentTable([_segment(*part) for part in self._parts], parts[0][0].device)
 
     def run(self) -> int:
         """In [0, 2**64), of what the tensors hold now."""
+        self.start()
+        return self.result()
+
+    def start(self) -> None:
+        """Begin, on the current stream, after what is queued there."""
         if self._table is not None:
             self._table.launch(0)
-            return self._table.digest()
-        return sum(_digest_torch(tensor, index_base) for tensor, index_base in self._parts) & MASK64
+        else:
+            self._value = sum(_digest_torch(tensor, index_base) for tensor, index_base in self._parts) & MASK64
+
+    def result(self) -> int:
+        """Of the last ``start``, for which this waits."""
+        return self._value if self._table is None else self._table.digest()
 
 
 def _check(tensor: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.ops import segments as segments_module
-from rollout.ops.digest import digest
-from rollout.ops.segments import Segment, SegmentTable
+from memsaver.ops import segments as segments_module
+from memsaver.ops.digest import digest
+from memsaver.ops.segments import Segment, SegmentTable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ import collections, json, re
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops.segments import Kind
-from rollout.ops.segments_triton import WARPS, instance, run_segments
+from memsaver.ops.segments import Kind
+from memsaver.ops.segments_triton import WARPS, instance, run_segments
 
 INSTRUCTION = r"^\\s*(?:@!?%p\\d+ )?([a-z][\\w.]*)"
 found = {}

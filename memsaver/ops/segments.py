@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollout.ops.hash import MASK64
+from memsaver.ops.hash import MASK64
 
 _MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # 8 MiB of table and 2 MiB of partial sums
@@ -86,7 +86,7 @@ class SegmentTable:
 
     def launch(self, base: int, first: int = 0, last: int | None = None) -> None:
         """Start work on segments `first` to `last` (excluded; None: all) on the current stream. base: address."""
-        from rollout.ops.segments_triton import launch_rows  # Triton costs a second to import; a CPU engine needs none
+        from memsaver.ops.segments_triton import launch_rows  # Triton costs a second to import; a CPU engine needs none
 
         assert base % _VECTOR == 0
         last = self._segments if last is None else last

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.ops import digest as digest_module
-from rollout.ops.digest import Digest, digest
-from rollout.ops.hash import GOLDEN, MASK64, MUL32, signed, splitmix64, splitmix64_int
+from memsaver.ops import digest as digest_module
+from memsaver.ops.digest import Digest, digest
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed, splitmix64, splitmix64_int
 
 INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]

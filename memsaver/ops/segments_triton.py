@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.ops.hash import GOLDEN, MASK64, MUL32
-from rollout.ops.segments import Kind, Launch
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32
+from memsaver.ops.segments import Kind, Launch
 
 ROWS = 1024  # vectors of 16 bytes a block
 WARPS = 8  # each thread has four vectors in flight: on an H100 2 to 3 % faster than two
@@ -45,7 +45,7 @@ def instance(kind: Kind) -> dict[str, object]:
 
 @triton.jit
 def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`rollout.ops.digest` of uint32 bits; key: uint64, its k."""
+    """`memsaver.ops.digest` of uint32 bits; key: uint64, its k."""
     if WIDTH == 32:
         bits = bits ^ (bits >> 16)
     high = (key >> 32).to(tl.uint32)

@@ -1,0 +1,34 @@
+"""Ranges (offset, nbytes) of a tag, packed one after the other into something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+Range = tuple[int, int]
+Ranges = Sequence[Range]
+
+
+def joined(ranges: Ranges) -> list[Range]:
+    """Neighbours made one."""
+    out: list[Range] = []
+    for offset, nbytes in ranges:
+        if out and sum(out[-1]) == offset:
+            out[-1] = (out[-1][0], out[-1][1] + nbytes)
+        else:
+            out.append((offset, nbytes))
+    return out
+
+
+def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
+    """(where it starts in the packed bytes, the ranges in it) of every ``chunk`` packed bytes; the last may be less."""
+    at, room, parts = 0, chunk, []
+    for offset, nbytes in joined(ranges):
+        while nbytes:
+            size = min(nbytes, room)
+            parts.append((offset, size))
+            offset, nbytes, room = offset + size, nbytes - size, room - size
+            if not room:
+                yield at, parts
+                at, room, parts = at + chunk, chunk, []
+    if parts:
+        yield at, parts

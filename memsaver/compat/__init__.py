@@ -1,0 +1,47 @@
+"""Drop-in replacements for two other memory savers, under their own names where a program asks for that.
+
+>>> import memsaver.compat
+>>> memsaver.compat.install("torch_memory_saver")  # before anything imports the real one
+>>> from torch_memory_saver import torch_memory_saver
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from memsaver.errors import StateError
+
+_OURS = {
+    "torch_memory_saver": "memsaver.compat.torch_memory_saver",
+    "vllm.device_allocator.cumem": "memsaver.compat.vllm",
+}
+
+
+def install(*names: str) -> None:
+    """Put our modules under these import names, for this process: all of them or none. Doing it twice is no error.
+
+    Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real module is imported
+    already: somebody may hold objects of it, and two memory savers in one process do not know of each other.
+    """
+    if not names or any(name not in _OURS for name in names):
+        raise ValueError(f"install takes one or more of {', '.join(map(repr, _OURS))}, not {list(names)}")
+    for name in names:
+        if name in sys.modules and not _installed(name):
+            raise StateError(
+                f"{name} is imported already, from {getattr(sys.modules[name], '__file__', None) or 'somewhere'}; call "
+                f"memsaver.compat.install({name!r}) before anything imports it, at the top of the program"
+            )
+    for name in names:
+        sys.modules[name] = importlib.import_module(_OURS[name])
+
+
+def uninstall(*names: str) -> None:
+    """Take our modules out again (no name: all). What was imported from them meanwhile stays what it is."""
+    for name in names or _OURS:
+        if _installed(name):
+            del sys.modules[name]
+
+
+def _installed(name: str) -> bool:
+    return name in _OURS and name in sys.modules and sys.modules[name] is sys.modules.get(_OURS[name])

@@ -1,0 +1,249 @@
+"""What ``torch_memory_saver`` 0.0.10 offers, on memsaver. docs/compat.md tells what differs.
+
+A tag of that library may hold memory with and without a backup. Here such a tag has one part for each content, a tag of
+the saver by the name ``tag:content``; ``pause`` and ``resume`` take the parts of a tag together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from memsaver.compat.graphs import GraphPools, Handle
+from memsaver.compat.headroom import headroom
+from memsaver.compat.regions import Region, outside
+from memsaver.compat.savers import Savers
+from memsaver.errors import StateError, TagError
+from memsaver.saver import MemorySaver
+
+__all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
+
+logger = logging.getLogger("memsaver")
+
+_DEFAULT = "default"
+_HOOK_MODES = ("preload", "torch")
+_CPU_BACKENDS = ("mmap", "pinned")
+_SAVERS = Savers()  # of the process: several TorchMemorySaver have the same tags, as in the library
+
+HookMode = Literal["preload", "torch"]
+CpuBackupBackend = Literal["mmap", "pinned"]
+
+
+class TorchMemorySaver:
+    """Pausable memory by tags, on the current CUDA device, or on the CPU where there is no GPU.
+
+    Attributes:
+        memory_margin_bytes: a region fails with ``OutOfMemory`` rather than leave less than this of the device free.
+        retain_cpu_backup: without effect; host memory for backups is always kept for the next pause.
+    """
+
+    def __init__(self, savers: Savers | None = None) -> None:
+        """savers: for memory apart from the process's other ``TorchMemorySaver``."""
+        self._savers = _SAVERS if savers is None else savers
+        self._graphs = GraphPools()
+        self._hook_mode: HookMode = "preload"
+        self._unused: set[str] = set()
+        self.memory_margin_bytes = 0
+        self.retain_cpu_backup = False
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    @property
+    def hook_mode(self) -> HookMode:
+        """Either is accepted, at any time; memory is placed through torch's memory pools in both."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, mode: HookMode) -> None:
+        if mode not in _HOOK_MODES:
+            raise ValueError(f"hook_mode={mode!r} must be one of {', '.join(map(repr, _HOOK_MODES))}")
+        self._hook_mode = mode
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """Where content of regions with ``enable_disk_backup`` is saved; made if it is not there."""
+        os.makedirs(path, exist_ok=True)
+        self._savers.set_disk_dir(Path(path))
+
+    # ---------------------------------------------------------------- placing
+
+    @contextlib.contextmanager
+    def region(
+        self,
+        tag: str = _DEFAULT,
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """Place what this thread allocates on ``tag``; the innermost region wins.
+
+        A pause keeps the content in host memory, in a file, or not at all. Both kinds of ``cpu_backup_backend`` are the
+        same pinned memory. Raises ``StateError`` (the tag is paused), ``OutOfMemory``, ``ValueError``.
+        """
+        content = _content(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        saver = self._saver_to_place(tag)
+        with headroom(saver, self.memory_margin_bytes), Region(lambda: saver.region(_part(tag, content), content)):
+            yield
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: Handle | None = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        tag: str = _DEFAULT,
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """Like ``torch.cuda.graph``, with the graph's memory on ``tag``. In both hook modes."""
+        content = _content(enable_cpu_backup, False, cpu_backup_backend)
+        saver = self._saver_to_place(tag)
+        if saver.device.type != "cuda":
+            raise ValueError("cuda_graph needs a CUDA device")
+        capture = self._graphs.capture(
+            cuda_graph, saver, _part(tag, content), content, pool, stream, capture_error_mode
+        )
+        with headroom(saver, self.memory_margin_bytes), capture:
+            yield
+
+    @contextlib.contextmanager
+    def disable(self) -> Iterator[None]:
+        """What this thread allocates inside is torch's own memory. Does nothing outside of a region."""
+        with outside():
+            yield
+
+    def _saver_to_place(self, tag: str) -> MemorySaver:
+        _refuse_whole_process()
+        saver = self._savers.current()
+        if any(_tag_of(part) == tag and saver.is_paused(part) for part in saver.tags):
+            raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
+        return saver
+
+    # ---------------------------------------------------------------- pause and resume
+
+    def pause(self, tag: str | None = None) -> None:
+        """Give the memory of a tag back, on every device (no tag: all memory).
+
+        A tag that no region was entered with is let pass, as engines pause all tags that they know of. ``StateError``,
+        with nothing changed: the tag is paused already, or a region of it is open. When a second device fails, the
+        first stays paused, as its content may be gone; pausing again takes the rest.
+        """
+        _refuse_whole_process()
+        for saver, parts in self._select(tag, paused=False):
+            saver.pause(*parts)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Put memory behind the same addresses again, on every device or on none (no tag: all memory).
+
+        ``StateError`` (not paused) and ``OutOfMemory`` have changed nothing.
+        """
+        with contextlib.ExitStack() as undo:
+            for saver, parts in self._select(tag, paused=True):
+                saver.resume(*parts)
+                undo.callback(saver.pause, *parts)
+            undo.pop_all()
+
+    def _select(self, tag: str | None, paused: bool) -> list[tuple[MemorySaver, list[str]]]:
+        """Of every device, the parts that are ``paused``; ``StateError`` where a tag has parts, but none is."""
+        chosen = [(saver, [part for part in saver.tags if not tag or _tag_of(part) == tag]) for saver in self._savers]
+        states: dict[str, set[bool]] = {}
+        for saver, parts in chosen:
+            for part in parts:
+                states.setdefault(_tag_of(part), set()).add(saver.is_paused(part))
+        if tag and not states:
+            self._tell_unused(tag)
+        if wrong := [name for name, found in states.items() if paused not in found]:
+            state, call = ("not paused", "pause") if paused else ("paused already", "resume")
+            names = ", ".join(map(repr, wrong))
+            raise StateError(f"{names}: {state}; call {call} for it first, or name the tags that you mean")
+        found = [(saver, [part for part in parts if saver.is_paused(part) == paused]) for saver, parts in chosen]
+        return [(saver, parts) for saver, parts in found if parts]
+
+    def _tell_unused(self, tag: str) -> None:
+        if tag not in self._unused:
+            self._unused.add(tag)
+            known = (
+                ", ".join(sorted({repr(_tag_of(part)) for saver in self._savers for part in saver.tags})) or "none yet"
+            )
+            logger.warning(
+                "no region was entered with tag %r, there is nothing to pause or resume; known: %s", tag, known
+            )
+
+    # ---------------------------------------------------------------- saved content
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """The content of a paused tensor, on the CPU; ``None`` if it is active, or in no region.
+
+        zero_copy: the saved bytes themselves where they are in host memory in one piece, good until the tag is resumed;
+        else a copy. ``StateError``: nothing was saved.
+        """
+        if not x.is_contiguous():
+            raise ValueError(f"get_cpu_backup needs a contiguous tensor, got {tuple(x.shape)} with {x.stride()}")
+        for saver in self._savers:
+            part = _part_at(saver, x)
+            if part is not None:
+                return self._saved(saver, part, x, zero_copy) if saver.is_paused(part) else None
+        return None
+
+    def _saved(self, saver: MemorySaver, part: str, x: torch.Tensor, zero_copy: bool) -> torch.Tensor:
+        tag, _, content = part.rpartition(":")
+        if content == "discard":
+            raise StateError(
+                f"the pause of {tag!r} discarded this tensor; make it in a region with enable_cpu_backup=True"
+            )
+        if zero_copy:
+            with contextlib.suppress(ValueError):  # on disk, or in several pieces
+                return saver.saved(x, zero_copy=True)
+        return saver.saved(x)
+
+
+@contextlib.contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Does nothing: there is no library to preload. A subprocess needs its own ``memsaver.compat.install``."""
+    yield
+
+
+def _content(enable_cpu_backup: bool, enable_disk_backup: bool, cpu_backup_backend: str | None) -> str:
+    if enable_cpu_backup and enable_disk_backup:
+        raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other")
+    if cpu_backup_backend is not None and not enable_cpu_backup:
+        raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
+    if cpu_backup_backend not in (None, *_CPU_BACKENDS):
+        raise ValueError(
+            f"cpu_backup_backend={cpu_backup_backend!r} must be one of {', '.join(map(repr, _CPU_BACKENDS))}"
+        )
+    return "host" if enable_cpu_backup else "disk" if enable_disk_backup else "discard"
+
+
+def _part(tag: str, content: str) -> str:
+    return f"{tag}:{content}"
+
+
+def _tag_of(part: str) -> str:
+    return part.rpartition(":")[0]
+
+
+def _part_at(saver: MemorySaver, x: torch.Tensor) -> str | None:
+    with contextlib.suppress(TagError):
+        return saver.tag_of(x)
+    return None
+
+
+def _refuse_whole_process() -> None:
+    """Preloaded into a process with this variable, the library catches every allocation: nobody must wait for that."""
+    if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
+        raise StateError(
+            "TMS_INIT_ENABLE asks for every allocation of this process; memsaver only takes what is made in region(). "
+            "Unset it, and make what is to be paused in a region"
+        )
+
+
+torch_memory_saver = TorchMemorySaver()

@@ -1,0 +1,168 @@
+"""Content in a file: bit-identical, constant use, nothing left behind, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import memsaver
+from memsaver.backup import disk, disk_file
+from memsaver.backup.ranges import cut, joined
+
+MIB = 1 << 20
+
+
+def open_files_in(directory: Path) -> int:
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return sum(str(directory) in os.readlink(link) for link in links if link.is_symlink())
+
+
+def fill(saver: memsaver.MemorySaver, *sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(sizes))
+    pieces = [saver.empty(size, torch.uint8, tag="kept", content="disk") for size in sizes]
+    for piece in pieces:
+        piece.copy_(torch.randint(0, 256, (len(piece),), dtype=torch.uint8, generator=generator))
+    return pieces
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_bit_identical_over_chunks_holes_and_odd_sizes(
+    direct: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_CHUNK", MIB)
+    if not direct:
+        monkeypatch.setattr(disk_file, "_try_direct", lambda fd: False)
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
+    pieces = fill(saver, 3 * MIB + 17, 1, 5, 64 * 1024, 2 * MIB, 999)
+    expected = [piece.clone() for piece in pieces]
+    del pieces[3], expected[3]  # a hole
+    gc.collect()
+    addresses = [piece.data_ptr() for piece in pieces]
+    for _ in range(3):
+        saver.pause()
+        report = saver.report().tags["kept"]
+        assert report.committed_bytes == 0 and report.disk_bytes == -(-sum(map(len, pieces)) // 4096) * 4096
+        assert report.backup_bytes <= 8 * MIB and open_files_in(tmp_path) == 1
+        assert list(tmp_path.iterdir()) == [], "the file has a name"
+        saver.resume()
+        assert all(torch.equal(a, b) for a, b in zip(pieces, expected, strict=True))
+        assert [piece.data_ptr() for piece in pieces] == addresses
+        gc.collect()
+        assert (saver.report().tags["kept"].disk_bytes, open_files_in(tmp_path)) == (0, 0)
+
+
+def test_a_full_disk_changes_nothing(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
+    (piece,) = fill(saver, MIB)
+    expected, used = piece.clone(), saver.host_arena.used_bytes
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(memsaver.BackendError, match="ENOSPC.*disk_dir.*nothing was changed"):
+            saver.pause()
+    gc.collect()
+    assert not saver.is_paused("kept") and torch.equal(piece, expected)
+    assert (saver.host_arena.used_bytes, open_files_in(tmp_path)) == (used, 0)
+    saver.pause()
+    saver.resume()
+    assert torch.equal(piece, expected)
+
+
+@pytest.mark.parametrize("operation", ["pwrite", "preadv"])
+def test_a_failing_drive_is_told_and_nothing_is_lost(
+    operation: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
+    (piece,) = fill(saver, 20 * MIB)
+    expected = piece.clone()
+
+    def broken(*arguments: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if operation == "preadv":
+        saver.pause()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, broken)
+        with pytest.raises(memsaver.BackendError, match="EIO"):
+            saver.pause() if operation == "pwrite" else saver.resume()
+    assert saver.is_paused("kept") == (operation == "preadv")
+    saver.check_integrity()
+    saver.resume()
+    assert torch.equal(piece, expected)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    saver = memsaver.MemorySaver("cpu", disk_dir=tmp_path / "nowhere")
+    fill(saver, 100)
+    with pytest.raises(memsaver.BackendError, match="nowhere.*ENOENT"):
+        saver.pause()
+    assert not saver.is_paused("kept")
+
+
+def test_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, torch, memsaver
+saver = memsaver.MemorySaver("cpu", disk_dir={str(tmp_path)!r})
+tensor = saver.empty(64 << 20, torch.uint8, tag="kept", content="disk").fill_(1)
+written = os.pwrite
+def pwrite(fd, data, offset):
+    if offset > 30 << 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written(fd, data, offset)
+os.pwrite = pwrite
+saver.pause()
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def refuse(path: object, flags: int, *more: object, **others: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return really(path, flags, *more, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = disk_file.DiskFile(tmp_path, 4096)
+    assert list(tmp_path.iterdir()) == []
+    file.write(memoryview(b"x" * 4096), 0) if not file.direct else None
+
+
+def test_many_cycles_use_no_more(device: str, tmp_path: Path) -> None:
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
+    (piece,) = fill(saver, 2 * MIB)
+    saver.pause()
+    saver.resume()
+    gc.collect()
+    before = saver.host_arena.committed_bytes, len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        saver.pause()
+        saver.resume()
+    gc.collect()
+    assert (saver.host_arena.committed_bytes, len(os.listdir("/proc/self/fd"))) == before
+    del piece
+
+
+def test_ranges_are_joined_and_cut() -> None:
+    assert joined([(0, 4), (4, 6), (12, 1)]) == [(0, 10), (12, 1)]
+    assert list(cut([(0, 4), (4, 6), (12, 5)], 4)) == [
+        (0, [(0, 4)]), (4, [(4, 4)]), (8, [(8, 2), (12, 2)]), (12, [(14, 3)])
+    ]  # fmt: skip
+    assert list(cut([], 4)) == []
+    started = time.perf_counter()
+    assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024
+    assert time.perf_counter() - started < 1

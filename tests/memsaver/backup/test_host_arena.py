@@ -1,0 +1,144 @@
+"""The arena of saved content: pieces never overlap, nothing is lost, the budget holds, memory is used again."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memsaver import HostMemoryError
+from memsaver.backup import host_arena as module
+from memsaver.backup.host import HostBackup
+from memsaver.backup.host_arena import UNIT, HostArena, Piece
+from memsaver.backup.host_pages import HUGE_PAGE
+
+MIB = 1 << 20
+
+
+class Pinned:
+    """A pinner that only keeps books."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.refuse = False
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self.refuse:
+            raise MemoryError("no more may be pinned")
+        self.ranges[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.ranges[address]
+
+
+def resident() -> int:
+    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(field[1]) * 1024 for field in fields if field[0] == "RssAnon:")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
+def test_pieces_never_overlap_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
+    arena, held = HostArena(Pinned(), budget_bytes=16 * MIB), []
+    for step, number in steps:
+        if step == "take":
+            try:
+                held.append((arena.take(number), number))
+            except HostMemoryError as error:
+                assert arena.committed_bytes + error.requested_bytes > 16 * MIB
+        elif step == "give" and held:
+            arena.give(held.pop(number % len(held))[0])
+        elif step == "trim":
+            arena.trim()
+        pieces = sorted(piece for taken, _ in held for piece in taken)
+        assert all(a.address + a.nbytes <= b.address for a, b in itertools.pairwise(pieces))
+        assert all(sum(p.nbytes for p in taken) == -(-number // UNIT) * UNIT for taken, number in held)
+        assert arena.used_bytes == sum(piece.nbytes for piece in pieces) <= arena.committed_bytes <= 16 * MIB
+        for piece in pieces:
+            ctypes.memset(piece.address, 1, piece.nbytes)
+    for taken, _ in held:
+        arena.give(taken)
+    arena.trim()
+    assert (arena.used_bytes, arena.committed_bytes) == (0, 0)
+
+
+def test_memory_is_there_at_once_and_used_again() -> None:
+    pinned = Pinned()
+    arena, before = HostArena(pinned), resident()
+    first = arena.take(64 * MIB)
+    assert len(first) == 1 and first[0].address % HUGE_PAGE == 0
+    assert resident() - before >= 63 * MIB, "pages come before they are used"
+    assert list(pinned.ranges.values()) == [64 * MIB]
+    arena.give(first)
+    assert arena.take(64 * MIB) == first and len(pinned.ranges) == 1
+    arena.give(first)
+    assert arena.trim() == 64 * MIB and not pinned.ranges
+    assert resident() - before < 8 * MIB
+
+
+def test_a_refusal_takes_nothing_and_says_what_to_do() -> None:
+    pinned = Pinned()
+    arena = HostArena(pinned, budget_bytes=8 * MIB)
+    kept = arena.take(3 * MIB)
+    with pytest.raises(HostMemoryError, match="budget is 8.0 MiB.*budget_bytes.*nothing was changed") as caught:
+        arena.take(7 * MIB)
+    assert caught.value.missing_bytes == 2 * MIB  # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
+    assert (arena.used_bytes, arena.committed_bytes) == (3 * MIB, 4 * MIB)
+    pinned.refuse = True
+    arena.budget_bytes = None
+    with pytest.raises(HostMemoryError, match="no more may be pinned"):
+        arena.take(7 * MIB)
+    assert (arena.used_bytes, arena.committed_bytes) == (3 * MIB, 4 * MIB)
+    arena.give(kept)
+
+
+def test_the_default_budget_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda: 10 * MIB)
+    arena = HostArena(None)
+    with pytest.raises(HostMemoryError, match="10.0 MiB are available"):
+        arena.take(9 * MIB)
+    arena.give(arena.take(8 * MIB))
+
+
+def test_a_backup_that_dies_gives_its_pieces_back() -> None:
+    arena = HostArena(None)
+    backup = HostBackup([(0, 100), (4096, 50)], arena)
+    assert backup.nbytes == 150 and arena.used_bytes == UNIT
+    view = backup.views(0, 100)[0]
+    del backup
+    gc.collect()
+    assert arena.used_bytes == UNIT, "a tensor still looks at it"
+    del view
+    gc.collect()
+    assert arena.used_bytes == 0
+
+
+def test_ranges_are_packed_over_pieces() -> None:
+    arena = HostArena(None)
+    blocks = [arena.take(HUGE_PAGE) for _ in range(3)]
+    arena.give([*blocks[0], *blocks[2]])  # two holes, or one if the kernel put them side by side
+    backup = HostBackup([(0, HUGE_PAGE - 8), (HUGE_PAGE, 16), (HUGE_PAGE + 16, HUGE_PAGE)], arena)
+    runs = list(backup.runs())
+    assert sum(nbytes for _, _, nbytes in runs) == backup.nbytes == 2 * HUGE_PAGE + 8
+    offsets = [offset for offset, _, _ in runs]
+    assert offsets == sorted(offsets) and len(runs) <= 5
+    whole = backup.views(HUGE_PAGE, HUGE_PAGE + 16)
+    assert sum(len(view) for view in whole) == HUGE_PAGE + 16
+    arena.give(blocks[1])
+
+
+def test_a_forked_child_does_not_have_it() -> None:
+    arena = HostArena(None)
+    piece: Piece = arena.take(HUGE_PAGE)[0]
+    if (pid := os.fork()) == 0:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps]
+        os._exit(any(start <= piece.address < end for start, end in ranges))
+    assert os.waitpid(pid, 0)[1] == 0
+    arena.give([piece])

@@ -1,0 +1,180 @@
+"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver.compat.savers import Savers
+from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
+from memsaver.errors import StateError
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def run(code: str, device: str, **environment: str) -> str:
+    """Its output; the process must end with status 0. On the CPU no GPU is to be seen."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **hidden, **environment, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_pausing_twice_and_resuming_what_is_active(tms: TorchMemorySaver, device: str) -> None:
+    with tms.region("kv", enable_cpu_backup=True):
+        kv = torch.ones(1000, device=device)
+    with tms.region("weights"):
+        torch.ones(1000, device=device)
+    with pytest.raises(StateError, match="'kv': not paused"):
+        tms.resume("kv")
+    tms.pause("kv")
+    for tag in ("kv", None):
+        with pytest.raises(StateError, match="'kv': paused already"):
+            tms.pause(tag)
+    with pytest.raises(StateError, match="'weights': not paused"):
+        tms.resume()
+    tms.resume("kv")
+    assert bool((kv == 1).all())
+    tms.pause()
+    with pytest.raises(StateError, match="'kv', 'weights': paused already"):
+        tms.pause()
+    tms.resume()
+    assert bool((kv == 1).all())
+
+
+def test_an_unused_tag_is_let_pass_and_told_once(tms: TorchMemorySaver, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang pauses its tag cuda_graph whether it has one or not."""
+    with caplog.at_level(logging.WARNING, "memsaver"):
+        tms.pause("cuda_graph")
+        tms.resume("cuda_graph")
+        tms.pause()
+        tms.resume()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "'cuda_graph'" in caplog.text and "known: none yet" in caplog.text
+
+
+def test_allocating_on_a_paused_tag(tms: TorchMemorySaver, device: str) -> None:
+    with tms.region("a"):
+        torch.ones(10, device=device)
+    tms.pause("a")
+    for backup in (False, True):
+        with (
+            pytest.raises(StateError, match="tag 'a' is paused; call resume"),
+            tms.region("a", enable_cpu_backup=backup),
+        ):
+            pass
+    tms.resume("a")
+    with tms.region("a", enable_cpu_backup=True):
+        torch.ones(10, device=device)
+
+
+def test_pausing_inside_of_a_region(tms: TorchMemorySaver, device: str) -> None:
+    with tms.region("a"):
+        kept = torch.ones(10, device=device)
+        with pytest.raises(StateError, match="region of it is open"):
+            tms.pause("a")
+    assert bool((kept == 1).all())
+    with pytest.raises(StateError, match="'a:discard' is paused"), tms.region("a"), tms.disable():
+        tms.pause("a")  # and not resumed when the region goes on
+    tms.resume("a")
+    with tms.region("a"):
+        torch.ones(10, device=device)
+
+
+def test_a_discarded_tensor_has_no_backup(tms: TorchMemorySaver, device: str) -> None:
+    with tms.region("a"):
+        lost = torch.ones(10, device=device)
+    tms.pause("a")
+    with pytest.raises(StateError, match="enable_cpu_backup=True"):
+        tms.get_cpu_backup(lost)
+
+
+def test_arguments(tms: TorchMemorySaver) -> None:
+    wrong = [
+        {"enable_cpu_backup": True, "enable_disk_backup": True},
+        {"cpu_backup_backend": "pinned"},
+        {"enable_cpu_backup": True, "cpu_backup_backend": "floppy"},
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError), tms.region(**arguments):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(ValueError, match="hook_mode='magic'"):
+        tms.hook_mode = "magic"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_graph_needs_a_gpu(tms: TorchMemorySaver) -> None:
+    graph: Any = None
+    with pytest.raises(ValueError, match="needs a CUDA device"), tms.cuda_graph(graph):
+        pass
+
+
+def test_settings_are_taken(tms: TorchMemorySaver, device: str) -> None:
+    assert tms.enabled
+    for mode in ("torch", "preload"):
+        tms.hook_mode = mode  # type: ignore[assignment]
+        assert tms.hook_mode == mode
+        with tms.region("a"):
+            torch.ones(10, device=device)
+    before = dict(os.environ)
+    with configure_subprocess():
+        assert dict(os.environ) == before
+    assert tms.retain_cpu_backup is False
+    tms.retain_cpu_backup = True
+    assert tms.retain_cpu_backup is True
+
+
+def test_catching_everything_is_refused(tms: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+    with pytest.raises(StateError, match="TMS_INIT_ENABLE"):
+        tms.pause()
+    with pytest.raises(StateError, match="TMS_INIT_ENABLE"), tms.region():
+        pass
+    monkeypatch.setenv("TMS_INIT_ENABLE", "0")
+    tms.pause()
+
+
+def test_savers_of_other_devices_and_of_children() -> None:
+    savers = Savers(lambda: torch.device("cpu"))
+    saver = savers.current()
+    assert savers.current() is saver and list(savers) == [saver]
+    child = os.fork()
+    if child == 0:
+        os._exit(not (list(savers) == [] and savers.current() is not saver))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_exit_while_paused(device: str) -> None:
+    code = f"""
+import memsaver.compat, torch
+memsaver.compat.install("torch_memory_saver", "vllm.device_allocator.cumem")
+from torch_memory_saver import torch_memory_saver, configure_subprocess
+from vllm.device_allocator.cumem import CuMemAllocator
+torch_memory_saver.hook_mode = "torch"
+with torch_memory_saver.region("a", enable_cpu_backup=True):
+    a = torch.ones(100000, device={device!r})
+with CuMemAllocator.get_instance().use_memory_pool("weights"):
+    b = torch.ones(100000, device={device!r})
+if {device!r} != "cpu":
+    graph = torch.cuda.CUDAGraph()
+    with torch_memory_saver.cuda_graph(graph, tag="graph"):
+        c = a * 2
+torch_memory_saver.pause()
+CuMemAllocator.get_instance().sleep("weights")
+cycle = [a, b]; cycle.append(cycle)
+print("end")
+"""
+    assert run(code, device) == "end"

@@ -1,0 +1,270 @@
+"""The examples that torch_memory_saver tests itself with (test/examples/*.py), stated anew for the drop-in."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from memsaver.compat.savers import Savers
+from memsaver.compat.torch_memory_saver import TorchMemorySaver
+from memsaver.errors import OutOfMemory
+from tests.helpers.memory import process_bytes
+from tests.memsaver.compat.sizes import large
+
+Scribble = Callable[[int], None]
+
+
+def test_the_calls_are_those_of_the_library() -> None:
+    """Names, order and defaults of 0.0.10."""
+    cpu, disk, backend = ("enable_cpu_backup", False), ("enable_disk_backup", False), ("cpu_backup_backend", None)
+    graph = [("pool", None), ("stream", None), ("capture_error_mode", "global")]
+    expected = {
+        "region": [("tag", "default"), cpu, disk, backend],
+        "cuda_graph": [("cuda_graph", inspect.Parameter.empty), *graph, ("tag", "default"), cpu, backend],
+        "disable": [],
+        "pause": [("tag", None)],
+        "resume": [("tag", None)],
+        "get_cpu_backup": [("x", inspect.Parameter.empty), ("zero_copy", False)],
+        "set_disk_backup_dir": [("path", inspect.Parameter.empty)],
+    }
+    for name, parameters in expected.items():
+        signature = inspect.signature(getattr(TorchMemorySaver(), name))
+        assert [(parameter.name, parameter.default) for parameter in signature.parameters.values()] == parameters
+
+
+def test_simple(tms: TorchMemorySaver, device: str) -> None:
+    """simple.py: the memory is gone and comes back at the same address."""
+    nbytes = large(device)
+    normal = torch.full((1 << 20,), 100, dtype=torch.uint8, device=device)
+    with tms.region():
+        pausable = torch.full((nbytes,), 100, dtype=torch.uint8, device=device)
+    address, before = pausable.data_ptr(), process_bytes(device)
+    tms.pause()
+    paused = process_bytes(device)
+    assert before - paused >= nbytes
+    tms.resume()
+    pausable.fill_(3)
+    assert process_bytes(device) - paused >= nbytes
+    assert pausable.data_ptr() == address
+    assert int(pausable.sum()) == 3 * nbytes
+    assert int(normal.sum()) == 100 << 20
+
+
+def test_several_tags(tms: TorchMemorySaver, device: str) -> None:
+    nbytes = large(device) // 4
+    with tms.region(tag="type1"):
+        one = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    with tms.region(tag="type2"):
+        two = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    assert int(one.sum()) == nbytes  # what summing needs is there before memory is counted
+    before = process_bytes(device)
+    tms.pause("type1")
+    assert int(two.sum()) == nbytes
+    tms.pause("type2")
+    assert before - process_bytes(device) >= 2 * nbytes
+    tms.resume("type2")
+    two.fill_(2)
+    tms.resume("type1")
+    one.fill_(1)
+    tms.pause("type1")
+    assert int(two.sum()) == 2 * nbytes
+    tms.resume("type1")
+
+
+def test_cpu_backup(tms: TorchMemorySaver, device: str, scribble: Scribble) -> None:
+    """cpu_backup.py: one tag holds memory with and without a backup."""
+    with tms.region(enable_cpu_backup=True):
+        kept = torch.full((20_000_000,), 10, dtype=torch.uint8, device=device)
+        typed = torch.full((10, 20, 30), 1.5, device=device)
+    with tms.region(enable_cpu_backup=False):
+        lost = torch.full((20_000_000,), 20, dtype=torch.uint8, device=device)
+    for backend in ("pinned", "mmap"):
+        with tms.region(enable_cpu_backup=True, cpu_backup_backend=backend):
+            kept_too = torch.full((1000,), 11, dtype=torch.uint8, device=device)
+    tms.pause()
+    scribble(64 << 20)
+    tms.resume()
+    assert bool((kept == 10).all()) and bool((typed == 1.5).all()) and bool((kept_too == 11).all())
+    assert lost[:3].tolist() != [20, 20, 20]
+
+
+def test_the_backup_of_a_paused_tensor_can_be_read(tms: TorchMemorySaver, device: str) -> None:
+    with tms.region("weights", enable_cpu_backup=True):
+        first = torch.full((1001,), 7, dtype=torch.uint8, device=device)
+        typed = torch.randn(10, 20, 30, device=device)
+        scalar = torch.tensor(2.5, dtype=torch.float64, device=device)
+    expected = typed.cpu().clone()
+    assert tms.get_cpu_backup(typed) is None
+    tms.pause("weights")
+    for zero_copy in (False, True):
+        for tensor, value in ((typed, expected), (typed[3], expected[3]), (scalar, torch.tensor(2.5).double())):
+            saved = tms.get_cpu_backup(tensor, zero_copy=zero_copy)
+            assert saved is not None and saved.device.type == "cpu"
+            assert (saved.dtype, saved.shape, saved.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert torch.equal(saved, value)
+    tms.resume("weights")
+    assert tms.get_cpu_backup(typed) is None
+    assert bool((first == 7).all())
+
+
+def test_get_cpu_backup_of_other_tensors(tms: TorchMemorySaver, device: str) -> None:
+    assert tms.get_cpu_backup(torch.ones(10, device=device)) is None
+    with tms.region("kv"):
+        active = torch.ones(10, 10, device=device)
+    assert tms.get_cpu_backup(active) is None
+    with pytest.raises(ValueError, match="contiguous"):
+        tms.get_cpu_backup(active.t())
+
+
+def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path, scribble: Scribble) -> None:
+    """disk_backup.py: bit-identical over cycles, and the files do not grow."""
+    folder = tmp_path / "made" / "on demand"
+    tms.set_disk_backup_dir(str(folder))
+    with tms.region(enable_disk_backup=True):
+        big = torch.randn(13 * (1 << 18) + 12345, device=device)
+        small = torch.full((7,), 10, dtype=torch.uint8, device=device)
+    with tms.region(enable_disk_backup=False):
+        lost = torch.full((20_000_000,), 20, dtype=torch.uint8, device=device)
+    expected = big.cpu().clone()
+    sizes = set()
+    for _ in range(3):
+        tms.pause()
+        sizes.add(file_bytes(folder))
+        assert torch.equal(some(tms.get_cpu_backup(big[7:9], zero_copy=True)), expected[7:9])
+        scribble(64 << 20)
+        tms.resume()
+        assert torch.equal(big.cpu(), expected) and small.tolist() == [10] * 7
+        assert lost[:3].tolist() != [20, 20, 20]
+    assert len(sizes) == 1 and big.nbytes <= sizes.pop() < big.nbytes + (1 << 20)
+    assert not list(folder.iterdir())  # files without a name: nothing stays behind
+
+
+def some(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def file_bytes(folder: Path) -> int:
+    """Bytes of the files of this folder that the process has open, also of those that have no name."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(os.stat(link).st_size for link in links if os.readlink(link).startswith(f"{folder}/"))
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_folder_for_backups_may_change(tms: TorchMemorySaver, device: str, tmp_path: Path) -> None:
+    with tms.region("a"):
+        torch.ones(10, device=device)
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        tms.set_disk_backup_dir(str(folder))
+        with tms.region("b", enable_disk_backup=True):
+            kept = torch.arange(1 << 16, device=device)
+        tms.pause("b")
+        assert file_bytes(folder) == kept.nbytes
+        assert torch.equal(some(tms.get_cpu_backup(kept, zero_copy=True)), torch.arange(1 << 16))
+        tms.resume("b")
+        assert torch.equal(kept, torch.arange(1 << 16))
+        del kept
+
+
+def test_nested_regions(tms: TorchMemorySaver, savers: Savers, device: str, scribble: Scribble) -> None:
+    """nested_region.py, without its preloading: the innermost region wins, and the outer one goes on after it."""
+    with tms.region(enable_cpu_backup=True):
+        weight = torch.full((1 << 20,), 42.0, device=device)
+        with tms.region(tag="grad_buffer"):
+            grad = torch.full((1 << 20,), 99.0, device=device)
+        extra = torch.full((1 << 20,), 7.0, device=device)
+    assert savers.current().tags == ["default:host", "grad_buffer:discard"]
+    tms.pause()
+    scribble(32 << 20)
+    tms.resume()
+    assert bool((weight == 42).all()) and bool((extra == 7).all())
+    assert bool((grad.fill_(0) == 0).all())
+
+
+def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
+    """training_engine.py: what is made in disable() is ordinary memory, also while the rest is paused."""
+
+    def on_a_tag(tensor: torch.Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - arena.address < arena.reservation.nbytes for arena in saver._tags)
+
+    with tms.region("outer", enable_cpu_backup=True), tms.region("inner", enable_cpu_backup=True):
+        saver = savers.current()
+        first = torch.ones(1000, device=device)
+        with tms.disable():
+            plain = torch.full((1000,), 53.0, device=device)
+            with tms.disable(), tms.region("third"):
+                nested = torch.ones(1000, device=device)
+            tms.pause()
+            assert bool((plain == 53).all())
+            tms.resume()
+        second = torch.ones(1000, device=device)
+    with tms.disable():
+        outside = torch.ones(1000, device=device)
+    assert [on_a_tag(x) for x in (first, plain, nested, second, outside)] == [True, False, True, True, False]
+    assert saver.report().tags["inner:host"].live_bytes >= first.nbytes + second.nbytes
+    assert saver.report().tags["outer:host"].live_bytes == 0
+    assert bool((first == 1).all())
+
+
+def test_an_error_passes_through_disable_and_region(tms: TorchMemorySaver, device: str) -> None:
+    with pytest.raises(KeyError, match="of my own"), tms.region("a"), tms.disable():
+        raise KeyError("of my own")
+    with tms.region("a"):
+        torch.ones(10, device=device)
+    tms.pause("a")
+
+
+def test_memory_margin(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
+    tms.memory_margin_bytes = 1 << 20
+    with tms.region("a"):
+        torch.ones(1000, device=device)
+    tms.memory_margin_bytes = 1 << 50
+    with pytest.raises(OutOfMemory, match="region 'a:discard' needs") as caught, tms.region("a"):
+        torch.ones(8 << 20, device=device)
+    assert "memory_margin_bytes" in caught.value.__notes__[0]
+    assert savers.current().limit_bytes is None
+    tms.memory_margin_bytes = 0
+    with tms.region("a"):
+        torch.ones(8 << 20, device=device)
+
+
+def test_one_region_paused_and_resumed(tms: TorchMemorySaver, device: str) -> None:
+    """The first snippet of the SGLang RL memory post (hebiao064.github.io/rl-memory-management)."""
+    with tms.region():
+        pausable = torch.full((large(device),), 100, dtype=torch.uint8, device=device)
+    address, before = pausable.data_ptr(), process_bytes(device)
+    tms.pause()
+    assert before - process_bytes(device) >= pausable.nbytes
+    tms.resume()
+    assert pausable.data_ptr() == address
+    pausable.fill_(1)
+    assert process_bytes(device) == before
+
+
+def test_weights_are_resumed_before_the_kv_cache(tms: TorchMemorySaver, device: str) -> None:
+    """The second one: between the two stages the weights are updated, and the KV cache's memory is still free."""
+    with tms.region(tag="weights", enable_cpu_backup=True):
+        weights = torch.randn(large(device) // 16, device=device)
+    with tms.region(tag="kv_cache"):
+        kv_cache = torch.zeros(large(device) // 2, dtype=torch.uint8, device=device)
+    weights.add_(1)  # loads the kernel before memory is counted
+    expected, full = weights.cpu().clone(), process_bytes(device)
+    addresses = weights.data_ptr(), kv_cache.data_ptr()
+    tms.pause("weights")
+    tms.pause("kv_cache")
+    empty = process_bytes(device)
+    assert full - empty >= weights.nbytes + kv_cache.nbytes
+    tms.resume("weights")
+    assert torch.equal(weights.cpu(), expected)
+    weights.add_(1)
+    assert process_bytes(device) - empty < weights.nbytes + kv_cache.nbytes
+    tms.resume("kv_cache")
+    kv_cache.fill_(1)
+    assert (weights.data_ptr(), kv_cache.data_ptr()) == addresses
+    assert torch.equal(weights.cpu(), expected + 1)
+    assert process_bytes(device) == full

@@ -1,0 +1,200 @@
+"""vLLM's own tests of its CuMemAllocator that need no engine (tests/basic_correctness/test_cumem.py), stated anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from memsaver.compat.savers import Savers
+from memsaver.compat.vllm import CuMemAllocator, cumem_available
+from memsaver.errors import OutOfMemory, StateError
+from tests.helpers.memory import process_bytes
+
+Scribble = Callable[[int], None]
+SHAPE = (1024, 1024)
+
+
+def used(device: str) -> int:
+    """Bytes in use, without torch's cache: a sleep empties it."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    return process_bytes(device)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_python_error(device: str) -> None:
+    """Too little memory at wake-up raises, and all is as before it."""
+    allocator = CuMemAllocator(Savers(lambda: torch.device(device), limit_bytes=64 << 20))
+    with allocator.use_memory_pool():
+        kept = torch.full((40 << 20,), 1, dtype=torch.uint8)
+    allocator.sleep()
+    with allocator.use_memory_pool("other"):
+        other = torch.full((40 << 20,), 2, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="are missing") as caught:
+        allocator.wake_up()
+    assert isinstance(caught.value, OutOfMemory)
+    del other
+    allocator.sleep(())
+    allocator.wake_up([CuMemAllocator.default_tag])
+    assert bool((kept == 1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_python_error_on_a_full_gpu(allocator: CuMemAllocator, device: str) -> None:
+    nbytes = int(torch.cuda.mem_get_info(device)[1] * 0.7)
+    with allocator.use_memory_pool():
+        first = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    allocator.sleep(offload_tags=())
+    second = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with pytest.raises(RuntimeError):
+        allocator.wake_up()
+    del second  # torch's cache has it now; a wake-up gets it from there
+    allocator.wake_up()
+    assert int(first[:10].fill_(3).sum()) == 30
+
+
+def test_basic_cumem(allocator: CuMemAllocator, device: str) -> None:
+    plain = torch.zeros(SHAPE, device=device)
+    with allocator.use_memory_pool():
+        one = torch.zeros(SHAPE, device=device)
+        one += 1
+        two = torch.zeros(SHAPE, device=device)
+        two += 2
+    assert bool((plain + one + two == 3).all())
+    before = used(device)
+    allocator.sleep()
+    assert before - process_bytes(device) >= one.nbytes + two.nbytes
+    allocator.wake_up()
+    assert bool((plain + one + two == 3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_cumem_with_cudagraph(allocator: CuMemAllocator, device: str) -> None:
+    with allocator.use_memory_pool():
+        weight = torch.eye(1024, device=device)
+    with allocator.use_memory_pool(tag="discard"):
+        cache = torch.empty(SHAPE, device=device)
+    given = torch.empty(128, 1024, device=device)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = x @ weight
+        cache[: len(out)].copy_(out)
+        return out + 1
+
+    model(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = model(given)
+    before = used(device)
+    allocator.sleep()
+    assert process_bytes(device) < before
+    allocator.wake_up()
+    given.random_()
+    graph.replay()
+    assert torch.allclose(given, cache[: len(given)])
+    assert torch.allclose(found, given + 1)
+
+
+def test_discard_tags(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(SHAPE, device=device)
+    with allocator.use_memory_pool("kv_cache"):
+        cache = torch.ones(SHAPE, device=device)
+    before = used(device)
+    allocator.discard("kv_cache")
+    assert before - process_bytes(device) >= cache.nbytes
+    assert bool((weights == 1).all())
+    allocator.wake_up()
+    assert bool((cache.fill_(2) == 2).all())
+    allocator.sleep(offload_tags="weights")
+    scribble(32 << 20)
+    allocator.wake_up()
+    assert bool((weights == 1).all())
+
+
+def test_levels_and_stages(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
+    """As vLLM's worker does it: level 1 keeps the weights, level 2 nothing; weights are woken before the cache."""
+    with allocator.use_memory_pool(tag="weights"):
+        assert allocator.current_tag == "weights"
+        weights = torch.arange(1 << 20, device=device)
+    with allocator.use_memory_pool(tag="kv_cache"):
+        cache = torch.ones(1 << 23, device=device)  # more than a segment of torch's with the weights
+    assert allocator.current_tag == "default"
+    expected, full = weights.cpu().clone(), used(device)
+    allocator.sleep(offload_tags=("weights",))
+    empty = process_bytes(device)
+    allocator.wake_up(["weights"])
+    assert torch.equal(weights.cpu(), expected)
+    assert process_bytes(device) - empty < cache.nbytes
+    allocator.wake_up(["kv_cache"])
+    cache.fill_(1)
+    assert process_bytes(device) == full
+    allocator.sleep(offload_tags=())
+    scribble(64 << 20)
+    allocator.wake_up(tags=["weights"])
+    assert not torch.equal(weights.cpu(), expected)
+    weights.copy_(expected)
+    allocator.wake_up(tags=["kv_cache", "no such tag"])
+    assert torch.equal(weights.cpu(), expected)
+
+
+def test_sleeping_twice_keeps_what_was_saved(allocator: CuMemAllocator, device: str) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(1 << 20, device=device)
+    allocator.sleep("weights")
+    allocator.sleep(())
+    allocator.discard(("weights",))
+    with pytest.raises(StateError, match="'weights' is paused"), allocator.use_memory_pool("weights"):
+        pass
+    allocator.wake_up()
+    allocator.wake_up()
+    assert bool((weights == 1).all())
+
+
+def test_only_some_tags_sleep(allocator: CuMemAllocator, device: str) -> None:
+    tensors = {}
+    for tag in ("weights", "kv_cache", "default"):
+        with allocator.use_memory_pool(tag):
+            tensors[tag] = torch.ones(1 << 20, device=device)
+    before = used(device)
+    allocator.sleep(("weights",), tags=("weights", "kv_cache"))
+    assert before - process_bytes(device) >= 2 * tensors["weights"].nbytes
+    assert bool((tensors["default"] == 1).all())
+    allocator.sleep((), tags=())
+    allocator.wake_up()
+    assert bool((tensors["weights"] == 1).all())
+
+
+def test_a_failed_sleep_brings_the_saved_tags_back(allocator: CuMemAllocator, device: str) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(1 << 20, device=device)
+    with allocator.use_memory_pool("kv_cache"):
+        torch.ones(1 << 20, device=device)
+        with pytest.raises(StateError, match=r"\['kv_cache'\]: a region of it is open"):
+            allocator.sleep("weights")
+    assert bool((weights == 1).all())
+
+
+def test_current_usage(allocator: CuMemAllocator, device: str) -> None:
+    assert allocator.get_current_usage() == 0
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(1 << 20, device=device)
+        scratch = torch.ones(1 << 22, device=device)
+        del scratch
+    with allocator.use_memory_pool():
+        other = torch.ones(1 << 20, device=device)
+    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
+    allocator.sleep()
+    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
+    allocator.wake_up()
+    del weights, other
+    assert allocator.get_current_usage() == 0
+
+
+def test_one_instance() -> None:
+    assert cumem_available
+    assert CuMemAllocator.get_instance() is CuMemAllocator.get_instance() is CuMemAllocator.instance
