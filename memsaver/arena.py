@@ -170,14 +170,15 @@ class Arena:
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
-        shim.set_extents(self.slot, self._map(extents, 0, undo))
+        shim.set_extents(self.slot, self.map(extents, 0, undo))
         undo.callback(shim.set_extents, self.slot, [])
 
     def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
-        shim.extend(self.slot, self._map(extents, self.stats.committed, undo))
+        shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
 
-    def _map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+    def map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Put extents behind the addresses from byte ``first`` on; as they are there, for the shim's table."""
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import cache
 from typing import Protocol
 
@@ -14,7 +18,7 @@ from memsaver.backup.workers import workers
 HUGE_PAGE = 2 << 20
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_CHUNK = 64 << 20
+_CHUNK = 16 << 20
 
 
 class Pinner(Protocol):
@@ -34,29 +38,40 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def obtain(nbytes: int, pinner: Pinner | None) -> int:
-    """Address of ``nbytes`` (a multiple of HUGE_PAGE) with memory behind every page; ``MemoryError``, ``BackendError``.
+def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
+    """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind every page; or none.
 
-    A forked child does not have it.
+    While one is pinned the next are touched. A forked child does not have them. ``MemoryError``, ``BackendError``.
     """
+    address = _map(sum(sizes))
+    starts = [address + at for at in itertools.accumulate(sizes, initial=0)][:-1]
+    with contextlib.ExitStack() as undo:
+        undo.callback(_libc().munmap, address, sum(sizes))
+        touching = [_touch(start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
+        undo.callback(wait, [part for parts in touching for part in parts])
+        for start, nbytes, parts in zip(starts, sizes, touching, strict=True):
+            for part in parts:
+                part.result()
+            if pinner is not None:
+                pinner.pin(start, nbytes)
+                undo.callback(pinner.unpin, start)
+        undo.pop_all()
+    return starts
+
+
+def _map(nbytes: int) -> int:
+    """Addresses that begin with a huge page."""
     raw = _libc().mmap(
         None, nbytes + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
     )
     if raw == _MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
-    address = -(-raw // HUGE_PAGE) * HUGE_PAGE
+    address: int = -(-raw // HUGE_PAGE) * HUGE_PAGE
     for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):  # whole huge pages only
         if end > start:
             _libc().munmap(start, end - start)
-    try:
-        _libc().madvise(address, nbytes, _MADV_DONTFORK)
-        _libc().madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where the kernel has none: then small pages
-        _touch(address, nbytes)
-        if pinner is not None:
-            pinner.pin(address, nbytes)
-    except BaseException:
-        _libc().munmap(address, nbytes)
-        raise
+    _libc().madvise(address, nbytes, _MADV_DONTFORK)
+    _libc().madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where the kernel has none: then small pages
     return address
 
 
@@ -66,10 +81,10 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
     _libc().munmap(address, nbytes)
 
 
-def _touch(address: int, nbytes: int) -> None:
+def _touch(address: int, nbytes: int) -> list[Future[None]]:
     """One thread gets 2 GiB/s from the kernel, which clears the pages; many get many times that."""
     starts = range(address, address + nbytes, _CHUNK)
-    list(workers("touch").map(lambda start: _populate(start, min(_CHUNK, address + nbytes - start)), starts))
+    return [workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start)) for start in starts]
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -21,7 +21,7 @@ from memsaver import MemorySaver
 from tests.benchmarks.common import Sampler, conditions, print_table, save
 
 COUNT, MIB = 182, 45  # 8 GiB
-GIB = 1 << 30
+GIB, MEGA = 1 << 30, 1 << 20
 REPEATS, WARMUP = 5, 2
 
 
@@ -84,7 +84,7 @@ def to_the_host(release: str) -> dict[str, float]:
     made = tensors_of(saver)
     row = cycles(lambda: saver.pause("params", release=release), lambda: saver.resume("params"))
     check(made)
-    row["pinned, MiB"] = saver.host_arena.committed_bytes / (1 << 20)
+    row["pinned, MiB"] = saver.host_arena.committed_bytes / MEGA
     del made
     saver.close()
     return row
@@ -98,7 +98,10 @@ def clean() -> dict[str, float]:
         saver.mark_clean("params", 1)
         saver.pause("params", release="keep")
 
+    pause()  # compiles the digest's kernel
+    saver.resume("params")
     row = cycles(pause, lambda: saver.resume("params"))
+    del row["first pause"]
     before = saver.statistics()["copy"].nbytes
     pause()
     row["bytes copied"] = float(saver.statistics()["copy"].nbytes - before)
@@ -121,6 +124,21 @@ def half_freed() -> dict[str, float]:
     del made
     saver.close()
     return {"live bytes": float(live), "bytes copied": float(copied)}
+
+
+def many_cycles(count: int = 200) -> dict[str, float]:
+    """Pinned bytes after the first and the last of them, 1 GiB in 22 tensors."""
+    saver = MemorySaver("cuda:0")
+    made = tensors_of(saver, 22)
+    pinned = []
+    for _ in range(count):
+        saver.pause("params")
+        pinned.append(saver.host_arena.committed_bytes / MEGA)
+        saver.resume("params")
+    check(made)
+    del made
+    saver.close()
+    return {"pinned after 1, MiB": pinned[0], f"pinned after {count}, MiB": pinned[-1]}
 
 
 def swap(gib: int = 16) -> dict[str, float]:
@@ -150,7 +168,7 @@ def swap(gib: int = 16) -> dict[str, float]:
     del one, two
     saver.close()
     serial_ms, swap_ms = statistics.median(in_turn[2:]), statistics.median(swapped[2:])
-    extra = sampler.rise / (1 << 20)
+    extra = sampler.rise / MEGA
     return {"in turn": serial_ms, "swap": swap_ms, "swap / in turn": swap_ms / serial_ms, "extra, MiB": extra}
 
 
@@ -200,6 +218,14 @@ def rival(retain: bool) -> dict[str, float]:
     return result
 
 
+def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
+    from tests.benchmarks.plots import stacked_bars
+
+    rows = {name: row for name, row in results.items() if {"pause", "resume"} <= row.keys() and name != "disk"}
+    keys = ("pause", "resume")
+    stacked_bars(path, "8 GiB kept over a pause", {name: {key: row[key] for key in keys} for name, row in rows.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -212,6 +238,7 @@ def main() -> None:
         "torch_memory_saver": lambda: rival(False),
         "marked clean": clean,
         "half of the blocks freed": half_freed,
+        "200 cycles": many_cycles,
         "swap 16 GiB": swap,
         "disk": lambda: disk(parser.parse_args().disk),
     }
@@ -228,6 +255,8 @@ def main() -> None:
         [[name, key, value] for name, row in results.items() for key, value in row.items()],
     )
     save(args.out, "bench_backup", results)
+    if args.out is not None:
+        draw(args.out / "bench_backup.png", results)
 
 
 if __name__ == "__main__":

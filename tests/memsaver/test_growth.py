@@ -28,7 +28,7 @@ LIMIT = 40 << 20  # for the tags with their holes, and for some of what the othe
 # after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
 # A reservation is 4 MiB or more: left behind in each cycle, they show.
 SLACK_VMSIZE = 48 << 20
-SLACK_MAPS = 4  # Python's heaps are mapped one by one
+SLACK_MAPS = 16  # Python's heaps are mapped one by one; one mapping left behind in each cycle would be 50 or more
 
 
 class Side:
@@ -132,12 +132,13 @@ class Side:
         gc.collect()
         nbytes = memfd_bytes([os.getpid()]) if self.device == "cpu" else process_bytes(self.device)  # mapped or not
         held = {"bytes": nbytes, "imports": len(imports), "fds": open_fds()}
-        held |= {"maps": memory_maps(), "threads": threading.active_count(), "pinned": _pinned_bytes(self.device)}
+        held |= {"maps": memory_maps(), "threads": threading.active_count(), "pinned": self.pinned()}
         return held | {key: status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
 
-
-def _pinned_bytes(device: str) -> int:
-    return 0 if device == "cpu" else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    def pinned(self) -> int:
+        """Bytes for saved content, and what torch pins."""
+        torchs = 0 if self.device == "cpu" else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        return self.saver.host_arena.committed_bytes + torchs
 
 
 def _peer(pipe: Connection, device: str) -> None:
