@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import Sampler, conditions, print_table, save
+from tests.benchmarks.common import Sampler, conditions, others_write, print_table, save
 
 COUNT, MIB = 182, 45  # 8 GiB
 GIB, MEGA = 1 << 30, 1 << 20
@@ -34,8 +35,14 @@ def timed(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def cycles(pause: Callable[[], object], resume: Callable[[], object]) -> dict[str, float]:
-    rows = [(timed(pause), timed(resume)) for _ in range(WARMUP + REPEATS)]
+def cycles(
+    pause: Callable[[], object], resume: Callable[[], object], between: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    rows = []
+    for _ in range(WARMUP + REPEATS):
+        away = timed(pause)
+        between()
+        rows.append((away, timed(resume)))
     return {
         "first pause": rows[0][0],
         "pause": statistics.median(row[0] for row in rows[WARMUP:]),
@@ -79,10 +86,13 @@ def check(made: list[torch.Tensor]) -> None:
         assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
 
 
-def to_the_host(release: str) -> dict[str, float]:
+def to_the_host(release: str, written: int = 0) -> dict[str, float]:
+    """written: bytes that others write between pause and resume. "first pause": with nothing pinned."""
     saver = MemorySaver("cuda:0")
     made = tensors_of(saver)
-    row = cycles(lambda: saver.pause("params", release=release), lambda: saver.resume("params"))
+    saver.host_arena.trim()
+    pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
+    row = cycles(pause, resume, lambda: others_write(written) if written else None)
     check(made)
     row["pinned, MiB"] = saver.host_arena.committed_bytes / MEGA
     del made
@@ -233,7 +243,8 @@ def main() -> None:
     cases: dict[str, Callable[[], dict[str, float]]] = {
         "pinned copy": floor,
         "host, extents kept": lambda: to_the_host("keep"),
-        "host, extents to the driver": lambda: to_the_host("driver"),
+        "host, extents to the driver, resumed at once": lambda: to_the_host("driver"),
+        "host, extents to the driver": lambda: to_the_host("driver", COUNT * MIB << 20),
         "torch_memory_saver, retain_cpu_backup": lambda: rival(True),
         "torch_memory_saver": lambda: rival(False),
         "marked clean": clean,

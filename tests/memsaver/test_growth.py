@@ -110,6 +110,7 @@ class Side:
         self._make_anew()
         self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
         self.saver.resume()
+        self.saver.host_arena.trim()  # to what the next rest needs; it had grown to what the worst cycle needed
 
     def rest(self) -> None:
         """All paused, and nothing kept."""
