@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -86,13 +87,13 @@ def check(made: list[torch.Tensor]) -> None:
         assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
 
 
-def to_the_host(release: str, written: int = 0) -> dict[str, float]:
-    """written: bytes that others write between pause and resume. "first pause": with nothing pinned."""
+def to_the_host(release: str, between: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """between: pause and resume. "first pause": with nothing pinned."""
     saver = MemorySaver("cuda:0")
     made = tensors_of(saver)
     saver.host_arena.trim()
     pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
-    row = cycles(pause, resume, lambda: others_write(written) if written else None)
+    row = cycles(pause, resume, between)
     check(made)
     row["pinned, MiB"] = saver.host_arena.committed_bytes / MEGA
     del made
@@ -182,29 +183,35 @@ def swap(gib: int = 16) -> dict[str, float]:
     return {"in turn": serial_ms, "swap": swap_ms, "swap / in turn": swap_ms / serial_ms, "extra, MiB": extra}
 
 
-def disk(directory: Path) -> dict[str, float]:
+def disk(directory: Path, rounds: int = 3) -> dict[str, float]:
+    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to second."""
     saver = MemorySaver("cuda:0", disk_dir=directory)
     made = tensors_of(saver, content="disk")
-    rows = [(timed(lambda: saver.pause("params")), timed(lambda: saver.resume("params"))) for _ in range(2)]
+    rows = []
+    for _ in range(1 + rounds):
+        write, read = dd(directory)
+        rows.append({"dd writes": write, "pause": timed(lambda: saver.pause("params")), "dd reads": read})
+        rows[-1]["resume"] = timed(lambda: saver.resume("params"))
     check(made)
     del made
     saver.close()
-    write, read = dd(directory)
-    return {"pause": rows[1][0], "resume": rows[1][1], "dd writes": write, "dd reads": read}
+    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
 
 
 def dd(directory: Path) -> tuple[float, float]:
-    """Milliseconds of `dd` with direct I/O for as many bytes."""
+    """Milliseconds of `dd` with direct I/O for as many bytes, their space reserved before as ours is."""
     file, count = directory / "memsaver-dd", COUNT * MIB // 15
     out = ["dd", "if=/dev/zero", f"of={file}", "bs=15M", f"count={count}", "oflag=direct", "conv=notrunc"]
     back = ["dd", f"if={file}", "of=/dev/null", "bs=15M", "iflag=direct"]
     try:
+        with file.open("wb") as handle:
+            os.posix_fallocate(handle.fileno(), 0, COUNT * MIB << 20)
         times = []
-        for command in (out, out, back):
+        for command in (out, back):
             started = time.perf_counter()
             subprocess.run(command, check=True, capture_output=True)
             times.append((time.perf_counter() - started) * 1e3)
-        return times[1], times[2]
+        return times[0], times[1]
     finally:
         file.unlink(missing_ok=True)
 
@@ -231,8 +238,8 @@ def rival(retain: bool) -> dict[str, float]:
 def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
     from tests.benchmarks.plots import stacked_bars
 
-    rows = {name: row for name, row in results.items() if {"pause", "resume"} <= row.keys() and name != "disk"}
-    keys = ("pause", "resume")
+    keys, left_out = ("pause", "resume"), ("disk", "torch_memory_saver")  # seconds
+    rows = {name: row for name, row in results.items() if row.keys() >= set(keys) and name not in left_out}
     stacked_bars(path, "8 GiB kept over a pause", {name: {key: row[key] for key in keys} for name, row in rows.items()})
 
 
@@ -244,7 +251,8 @@ def main() -> None:
         "pinned copy": floor,
         "host, extents kept": lambda: to_the_host("keep"),
         "host, extents to the driver, resumed at once": lambda: to_the_host("driver"),
-        "host, extents to the driver": lambda: to_the_host("driver", COUNT * MIB << 20),
+        "the same, resumed a second later": lambda: to_the_host("driver", lambda: others_write(0)),
+        "the same, written by others meanwhile": lambda: to_the_host("driver", lambda: others_write(COUNT * MIB << 20)),
         "torch_memory_saver, retain_cpu_backup": lambda: rival(True),
         "torch_memory_saver": lambda: rival(False),
         "marked clean": clean,
