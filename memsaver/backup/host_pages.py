@@ -10,14 +10,13 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import cache
 from typing import Protocol
 
 from memsaver.backup.workers import workers
+from memsaver.libc import MAP_FAILED, libc
 
 HUGE_PAGE = 2 << 20
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _CHUNK = 16 << 20
 
 
@@ -28,16 +27,6 @@ class Pinner(Protocol):
     def unpin(self, address: int) -> None: ...
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
 def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
     """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind every page; or none.
 
@@ -46,7 +35,7 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
     address = _map(sum(sizes))
     starts = [address + at for at in itertools.accumulate(sizes, initial=0)][:-1]
     with contextlib.ExitStack() as undo:
-        undo.callback(_libc().munmap, address, sum(sizes))
+        undo.callback(libc().munmap, address, sum(sizes))
         touching = [_touch(start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
         undo.callback(wait, [part for parts in touching for part in parts])
         for start, nbytes, parts in zip(starts, sizes, touching, strict=True):
@@ -61,24 +50,24 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
 
 def _map(nbytes: int) -> int:
     """Addresses that begin with a huge page."""
-    raw = _libc().mmap(
+    raw = libc().mmap(
         None, nbytes + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
     )
-    if raw == _MAP_FAILED:
+    if raw == MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
     address: int = -(-raw // HUGE_PAGE) * HUGE_PAGE
     for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):  # whole huge pages only
         if end > start:
-            _libc().munmap(start, end - start)
-    _libc().madvise(address, nbytes, _MADV_DONTFORK)
-    _libc().madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where the kernel has none: then small pages
+            libc().munmap(start, end - start)
+    libc().madvise(address, nbytes, _MADV_DONTFORK)
+    libc().madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where the kernel has none: then small pages
     return address
 
 
 def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
     if pinner is not None:
         pinner.unpin(address)
-    _libc().munmap(address, nbytes)
+    libc().munmap(address, nbytes)
 
 
 def _touch(address: int, nbytes: int) -> list[Future[None]]:
@@ -88,7 +77,7 @@ def _touch(address: int, nbytes: int) -> list[Future[None]]:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    if _libc().madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
+    if libc().madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return
     if (code := ctypes.get_errno()) != errno.EINVAL:
         raise MemoryError(f"no host memory: {os.strerror(code)}")
