@@ -75,6 +75,7 @@ class Arena:
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
+        self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
             return None
@@ -109,9 +110,9 @@ class Arena:
         """Give back the extents behind the unused tail; bytes given back. If paused: not to be put back any more."""
         stats = self.stats
         if self.paused:
-            used = -(-stats.top // self.backend.granularity) * self.backend.granularity
-            self.committed_when_paused = min(self.committed_when_paused, used)
-        if self.paused or stats.committed - stats.top < self.backend.granularity:
+            self.committed_when_paused = min(self.committed_when_paused, self.backend.round_up(stats.top))
+            return 0
+        if stats.committed - stats.top < self.backend.granularity:
             return 0
         self.backend.synchronize()
         trimmed: int = shim.library().ms_trim(self.slot)
@@ -169,14 +170,15 @@ class Arena:
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
-        shim.set_extents(self.slot, self._map(extents, 0, undo))
+        shim.set_extents(self.slot, self.map(extents, 0, undo))
         undo.callback(shim.set_extents, self.slot, [])
 
     def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
-        shim.extend(self.slot, self._map(extents, self.stats.committed, undo))
+        shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
 
-    def _map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+    def map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Put extents behind the addresses from byte ``first`` on; as they are there, for the shim's table."""
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle)

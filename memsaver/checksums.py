@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from memsaver.backup.ranges import Ranges, joined
 from memsaver.errors import BackendError
 from memsaver.ops.digest import Digest
 
-Ranges = Sequence[tuple[int, int]]
 View = Callable[[int, int], torch.Tensor]
 """``view(offset, nbytes)``: these bytes of the tag, as a uint8 tensor where they are."""
 
@@ -20,7 +20,7 @@ _BYTES = 1 << 62  # numbers of single bytes, apart from those of words
 
 def fingerprint(ranges: Ranges, view: View) -> Digest:
     """One digest of all ranges (offset, nbytes), to be run as often as wanted while their addresses hold."""
-    return Digest([part for offset, nbytes in ranges for part in _parts(offset, view(offset, nbytes))])
+    return Digest([part for offset, nbytes in joined(ranges) for part in _parts(offset, view(offset, nbytes))])
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:

@@ -112,25 +112,31 @@ class PagePool:
             self.keep([shim.Extent(handles[extent_id], extent_id, 0, size, shared=True) for extent_id, size in extents])
             undo.pop_all()
 
-    def obtain(self, nbytes: int, undo: contextlib.ExitStack, whole: bool) -> list[shim.Extent]:
-        """Extents of ``nbytes`` together: kept ones, and new ones for the rest.
-
-        whole: the rest as one extent, else in pieces that other tags can use. Raises ``ShortOfMemory``; what was taken
-        goes where it came from when ``undo`` unwinds.
-        """
+    def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Kept extents of at most ``nbytes`` together; they are kept again when ``undo`` unwinds."""
         taken = shim.pool_take(self._backend.phys, nbytes)
         undo.callback(self.keep, taken)
-        rest = nbytes - sum(extent.nbytes for extent in taken)
+        return taken
+
+    def make(self, nbytes: int, undo: contextlib.ExitStack, whole: bool) -> list[shim.Extent]:
+        """New extents of ``nbytes`` together; ``undo`` gives them back.
+
+        whole: one extent, else pieces that other tags can use. Raises ``ShortOfMemory``.
+        """
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
-        for size in [rest] * bool(rest) if whole else piece_sizes(rest, self._backend.granularity):
+        for size in [nbytes] * bool(nbytes) if whole else piece_sizes(nbytes, self._backend.granularity):
             made.append(self._backend.create(size))
-        return taken + made
+        return made
+
+    def obtain(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Extents of ``nbytes`` together: kept ones, and new ones for the rest, in pieces that other tags can use."""
+        taken = self.take(nbytes, undo)
+        return taken + self.make(nbytes - sum(extent.nbytes for extent in taken), undo, whole=False)
 
     def obtain_most(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """As many bytes as there are, at most ``nbytes``, in pieces that other tags can use; undo as in ``obtain``."""
-        taken = shim.pool_take(self._backend.phys, nbytes)
-        undo.callback(self.keep, taken)
+        taken = self.take(nbytes, undo)
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
         rest, size = nbytes - sum(extent.nbytes for extent in taken), LARGEST

@@ -62,7 +62,7 @@ class Endpoint:
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self.closed = False
-        self.peer_pid, self.peer_uid = credentials(connection)
+        self.peer_pid, _ = credentials(connection)
         self._name = name
         _endpoints.add(self)
 

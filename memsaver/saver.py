@@ -160,7 +160,6 @@ class MemorySaver:
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
-        arena.settle_frees()
         tensor = arena.empty(nbytes)
         if tensor is None and self._switch.make_room():
             tensor = arena.empty(nbytes)
@@ -341,8 +340,7 @@ class MemorySaver:
             arena = self._arena(tag)
             if arena.paused:
                 raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
-            granularity = self._backend.granularity
-            wanted, before = -(-nbytes // granularity) * granularity, arena.stats.committed
+            wanted, before = self._backend.round_up(nbytes), arena.stats.committed
             if nbytes < 0 or wanted > arena.reservation.nbytes:
                 raise ValueError(f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}")
             try:

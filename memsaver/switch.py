@@ -11,6 +11,7 @@ import torch
 
 from memsaver.allocator import shim
 from memsaver.arena import Arena
+from memsaver.arrival import Arrival
 from memsaver.backends.base import Backend, ShortOfMemory
 from memsaver.backup import Backup, DiskBackup, HostBackup
 from memsaver.backup.host import Waitable
@@ -18,7 +19,7 @@ from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums, fingerprint
 from memsaver.device_lock import device_lock
 from memsaver.errors import HostMemoryError, LeaseError
-from memsaver.page_pool import PagePool
+from memsaver.page_pool import LARGEST, PagePool
 from memsaver.swap import Swap, goes_piecewise
 
 if TYPE_CHECKING:
@@ -111,11 +112,14 @@ class Switch:
 
     def _prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
         """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
-        ranges = arena.saved_ranges()
+        retained = arena.retained
+        if retained is not None and not retained.begin_check(arena.version, content, arena.stats.committed):
+            retained = None
+        ranges = arena.saved_ranges()  # while the check runs
         if self._checksums:
             arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
-        if arena.retained is not None and arena.retained.holds(arena.version, ranges, content):
-            return arena.retained.backup, False
+        if retained is not None and retained.holds(ranges):
+            return retained.backup, False
         arena.retained = None
         backup = self._new_backup(ranges, content)
         if arena.version is not None:
@@ -208,7 +212,6 @@ class Switch:
             assert backup is None or isinstance(backup, HostBackup)
             undo.callback(out.forget_retained)
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
-            into.verify()
             undo.pop_all()
         self._pool.keep(left)
         self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
@@ -283,7 +286,7 @@ class Switch:
             with contextlib.ExitStack() as undo, self._device_lock:
                 undo.callback(arena.thaw)
                 arena.freeze()  # nothing else grows the tag meanwhile
-                arena.extend(self._pool.obtain(nbytes - arena.stats.committed, undo, whole=False), undo)
+                arena.extend(self._pool.obtain(nbytes - arena.stats.committed, undo), undo)
                 undo.pop_all()
             arena.thaw()
 
@@ -304,14 +307,20 @@ class Switch:
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
             with self._device_lock:  # else two processes could take half each of what is enough for one
-                for arena in arenas:
-                    arena.put(self._pool.obtain(arena.committed_when_paused, undo, arena.whole), undo)
-            for arena in arenas:
-                if arena.backup is not None:
-                    arena.backup.restore(self._backend, arena.address)
-                arena.verify()
+                arrivals = [self._bring(arena, undo) for arena in arenas]
+            for arrival in arrivals:
+                arrival.finish()
             undo.pop_all()
         self._settle_resumed(arenas)
+
+    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Arrival:
+        """Memory for all of the tag; what is saved on the host is on its way while the driver clears the rest."""
+        arrival = Arrival(self._backend, arena, undo)
+        arrival.put(self._pool.take(arrival.missing, undo))
+        if isinstance(arena.backup, HostBackup):
+            arrival.put(self._pool.make(min(arrival.missing, LARGEST), undo, arena.whole))
+        arrival.put(self._pool.make(arrival.missing, undo, arena.whole))
+        return arrival
 
     def _settle_resumed(self, arenas: Sequence[Arena]) -> None:
         for arena in arenas:

@@ -15,7 +15,7 @@ class Tags:
     def __init__(self, backend: Backend, reserve_bytes: int) -> None:
         """reserve_bytes: of addresses for each tag, rounded up to pages."""
         self._backend = backend
-        self.reserve_bytes = -(-reserve_bytes // backend.granularity) * backend.granularity
+        self.reserve_bytes = backend.round_up(reserve_bytes)
         self._arenas: dict[str, Arena] = {}
 
     def __iter__(self) -> Iterator[Arena]:

@@ -42,14 +42,19 @@ int ms_fd_keep(uint64_t handle, int fd) {
     return ok ? 0 : ENOMEM;
 }
 
+static descriptor *find(uint64_t handle) {
+    for (size_t i = n_descriptors; i-- > 0;)
+        if (table[i].handle == handle) return &table[i];
+    return NULL;
+}
+
 void ms_fd_drop(uint64_t handle) {
     pthread_mutex_lock(&lock);
-    for (size_t i = n_descriptors; i-- > 0;)
-        if (table[i].handle == handle) {
-            close(table[i].fd);
-            table[i] = table[--n_descriptors];
-            break;
-        }
+    descriptor *found = find(handle);
+    if (found) {
+        close(found->fd);
+        *found = table[--n_descriptors];
+    }
     pthread_mutex_unlock(&lock);
 }
 
@@ -59,12 +64,11 @@ static int system_error(const ms_phys *phys, int error) { return phys->kind == M
 static int duplicate(uint64_t handle, int *error) {
     int fd = -1;
     pthread_mutex_lock(&lock);
-    for (size_t i = n_descriptors; i-- > 0;)
-        if (table[i].handle == handle) {
-            fd = fcntl(table[i].fd, F_DUPFD_CLOEXEC, 0);
-            *error = fd < 0 ? errno : 0;
-            break;
-        }
+    const descriptor *found = find(handle);
+    if (found) {
+        fd = fcntl(found->fd, F_DUPFD_CLOEXEC, 0);
+        *error = fd < 0 ? errno : 0;
+    }
     pthread_mutex_unlock(&lock);
     return fd;
 }

@@ -41,6 +41,7 @@ class Backend(Protocol):
 
     @property
     def committed_bytes(self) -> int: ...
+    def round_up(self, nbytes: int) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def unreserve(self, address: int, nbytes: int) -> None: ...
     def create(self, nbytes: int) -> shim.Extent: ...
@@ -90,6 +91,10 @@ class ShimBackend:
         """Bytes of all extents this backend made and has not released."""
         committed: int = shim.library().ms_phys_committed(self.phys)
         return committed
+
+    def round_up(self, nbytes: int) -> int:
+        """To whole pages."""
+        return -(-nbytes // self.granularity) * self.granularity
 
     def create(self, nbytes: int) -> shim.Extent:
         """A new extent, for which the page pool makes room where it must; raises ``ShortOfMemory``."""

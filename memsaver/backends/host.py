@@ -17,9 +17,9 @@ from memsaver.backends.base import ShimBackend
 from memsaver.backup.host_arena import HostArena
 from memsaver.backup.workers import workers
 from memsaver.errors import BackendError
+from memsaver.libc import MAP_FAILED, libc
 
 _MAP_NORESERVE = 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -44,15 +44,6 @@ def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list
     return out
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
-
-
 class HostBackend(ShimBackend):
     """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
 
@@ -67,14 +58,14 @@ class HostBackend(ShimBackend):
     def reserve(self, nbytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         with self._call(Operation.RESERVE, nbytes):
-            address = _libc().mmap(None, nbytes, 0, flags, -1, 0)
-            if address == _MAP_FAILED:
+            address = libc().mmap(None, nbytes, 0, flags, -1, 0)
+            if address == MAP_FAILED:
                 raise BackendError(f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}")
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
         with self._call(Operation.UNRESERVE, nbytes):
-            if _libc().munmap(address, nbytes):
+            if libc().munmap(address, nbytes):
                 raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
 
     def bind_thread(self) -> None:

@@ -40,23 +40,20 @@ class HostBackup:
         """The same, after what is queued on the current stream, and without waiting; None: it is done."""
         return backend.start_copy(self._out(base))
 
-    def restore(self, backend: Backend, base: int) -> None:
-        backend.copy([(base + offset, host, nbytes) for offset, host, nbytes in self.runs()])
-
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
-        found = []
+        found: list[tuple[int, int]] = []
         for start, host, size in self.runs():
             first, last = max(start, offset), min(start + size, offset + nbytes)
             if first < last:
-                found.append(_view(host + first - start, last - first, self))
-        return found
+                found.append((host + first - start, last - first))
+        return [_view(address, size, self) for address, size in joined(found)]
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
 
     def runs(self) -> Iterator[Run]:
-        """What is contiguous on both sides, as long as it can be, in order of the tag."""
+        """What is contiguous in the tag, and one piece of the arena, in order of the tag."""
         pieces = iter(self._pieces)
         host, room = 0, 0
         for offset, nbytes in joined(self.ranges):

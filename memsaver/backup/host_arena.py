@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from memsaver.backup import host_pages
 from memsaver.backup.host_pages import HUGE_PAGE, Pinner
-from memsaver.errors import HostMemoryError, format_bytes
+from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.host_limits import available_memory
 
 _SHARE = 0.8  # of the memory that is available: others want some, too
 UNIT = 4096  # bytes: what direct I/O asks for
+_SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
 
 
 class Piece(NamedTuple):
@@ -26,7 +27,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Segment:
-    """Memory taken in one go. ``free``: its parts that nobody uses, in order, never adjacent."""
+    """Memory pinned in one go. ``free``: its parts that nobody uses, in order, never adjacent."""
 
     address: int
     nbytes: int
@@ -67,9 +68,11 @@ class HostArena:
             self._collect()
             left = -(-nbytes // UNIT) * UNIT
             try:
-                while left:
-                    taken.append(self._take_free(left, whole) or self._grow(left))
-                    left -= taken[-1].nbytes
+                while left and (piece := self._take_free(left, whole)):
+                    taken.append(piece)
+                    left -= piece.nbytes
+                if left:
+                    taken += self._grow(left, whole)
             except BaseException:
                 self.give(taken)
                 raise
@@ -101,16 +104,21 @@ class HostArena:
         segment.free[at : at + 1] = [rest] if rest.nbytes else []
         return Piece(piece.address, size)
 
-    def _grow(self, nbytes: int) -> Piece:
+    def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
         size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         self._check_budget(size)
+        most = size if whole else _SEGMENT
+        sizes = [min(most, size - at) for at in range(0, size, most)]
         try:
-            address = host_pages.obtain(size, self._pinner)
-        except MemoryError as error:
+            addresses = host_pages.obtain(sizes, self._pinner)
+        except (MemoryError, BackendError) as error:
             raise self._refusal(size, 0, str(error)) from error
-        rest = Piece(address + nbytes, size - nbytes)
-        self._segments.append(_Segment(address, size, [rest] if rest.nbytes else []))
-        return Piece(address, nbytes)
+        made = [_Segment(address, each) for address, each in zip(addresses, sizes, strict=True)]
+        spare = size - nbytes
+        if spare:
+            made[-1].free.append(Piece(made[-1].address + made[-1].nbytes - spare, spare))
+        self._segments += made
+        return [Piece(s.address, s.nbytes - sum(piece.nbytes for piece in s.free)) for s in made]
 
     def _check_budget(self, more: int) -> None:
         if self.budget_bytes is not None:

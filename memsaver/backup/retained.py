@@ -28,12 +28,17 @@ class Retained:
         if self._expected is None:
             self._expected = self.digest.result()
 
-    def holds(self, version: Hashable | None, ranges: list[tuple[int, int]], content: str) -> bool:
-        """Is it still the content? The owner says so by the version; who else may have written shows in the digest."""
+    def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
+        """Is it said to be the content of a tag that has memory behind ``committed`` bytes? Then ``holds`` follows."""
         kind = HostBackup if content == "host" else DiskBackup
         if version is None or version != self.version or not isinstance(self.backup, kind):
             return False
-        if tuple(ranges) != self.backup.ranges:
+        if any(offset + nbytes > committed for offset, nbytes in self.backup.ranges):
             return False
         self.settle()
-        return self.digest.run() == self._expected
+        self.digest.start()
+        return True
+
+    def holds(self, ranges: list[tuple[int, int]]) -> bool:
+        """Is it the content? The owner said so by the version; who else may have written shows in the digest."""
+        return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

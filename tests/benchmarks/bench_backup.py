@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import conditions, print_table, save
+from tests.benchmarks.common import Sampler, conditions, others_write, print_table, save
 
 COUNT, MIB = 182, 45  # 8 GiB
-GIB = 1 << 30
+GIB, MEGA = 1 << 30, 1 << 20
 REPEATS, WARMUP = 5, 2
 
 
@@ -34,8 +36,14 @@ def timed(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def cycles(pause: Callable[[], object], resume: Callable[[], object]) -> dict[str, float]:
-    rows = [(timed(pause), timed(resume)) for _ in range(WARMUP + REPEATS)]
+def cycles(
+    pause: Callable[[], object], resume: Callable[[], object], between: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    rows = []
+    for _ in range(WARMUP + REPEATS):
+        away = timed(pause)
+        between()
+        rows.append((away, timed(resume)))
     return {
         "first pause": rows[0][0],
         "pause": statistics.median(row[0] for row in rows[WARMUP:]),
@@ -79,12 +87,15 @@ def check(made: list[torch.Tensor]) -> None:
         assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
 
 
-def to_the_host(release: str) -> dict[str, float]:
+def to_the_host(release: str, between: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """between: pause and resume. "first pause": with nothing pinned."""
     saver = MemorySaver("cuda:0")
     made = tensors_of(saver)
-    row = cycles(lambda: saver.pause("params", release=release), lambda: saver.resume("params"))
+    saver.host_arena.trim()
+    pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
+    row = cycles(pause, resume, between)
     check(made)
-    row["pinned, MiB"] = saver.host_arena.committed_bytes / (1 << 20)
+    row["pinned, MiB"] = saver.host_arena.committed_bytes / MEGA
     del made
     saver.close()
     return row
@@ -98,7 +109,10 @@ def clean() -> dict[str, float]:
         saver.mark_clean("params", 1)
         saver.pause("params", release="keep")
 
+    pause()  # compiles the digest's kernel
+    saver.resume("params")
     row = cycles(pause, lambda: saver.resume("params"))
+    del row["first pause"]
     before = saver.statistics()["copy"].nbytes
     pause()
     row["bytes copied"] = float(saver.statistics()["copy"].nbytes - before)
@@ -123,8 +137,23 @@ def half_freed() -> dict[str, float]:
     return {"live bytes": float(live), "bytes copied": float(copied)}
 
 
+def many_cycles(count: int = 200) -> dict[str, float]:
+    """Pinned bytes after the first and the last of them, 1 GiB in 22 tensors."""
+    saver = MemorySaver("cuda:0")
+    made = tensors_of(saver, 22)
+    pinned = []
+    for _ in range(count):
+        saver.pause("params")
+        pinned.append(saver.host_arena.committed_bytes / MEGA)
+        saver.resume("params")
+    check(made)
+    del made
+    saver.close()
+    return {"pinned after 1, MiB": pinned[0], f"pinned after {count}, MiB": pinned[-1]}
+
+
 def swap(gib: int = 16) -> dict[str, float]:
-    """Against pause and then resume of the same tags; the device's used memory is sampled by its own report."""
+    """Against pause and then resume of the same tags; the device's used memory is sampled during more swaps."""
     saver = MemorySaver("cuda:0")
     one = saver.empty(gib * GIB, torch.uint8, tag="one", content="host").fill_(1)
     saver.pause("one")
@@ -140,43 +169,49 @@ def swap(gib: int = 16) -> dict[str, float]:
     turns = [("two", "one"), ("one", "two")] * 3
     in_turn = [timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
     saver.trim()
-    swapped = []
-    for away, back in turns:
-        swapped.append(timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)))
-        most = saver.report().committed_bytes
-        assert most <= (gib + 1) * GIB, most
+    swapped = [timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns]
+    with Sampler() as sampler:
+        for away, back in turns:
+            saver.swap(pause=away, resume=back)
     assert int(two[0]) == int(two[-1]) == 2 and bool((two[:: 1 << 20] == 2).all())
     saver.swap(pause="two", resume="one")
     assert bool((one[:: 1 << 20] == 1).all())
     del one, two
     saver.close()
     serial_ms, swap_ms = statistics.median(in_turn[2:]), statistics.median(swapped[2:])
-    return {"in turn": serial_ms, "swap": swap_ms, "swap / in turn": swap_ms / serial_ms}
+    extra = sampler.rise / MEGA
+    return {"in turn": serial_ms, "swap": swap_ms, "swap / in turn": swap_ms / serial_ms, "extra, MiB": extra}
 
 
-def disk(directory: Path) -> dict[str, float]:
+def disk(directory: Path, rounds: int = 3) -> dict[str, float]:
+    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to second."""
     saver = MemorySaver("cuda:0", disk_dir=directory)
     made = tensors_of(saver, content="disk")
-    rows = [(timed(lambda: saver.pause("params")), timed(lambda: saver.resume("params"))) for _ in range(2)]
+    rows = []
+    for _ in range(1 + rounds):
+        write, read = dd(directory)
+        rows.append({"dd writes": write, "pause": timed(lambda: saver.pause("params")), "dd reads": read})
+        rows[-1]["resume"] = timed(lambda: saver.resume("params"))
     check(made)
     del made
     saver.close()
-    write, read = dd(directory)
-    return {"pause": rows[1][0], "resume": rows[1][1], "dd writes": write, "dd reads": read}
+    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
 
 
 def dd(directory: Path) -> tuple[float, float]:
-    """Milliseconds of `dd` with direct I/O for as many bytes."""
+    """Milliseconds of `dd` with direct I/O for as many bytes, their space reserved before as ours is."""
     file, count = directory / "memsaver-dd", COUNT * MIB // 15
     out = ["dd", "if=/dev/zero", f"of={file}", "bs=15M", f"count={count}", "oflag=direct", "conv=notrunc"]
     back = ["dd", f"if={file}", "of=/dev/null", "bs=15M", "iflag=direct"]
     try:
+        with file.open("wb") as handle:
+            os.posix_fallocate(handle.fileno(), 0, COUNT * MIB << 20)
         times = []
-        for command in (out, out, back):
+        for command in (out, back):
             started = time.perf_counter()
             subprocess.run(command, check=True, capture_output=True)
             times.append((time.perf_counter() - started) * 1e3)
-        return times[1], times[2]
+        return times[0], times[1]
     finally:
         file.unlink(missing_ok=True)
 
@@ -200,6 +235,14 @@ def rival(retain: bool) -> dict[str, float]:
     return result
 
 
+def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
+    from tests.benchmarks.plots import stacked_bars
+
+    keys, left_out = ("pause", "resume"), ("disk", "torch_memory_saver")  # seconds
+    rows = {name: row for name, row in results.items() if row.keys() >= set(keys) and name not in left_out}
+    stacked_bars(path, "8 GiB kept over a pause", {name: {key: row[key] for key in keys} for name, row in rows.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -207,11 +250,14 @@ def main() -> None:
     cases: dict[str, Callable[[], dict[str, float]]] = {
         "pinned copy": floor,
         "host, extents kept": lambda: to_the_host("keep"),
-        "host, extents to the driver": lambda: to_the_host("driver"),
+        "host, extents to the driver, resumed at once": lambda: to_the_host("driver"),
+        "the same, resumed a second later": lambda: to_the_host("driver", lambda: others_write(0)),
+        "the same, written by others meanwhile": lambda: to_the_host("driver", lambda: others_write(COUNT * MIB << 20)),
         "torch_memory_saver, retain_cpu_backup": lambda: rival(True),
         "torch_memory_saver": lambda: rival(False),
         "marked clean": clean,
         "half of the blocks freed": half_freed,
+        "200 cycles": many_cycles,
         "swap 16 GiB": swap,
         "disk": lambda: disk(parser.parse_args().disk),
     }
@@ -228,6 +274,8 @@ def main() -> None:
         [[name, key, value] for name, row in results.items() for key, value in row.items()],
     )
     save(args.out, "bench_backup", results)
+    if args.out is not None:
+        draw(args.out / "bench_backup.png", results)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.backends.base import Backend
-from tests.benchmarks.common import conditions, median_ms, print_table, save
+from tests.benchmarks.common import conditions, free_bytes, median_ms, others_write, print_table, save
 
 COUNT, MIB = 340, 45  # 14.9 GiB
 GIB = 1 << 30
@@ -70,13 +70,7 @@ def to_the_driver(fill: bool) -> dict[str, float]:
     rows: dict[str, list[float]] = {"pause": [], "resume": []}
     for _ in range(REPEATS + 2):
         rows["pause"].append(timed(lambda: saver.pause("kv")))
-        if fill:
-            free = torch.cuda.mem_get_info()[0] - (2 << 30)
-            torch.full((free,), 255, dtype=torch.uint8, device="cuda")
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        else:
-            time.sleep(1.0)  # the driver clears it meanwhile
+        others_write(free_bytes() if fill else 0)
         rows["resume"].append(timed(lambda: saver.resume("kv")))
         tensor.fill_(1)
     del tensor
@@ -104,12 +98,7 @@ def driver_floor(fill: bool) -> dict[str, float]:
     take()
     for _ in range(REPEATS + 2):
         rows["pause"].append(timed(give))
-        if fill:
-            torch.full((torch.cuda.mem_get_info()[0] - (2 << 30),), 255, dtype=torch.uint8, device="cuda")
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        else:
-            time.sleep(1.0)
+        others_write(free_bytes() if fill else 0)
         rows["resume"].append(timed(take))
     give()
     backend.unreserve(address, nbytes)

@@ -9,48 +9,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.common import QWEN25, conditions, copy_bandwidth, print_table, save, write_config
+from tests.benchmarks.common import QWEN25, Sampler, conditions, copy_bandwidth, print_table, save, write_config
 from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 
 CASES = {"7b": ("bfloat16", "7b", 28), "half-7b": ("float32", "7b", 14), "0.5b": ("float32", "0.5b", 24)}
 ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
-
-
-class Sampler:
-    """Used bytes of the device, every half millisecond, from a thread."""
-
-    def __init__(self) -> None:
-        self.used: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            free, total = torch.cuda.mem_get_info()
-            self.used.append(total - free)
-            time.sleep(5e-4)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        while not self.used:
-            time.sleep(1e-3)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def rise(self) -> int:
-        return max(self.used) - self.used[0]
 
 
 def one_sync(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> dict[str, float]:

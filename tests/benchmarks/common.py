@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,50 @@ def median_ms(run: Callable[[], object], repeats: int = 10, warmup: int = 3) -> 
         if i >= warmup:
             times.append((time.perf_counter() - started) * 1e3)
     return statistics.median(times)
+
+
+def free_bytes() -> int:
+    """Bytes of the device that another can take, less some for itself."""
+    return torch.cuda.mem_get_info()[0] - (2 << 30)
+
+
+def others_write(nbytes: int) -> None:
+    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
+    if not nbytes:
+        time.sleep(1.0)
+        return
+    torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+class Sampler:
+    """Used bytes of the device, every half millisecond, from a thread."""
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            free, total = torch.cuda.mem_get_info()
+            self.used.append(total - free)
+            time.sleep(5e-4)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        while not self.used:
+            time.sleep(1e-3)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def rise(self) -> int:
+        return max(self.used) - self.used[0]
 
 
 def copy_bandwidth(nbytes: int = 4 << 30) -> float:

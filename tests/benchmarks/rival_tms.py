@@ -10,15 +10,7 @@ import time
 
 import torch
 
-
-def others_write(nbytes: int) -> None:
-    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
-    if not nbytes:
-        time.sleep(1.0)
-        return
-    torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+from tests.benchmarks.common import free_bytes, others_write
 
 
 def main(count: int, mib: int, repeats: int, written: str, backup: bool, retain: bool) -> None:
@@ -37,8 +29,7 @@ def main(count: int, mib: int, repeats: int, written: str, backup: bool, retain:
         tms.pause("kv")
         torch.cuda.synchronize()
         middle = time.perf_counter()
-        free = torch.cuda.mem_get_info()[0]
-        others_write({"nothing": 0, "freed": count * mib << 20, "all": free - (2 << 30)}[written])
+        others_write({"nothing": 0, "freed": count * mib << 20, "all": free_bytes()}[written])
         again = time.perf_counter()
         tms.resume("kv")
         torch.cuda.synchronize()

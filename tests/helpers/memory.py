@@ -18,10 +18,15 @@ def _kib(path: str, key: str) -> int:
     raise KeyError(key)
 
 
+def status_bytes(key: str) -> int:
+    """Of this process, as the kernel counts: "VmSize", say."""
+    return _kib("/proc/self/status", key)
+
+
 def process_bytes(device: str) -> int:
     """Shared-memory pages of this process (host), or the device's used memory (GPU)."""
     if device == "cpu":
-        return _kib("/proc/self/status", "RssShmem")
+        return status_bytes("RssShmem")
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

@@ -7,13 +7,24 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+import memsaver
+
+PATIENCE = 7.0  # seconds for an operation: one that waits for what does not come takes 8 or 10
 
 # The server imports these once. Importing leaves CUDA alone, so that its children may use it.
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["torch", "memsaver", "memsaver.share", "pytest", "tests.helpers.peers"])
+
+
+class Address(NamedTuple):
+    """What other processes need to use a saver."""
+
+    pool: memsaver.PoolTicket
+    tags: tuple[memsaver.Ticket, ...]
 
 
 class Gone(Exception):

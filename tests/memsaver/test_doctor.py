@@ -217,9 +217,9 @@ def missing(name: str) -> None:
 
 
 def test_memory_that_does_not_come_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver.backup.host import HostBackup
+    from memsaver.arrival import Arrival
 
-    monkeypatch.setattr(HostBackup, "restore", lambda self, backend, base: None)
+    monkeypatch.setattr(Arrival, "_fill", lambda self, at, nbytes: None)
     assert_tells(look("pause and resume on the CPU"), "fail", "the content came back changed")
 
 

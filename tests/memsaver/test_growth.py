@@ -9,8 +9,7 @@ import os
 import random
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from tests.helpers.memory import memfd_bytes, memory_maps, open_fds, process_bytes
-from tests.helpers.peers import Peer
+from tests.helpers.memory import memfd_bytes, memory_maps, open_fds, process_bytes, status_bytes
+from tests.helpers.peers import PATIENCE, Address, Peer
 from tests.helpers.soak import rounds
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
@@ -29,15 +28,7 @@ LIMIT = 40 << 20  # for the tags with their holes, and for some of what the othe
 # after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
 # A reservation is 4 MiB or more: left behind in each cycle, they show.
 SLACK_VMSIZE = 48 << 20
-PATIENCE = 7.0  # seconds for a cycle: one that waits for what does not come takes 8 or 10
-SLACK_MAPS = 4  # Python's heaps are mapped one by one
-
-
-class Address(NamedTuple):
-    """What the other process needs."""
-
-    pool: memsaver.PoolTicket
-    tags: tuple[memsaver.Ticket, ...]
+SLACK_MAPS = 16  # Python's heaps are mapped one by one; one mapping left behind in each cycle would be 50 or more
 
 
 class Side:
@@ -119,6 +110,7 @@ class Side:
         self._make_anew()
         self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
         self.saver.resume()
+        self.saver.host_arena.trim()  # to what the next rest needs; it had grown to what the worst cycle needed
 
     def rest(self) -> None:
         """All paused, and nothing kept."""
@@ -141,17 +133,13 @@ class Side:
         gc.collect()
         nbytes = memfd_bytes([os.getpid()]) if self.device == "cpu" else process_bytes(self.device)  # mapped or not
         held = {"bytes": nbytes, "imports": len(imports), "fds": open_fds()}
-        held |= {"maps": memory_maps(), "threads": threading.active_count(), "pinned": _pinned_bytes(self.device)}
-        return held | {key: _status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
+        held |= {"maps": memory_maps(), "threads": threading.active_count(), "pinned": self.pinned()}
+        return held | {key: status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
 
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-
-def _pinned_bytes(device: str) -> int:
-    return 0 if device == "cpu" else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    def pinned(self) -> int:
+        """Bytes for saved content, and what torch pins."""
+        torchs = 0 if self.device == "cpu" else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        return self.saver.host_arena.committed_bytes + torchs
 
 
 def _peer(pipe: Connection, device: str) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,20 +22,12 @@ import memsaver
 from memsaver import MemorySaver, lease
 from memsaver.imports import imports
 from tests.helpers.memory import machine_bytes, memfd_bytes, memory_maps, open_fds
-from tests.helpers.peers import Gone, Peer
+from tests.helpers.peers import PATIENCE, Address, Gone, Peer
 from tests.helpers.soak import rounds
 
 SIZE = 2 << 20
-PATIENCE = 7.0  # seconds for an operation: one that waits for what does not come takes 8 or 10
 SECONDS_TO_LET_GO = 5.0
 SLACK_MAPS = 40  # stacks and heaps of ended threads, which glibc keeps for the next ones
-
-
-class Address(NamedTuple):
-    """What others need to use a saver."""
-
-    pool: memsaver.PoolTicket
-    tags: tuple[memsaver.Ticket, ...]
 
 
 class Actor:

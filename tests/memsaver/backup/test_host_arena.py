@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver import HostMemoryError
+from memsaver import BackendError, HostMemoryError
 from memsaver.backup import host_arena as module
 from memsaver.backup.host import HostBackup
 from memsaver.backup.host_arena import UNIT, HostArena, Piece
@@ -42,9 +42,16 @@ def resident() -> int:
     return next(int(field[1]) * 1024 for field in fields if field[0] == "RssAnon:")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
-def test_pieces_never_overlap_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize("segment", [HUGE_PAGE, 1 << 30])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(steps=st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
+def test_pieces_never_overlap_and_nothing_is_lost(segment: int, steps: list[tuple[str, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SEGMENT", segment)
+        _check_steps(steps)
+
+
+def _check_steps(steps: list[tuple[str, int]]) -> None:
     arena, held = HostArena(Pinned(), budget_bytes=16 * MIB), []
     for step, number in steps:
         if step == "take":
@@ -131,6 +138,36 @@ def test_ranges_are_packed_over_pieces() -> None:
     whole = backup.views(HUGE_PAGE, HUGE_PAGE + 16)
     assert sum(len(view) for view in whole) == HUGE_PAGE + 16
     arena.give(blocks[1])
+
+
+def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SEGMENT", 2 * HUGE_PAGE)
+    pinned = Pinned()
+    arena = HostArena(pinned)
+    backup = HostBackup([(0, 5 * HUGE_PAGE)], arena)
+    assert list(pinned.ranges.values()) == [2 * HUGE_PAGE, 2 * HUGE_PAGE, HUGE_PAGE]
+    assert [nbytes for _, _, nbytes in backup.runs()] == list(pinned.ranges.values()), "a copy stays in one part"
+    assert [len(view) for view in backup.views(HUGE_PAGE, 3 * HUGE_PAGE)] == [3 * HUGE_PAGE]
+    del backup
+    gc.collect()
+    assert arena.trim() == 5 * HUGE_PAGE and not pinned.ranges
+
+
+def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SEGMENT", 32 * MIB)
+    pinned, before = Pinned(), resident()
+
+    def pin(address: int, nbytes: int) -> None:
+        if pinned.ranges:
+            raise BackendError("pinning host memory failed: CUDA_ERROR_OUT_OF_MEMORY")
+        pinned.ranges[address] = nbytes
+
+    arena = HostArena(pinned)
+    monkeypatch.setattr(pinned, "pin", pin)
+    with pytest.raises(HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY.*content='discard'; nothing was changed"):
+        arena.take(96 * MIB)
+    assert not pinned.ranges and arena.committed_bytes == 0
+    assert resident() - before < 8 * MIB
 
 
 def test_a_forked_child_does_not_have_it() -> None:
