@@ -287,7 +287,8 @@ class MemorySaver:
             try:
                 self._switch.swap(out, where, into)
             except ShortOfMemory as short:
-                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause) from None
+                more = into.committed_when_paused - out.stats.committed
+                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause, max(0, more)) from None
             seconds = time.perf_counter() - started
             out.last_pause_seconds = into.last_resume_seconds = seconds
             self._recorder.record("pause", out, seconds)
@@ -346,7 +347,7 @@ class MemorySaver:
             try:
                 self._switch.resize(arena, wanted)
             except ShortOfMemory as short:
-                raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause) from None
+                raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause, wanted - before) from None
             if arena.stats.committed != before:
                 self._recorder.record("resize", arena, 0.0)
             return arena.stats.committed
@@ -376,8 +377,9 @@ class MemorySaver:
                 cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
             return self._switch.trim(arenas, kept)
 
-    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
-        needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
+    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause, needed: int = 0) -> Exception:
+        """needed: bytes; 0: those of the paused arenas, or what the failed call asked for."""
+        needed = needed or sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._tags}
         holders[PAGE_POOL] = self._pool.held_bytes
         return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self._backend)
