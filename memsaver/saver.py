@@ -152,14 +152,21 @@ class MemorySaver:
         dtype: torch.dtype = torch.float32,
         tag: str = "default",
         content: str | None = None,
+        elastic: bool = False,
     ) -> torch.Tensor:
-        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs no compiler."""
+        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs no compiler.
+
+        elastic: its memory comes in pieces of at most 1 GiB, now and at each resume, so that ``resize`` can give some
+        back; on a GPU the memory of other tensors is one piece each.
+        """
         size = torch.Size((shape,) if isinstance(shape, int) else shape)
         arena = self._open_for_use(tag, content)
         nbytes = size.numel() * dtype.itemsize
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
+        if elastic:
+            self._commit_pieces(arena, nbytes)
         tensor = arena.empty(nbytes)
         if tensor is None and self._switch.make_room():
             tensor = arena.empty(nbytes)
@@ -167,6 +174,18 @@ class MemorySaver:
             raise self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
+
+    def _commit_pieces(self, arena: Arena, nbytes: int) -> None:
+        """Put memory behind the next ``nbytes`` of a tag, in pieces, which it keeps to."""
+        arena.whole, arena.elastic = False, True
+        end = self._backend.round_up(arena.stats.top + nbytes)
+        before = arena.stats.committed
+        if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
+            with self._operation():
+                try:
+                    self._switch.resize(arena, end)
+                except ShortOfMemory as short:
+                    raise self._shortage(f"empty on tag {arena.tag!r}", [arena], short.cause, end - before) from None
 
     def mem_pool(self, tag: str, content: str | None = None) -> torch.cuda.MemPool:
         """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is on ``tag``."""
