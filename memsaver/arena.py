@@ -55,6 +55,7 @@ class Arena:
         self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.whole = True  # resume with one extent: another tag is not to use it
+        self.elastic = False  # never with one extent
         self.backup: Backup | None = None
         self.version: Hashable | None = None  # what the owner calls the content, until the next pause
         self.retained: Retained | None = None

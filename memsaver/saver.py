@@ -152,14 +152,21 @@ class MemorySaver:
         dtype: torch.dtype = torch.float32,
         tag: str = "default",
         content: str | None = None,
+        elastic: bool = False,
     ) -> torch.Tensor:
-        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs no compiler."""
+        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs no compiler.
+
+        elastic: its memory comes in pieces of at most 1 GiB, now and at each resume, so that ``resize`` can give some
+        back; on a GPU the memory of other tensors is one piece each.
+        """
         size = torch.Size((shape,) if isinstance(shape, int) else shape)
         arena = self._open_for_use(tag, content)
         nbytes = size.numel() * dtype.itemsize
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
+        if elastic:
+            self._commit_pieces(arena, nbytes)
         tensor = arena.empty(nbytes)
         if tensor is None and self._switch.make_room():
             tensor = arena.empty(nbytes)
@@ -167,6 +174,18 @@ class MemorySaver:
             raise self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
+
+    def _commit_pieces(self, arena: Arena, nbytes: int) -> None:
+        """Put memory behind the next ``nbytes`` of a tag, in pieces, which it keeps to."""
+        arena.whole, arena.elastic = False, True
+        end = self._backend.round_up(arena.stats.top + nbytes)
+        before = arena.stats.committed
+        if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
+            with self._operation():
+                try:
+                    self._switch.resize(arena, end)
+                except ShortOfMemory as short:
+                    raise self._shortage(f"empty on tag {arena.tag!r}", [arena], short.cause, end - before) from None
 
     def mem_pool(self, tag: str, content: str | None = None) -> torch.cuda.MemPool:
         """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is on ``tag``."""
@@ -287,7 +306,8 @@ class MemorySaver:
             try:
                 self._switch.swap(out, where, into)
             except ShortOfMemory as short:
-                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause) from None
+                more = into.committed_when_paused - out.stats.committed
+                raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause, max(0, more)) from None
             seconds = time.perf_counter() - started
             out.last_pause_seconds = into.last_resume_seconds = seconds
             self._recorder.record("pause", out, seconds)
@@ -346,7 +366,7 @@ class MemorySaver:
             try:
                 self._switch.resize(arena, wanted)
             except ShortOfMemory as short:
-                raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause) from None
+                raise self._shortage(f"resize({tag!r}, {nbytes})", [arena], short.cause, wanted - before) from None
             if arena.stats.committed != before:
                 self._recorder.record("resize", arena, 0.0)
             return arena.stats.committed
@@ -376,8 +396,9 @@ class MemorySaver:
                 cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
             return self._switch.trim(arenas, kept)
 
-    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause) -> Exception:
-        needed = sum(arena.committed_when_paused for arena in arenas if arena.paused)
+    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause, needed: int = 0) -> Exception:
+        """needed: bytes; 0: those of the paused arenas, or what the failed call asked for."""
+        needed = needed or sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._tags}
         holders[PAGE_POOL] = self._pool.held_bytes
         return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self._backend)

@@ -163,7 +163,7 @@ class Switch:
             arena.paused = True
             arena.backup = backups.get(arena.tag)
             arena.version = None
-            arena.whole = whole
+            arena.whole = whole and not arena.elastic
             arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag]) + arena.missing
             arena.missing = 0
 

@@ -58,7 +58,7 @@ class SlotStorage:
                 f"slot_major needs slots of a multiple of {widest} bytes, these take {self.bytes_per_slot}"
             )
         self._saver, self._tag = saver, tag
-        self.block = _allocate(slots * self.bytes_per_slot, torch.device(device), saver, tag)
+        self.block = _allocate(slots * self.bytes_per_slot, torch.device(device), saver, tag, elastic=slot_major)
         self.parts: dict[str, torch.Tensor] = {}
         start = 0
         for part in sorted(parts, key=lambda part: -part.dtype.itemsize):  # widest first: each starts aligned
@@ -117,13 +117,13 @@ class SlotStorage:
         return self.slots
 
 
-def _allocate(nbytes: int, device: torch.device, saver: MemorySaver | None, tag: str) -> torch.Tensor:
+def _allocate(nbytes: int, device: torch.device, saver: MemorySaver | None, tag: str, elastic: bool) -> torch.Tensor:
     if saver is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     has = saver.device
     if device.type != has.type or (device.index is not None and has.index is not None and device.index != has.index):
         raise ValueError(f"the config asks for {device}, the saver is on {has}; use one device for both")
-    return saver.empty((nbytes,), torch.uint8, tag=tag)
+    return saver.empty((nbytes,), torch.uint8, tag=tag, elastic=elastic)
 
 
 def _as_words(part: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,7 @@ ROWS = 24
 def make(device: str, limit: int | None = None) -> tuple[MemorySaver, torch.Tensor]:
     """A tensor of 24 rows of 2 MiB, alone on its tag, in pieces that can be given back one by one."""
     saver = MemorySaver(device, limit_bytes=limit)
-    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv").fill_(1)
-    saver.pause(release="keep")
-    saver.trim()
-    saver.resume()
-    return saver, tensor
+    return saver, saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", elastic=True).fill_(1)
 
 
 def number_rows(rows: torch.Tensor) -> None:
@@ -51,10 +47,7 @@ def test_shrink_and_grow_keep_what_stays(device: str) -> None:
 
 def test_a_resized_tag_pauses_and_resumes_with_its_size(device: str) -> None:
     saver = MemorySaver(device)
-    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", content="host").fill_(1)
-    saver.pause(release="keep")
-    saver.trim()
-    saver.resume()
+    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", content="host", elastic=True).fill_(1)
     number_rows(tensor)
     backed = saver.resize("kv", 16 * MIB)
     rows = backed // (2 * MIB)
@@ -66,6 +59,23 @@ def test_a_resized_tag_pauses_and_resumes_with_its_size(device: str) -> None:
     assert [int(row[0]) for row in saver.backed_view(tensor)] == list(range(1, rows + 1))
     assert saver.resize("kv", tensor.nbytes) >= tensor.nbytes
     assert [int(row[0]) for row in tensor[:rows]] == list(range(1, rows + 1))
+
+
+def test_pieces_also_after_a_pause_to_the_driver(device: str) -> None:
+    saver, tensor = make(device)
+    saver.pause("kv", content="host")
+    saver.resume("kv")
+    assert saver.report().tags["kv"].extents > 1
+    assert saver.resize("kv", 16 * MIB) < tensor.nbytes
+    assert bool((saver.backed_view(tensor) == 1).all())
+
+
+def test_no_room_for_pieces(device: str) -> None:
+    saver = MemorySaver(device, limit_bytes=16 * MIB)
+    with pytest.raises(memsaver.OutOfMemory, match="empty on tag 'kv' needs 24.0 MiB: 8.0 MiB are missing"):
+        saver.empty(24 * MIB, torch.uint8, tag="kv", elastic=True)
+    assert saver.report().committed_bytes == 0
+    saver.empty(16 * MIB, torch.uint8, tag="kv", elastic=True).fill_(1)
 
 
 def test_take_what_fits_now(device: str) -> None:
@@ -82,7 +92,7 @@ def test_take_what_fits_now(device: str) -> None:
     view = saver.backed_view(tensor)
     assert len(view) == 14 and saver.report().committed_bytes == 64 * MIB
     number_rows(view)
-    with pytest.raises(memsaver.OutOfMemory, match=r"resize\('kv'"):
+    with pytest.raises(memsaver.OutOfMemory, match=r"resize\('kv', 50331648\) needs 20.0 MiB: 20.0 MiB are missing"):
         saver.resize("kv", tensor.nbytes)
     assert [int(row[0]) for row in view] == list(range(1, 15))
     del other

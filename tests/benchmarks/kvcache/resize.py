@@ -56,13 +56,7 @@ def _pool(scale: Scale, saver: MemorySaver, nbytes: int) -> MHATokenToKVPool:
     row = LAYERS * 2 * 4 * 128 * 2
     size = nbytes // row // PAGE_SIZE * PAGE_SIZE
     config = KVCacheConfig(num_layers=LAYERS, size=size, device=scale.device, slot_major=True, **shape)  # type: ignore[arg-type]
-    pool = MHATokenToKVPool(config, saver)
-    # made in one extent, which would be given back in one: from here on in pieces
-    saver.pause("kv_cache", release="keep")
-    saver.trim()
-    saver.resume("kv_cache")
-    pool.on_resume()
-    return pool
+    return MHATokenToKVPool(config, saver)
 
 
 class _Step:
