@@ -1,5 +1,6 @@
 """Beam search in the engine against transformers, token for token; what it shares and gives back; Fig. 9."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_end_tokens_penalties_and_early_stopping(tmp_path: Path, width: int, pen
     lengths = set()
     for count in (1, 3):
         params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14)
-        params = SamplingParams(**{**vars(params), "stop_token_ids": some_stops(model, prompts, count)})
+        params = replace(params, stop_token_ids=some_stops(model, prompts, count))
         for prompt, got in zip(prompts, generate(engine, prompts, params), strict=True):
             check(model, prompt, params, got)
             lengths |= {len(each.token_ids) for each in got}
@@ -143,12 +144,17 @@ def test_the_best_n_are_the_first_of_all(path: Path) -> None:
     assert scores == sorted(scores, reverse=True) and len(scores) == 4
 
 
-def test_beside_other_requests(path: Path) -> None:
-    """One call with searches of several widths, greedy and sampled requests: each answers as alone."""
+@pytest.mark.parametrize(("kv_tokens", "longer"), [(1024, 0), (160, 24)])
+def test_beside_other_requests(path: Path, kv_tokens: int, longer: int) -> None:
+    """One call with searches of several widths, greedy and sampled requests: each answers as alone. In the small pool
+    some are preempted, of a search all branches."""
     prompts = random_prompts((5, 33, 18, 40, 7))
     params = [beams(2), SamplingParams(max_tokens=12, temperature=0), beams(4, max_tokens=6, length_penalty=0.0)]
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
-    together = tokens(generate(make(path), prompts, params))
+    params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
+    engine = make(path, kv_tokens=kv_tokens)
+    together = tokens(generate(engine, prompts, params))
+    assert (engine._scheduler.preemptions > 0) == (kv_tokens < 1024)
     for prompt, param, got in zip(prompts, params, together, strict=True):
         assert tokens(generate(make(path), [prompt], param)) == [got]
 
