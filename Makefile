@@ -49,6 +49,8 @@ bench-backup:
 bench-memory-host:
 	$(GPU) -m tests.benchmarks.bench_memory_host --out $(OUT)
 
+# SGLang's prefix cache is measured beside ours where sglang is installed, or its wheel is on PYTHONPATH:
+# pip download sglang==0.5.23 --no-deps
 bench-kvcache:
 	$(GPU) -m tests.benchmarks.bench_kvcache --out $(OUT)
 

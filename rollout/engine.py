@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError
 from memsaver.ops.hash import splitmix64_int
+from rollout.beam import BeamGroup, check_vocabulary
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
@@ -99,7 +101,8 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample]. params: one for all, or one a prompt.
+        """Continue every prompt params.n times; result [prompt][sample], of a beam search the best n, best first.
+        params: one for all, or one a prompt.
 
         Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while the engine is
         unavailable, ValueError naming a prompt that could never fit. Whatever raises, no request of this call is left.
@@ -121,7 +124,7 @@ class Engine:
         except BaseException:
             self._scheduler.abort(samples)
             raise
-        return [[sample.completion() for sample in request] for request in requests]
+        return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
 
     def _check_request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         if not len(prompt):
@@ -136,18 +139,24 @@ class Engine:
                 f"raise max_context_len"
             )
 
+        if params.beam_width > 1:
+            check_vocabulary(name, params, len(self._stop_ids(params)), self.model.vocab_size)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids or ())
+        return stop_ids if params.ignore_eos else stop_ids | self.model.stop_token_ids
+
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         seed = params.seed
         if seed is None:
             seed = splitmix64_int(splitmix64_int(self.config.seed) + self._requests) >> 1
-        stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_ids |= self.model.stop_token_ids
-        ids = list(prompt)
+        ids, stop_ids = list(prompt), self._stop_ids(params)
         samples = [
             Sample(request=self._requests, index=i, prompt=ids, params=params, seed=seed, stop_ids=stop_ids)
-            for i in range(params.n)
+            for i in range(max(params.n, params.beam_width))
         ]
+        if params.beam_width > 1:
+            BeamGroup.of(samples)
         self._requests += 1
         self._scheduler.add(samples)
         return samples
@@ -170,10 +179,24 @@ class Engine:
             family = [chunk.sample, *self._scheduler.fork_siblings(chunk.sample)]
             samples += family
             rows += [row] * len(family)
-        if samples:
+        self._branch(logits, [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is not None])
+        plain = [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is None]
+        if plain:
+            rows, samples = [row for row, _ in plain], [each for _, each in plain]
             tokens, logprobs = self._runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self._scheduler.append(sample, token, logprob, self._store.last_version)
+
+    def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
+        """The next token of every beam search: all branches of one are in the same step."""
+        groups = list(dict.fromkeys(each.beams for _, each in members if each.beams is not None))
+        if not groups:
+            return
+        count = max(group.search.num_candidates for group in groups)
+        found = self._runner.candidates(logits, [row for row, _ in members], count)
+        of = {each: row for (_, each), row in zip(members, found, strict=True)}
+        for group in groups:
+            self._scheduler.branch(group, [of[each] for each in group.members], self._store.last_version)
 
     # ---------------------------------------------------------------- sleep and wake up
 

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from memsaver import Event, Report
 
 Progress = Callable[[int, int, int], None]
-"""Called after every step with (finished samples, total samples, tokens generated so far)."""
+"""Called after every step with (finished samples, total samples, tokens generated so far). A beam search counts as
+beam_width samples; its tokens count anew when it is preempted."""
 
 
 class Rollout(Protocol):

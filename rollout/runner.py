@@ -17,7 +17,7 @@ from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding
 from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
-from rollout.sampler import SamplingBatch, sample
+from rollout.sampler import SamplingBatch, likeliest, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
 
@@ -102,10 +102,21 @@ class ModelRunner:
             counters=[(each.seed, each.index, len(each.output)) for each in samples],
             device=self.device,
         )
-        if list(rows) != list(range(len(logits))):
-            logits = logits[torch.tensor(rows, device=self.device)]
-        tokens, logprobs = torch.stack([each.double() for each in sample(logits, batch)]).tolist()  # one transfer
+        found = sample(self._chosen(logits, rows), batch)
+        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
         return [int(token) for token in tokens], logprobs
+
+    @torch.inference_mode()
+    def candidates(self, logits: Tensor, rows: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+        """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and log-probabilities."""
+        found = likeliest(self._chosen(logits, rows), count)
+        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
+        return [[(int(t), p) for t, p in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
+
+    def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        if list(rows) == list(range(len(logits))):
+            return logits
+        return logits[torch.tensor(rows, device=self.device)]
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:

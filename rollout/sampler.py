@@ -131,6 +131,13 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of each row, int64 [R, count], likeliest first, and their log-probabilities fp32.
+    logits [R, vocab] in fp32, bf16 or fp16."""
+    logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
+    return tokens, logprobs
+
+
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u * total.
 

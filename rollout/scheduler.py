@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvcache import Ledger, ReqHandle, pages_across
+from rollout.beam import BeamGroup, Candidates
 from rollout.types import Completion, FinishReason, SamplingParams
 
 
@@ -24,7 +25,10 @@ class Blocks(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Sample:
-    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it."""
+    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it.
+
+    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole.
+    """
 
     request: int
     index: int
@@ -40,6 +44,8 @@ class Sample:
     handle: ReqHandle | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
     prefill_len: int = 0  # tokens to compute in chunks before decode starts
+    beams: BeamGroup | None = None
+    score: float | None = None
 
     @property
     def name(self) -> str:
@@ -62,6 +68,10 @@ class Sample:
         """Those whose keys and values are in the cache; while it decodes all but the last."""
         return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
 
+    def kept_tokens(self) -> list[int]:
+        """Computed ones that the prefix cache may keep: of a branch its prompt only, for dead ones free their pages."""
+        return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
+
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         return Completion(
@@ -69,6 +79,7 @@ class Sample:
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             weight_versions=self.versions,
+            score=self.score,
         )
 
 
@@ -146,18 +157,28 @@ class Scheduler:
                     f"raise {ledger.name}_tokens or lower max_tokens"
                     + ("" if ledger.window is None else ", or max_prefill_tokens")
                 )
+        together = self._together(prompt_len, params.max_tokens)
+        if params.beam_width > 1 and together < params.beam_width:
+            raise ValueError(
+                f"{name} has beam_width={params.beam_width}, but at most {together} samples of it run together; lower "
+                f"beam_width or max_tokens, or raise max_running={self.max_running} or the tokens of the pool"
+            )
+
+    def _together(self, prompt_len: int, max_tokens: int) -> int:
+        """How many samples that share a prompt could run to their ends together."""
+        shared = prompt_len // self.page_size
+        own = self._pages(prompt_len + max_tokens) - shared
+        group = self.max_running
+        for ledger in self.blocks.ledgers:
+            most = self._needed(ledger, prompt_len + max_tokens)
+            group = min(group, (ledger.total - min(shared, most)) // min(own, most))
+        return group
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Queue the samples of one prompt, in groups that share its prefill and could run to their ends together."""
-        prompt_len = len(samples[0].prompt)
-        shared = prompt_len // self.page_size
-        own = self._pages(prompt_len + samples[0].params.max_tokens) - shared
-        group = self.max_running
-        for ledger in self.blocks.ledgers:
-            most = self._needed(ledger, prompt_len + samples[0].params.max_tokens)
-            group = min(group, (ledger.total - min(shared, most)) // min(own, most))
-        for first in range(0, len(samples), max(1, group)):
-            leader, *siblings = samples[first : first + max(1, group)]
+        group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
+        for first in range(0, len(samples), group):
+            leader, *siblings = samples[first : first + group]
             leader.siblings = siblings
             self.waiting.append(leader)
 
@@ -253,13 +274,27 @@ class Scheduler:
     def fork_siblings(self, sample: Sample) -> list[Sample]:
         """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
         siblings, sample.siblings = sample.siblings, []
-        for sibling in siblings:
-            sibling.handle = self.blocks.fork(_handle(sample))
-            assert sibling.handle is not None, "rows were kept free at admission"
-            sibling.computed = sibling.prefill_len = sample.prefill_len
-        at = self.running.index(sample) + 1
-        self.running[at:at] = siblings
+        for sibling in reversed(siblings):
+            self._fork(sample, sibling)
         return siblings
+
+    def _fork(self, parent: Sample, child: Sample) -> None:
+        child.handle = self.blocks.fork(_handle(parent))
+        assert child.handle is not None, "rows were kept free at admission"
+        child.computed = child.prefill_len = parent.prefill_len
+        self.running.insert(self.running.index(parent) + 1, child)
+
+    def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
+        """The next token of a beam search. Branches that nothing goes on from free their pages before others fork."""
+        forks = group.search.advance(candidates, version)
+        if group.search.done:
+            self._end(group)
+            return
+        for slot, _ in forks:
+            self._release(group.members[slot])
+        for slot, parent in forks:
+            self._fork(group.members[parent], group.members[slot])
+        group.show()
 
     def append(self, sample: Sample, token: int, logprob: float, version: int) -> None:
         """Record a generated token; ends the sample, and frees its pages, if it was the last."""
@@ -279,12 +314,21 @@ class Scheduler:
     def abort(self, samples: Iterable[Sample]) -> None:
         """End unfinished samples with what they have."""
         for sample in samples:
-            if sample.finish_reason is None:
+            if sample.finish_reason is not None:
+                continue
+            if sample.beams is None:
                 self._finish(sample, "abort")
+            else:
+                self._end(sample.beams)
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
 
     def _preempt(self, sample: Sample) -> None:
-        self._release(sample)
+        """Back to the front of the queue; a beam search goes as a whole, and starts over."""
+        if sample.beams is None:
+            self._release(sample)
+        else:
+            self._release_all(sample.beams)
+            sample = sample.beams.restart()
         self.waiting.appendleft(sample)
         self.preemptions += 1
 
@@ -293,8 +337,17 @@ class Scheduler:
         if sample.handle is not None:
             self._release(sample)
 
+    def _end(self, group: BeamGroup) -> None:
+        self._release_all(group)
+        group.end()
+
+    def _release_all(self, group: BeamGroup) -> None:
+        for member in group.members:
+            if member.handle is not None:
+                self._release(member)
+
     def _release(self, sample: Sample) -> None:
-        self.blocks.release(_handle(sample), sample.computed_tokens())
+        self.blocks.release(_handle(sample), sample.kept_tokens())
         sample.handle = None
         sample.computed = sample.prefill_len = 0
         self.running.remove(sample)

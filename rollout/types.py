@@ -20,6 +20,10 @@ class SamplingParams:
     max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. n: samples a prompt.
     seed: the same (seed, sample index, position) draws the same number in any batch; None takes one from the engine.
     stop_token_ids: end a sample, besides the model's own end tokens. ignore_eos: only stop_token_ids end it.
+    beam_width: above 1, beam search: so many branches, of whose answers the best n are returned; nothing is sampled.
+    length_penalty: answers of a search are ranked by sum of logprobs / length ** length_penalty.
+    early_stopping: True: a search is over with beam_width answers; False: when the best branch, at its present length,
+    is not better than the worst of them; "never": the same at the length it could reach (transformers' rules).
     """
 
     max_tokens: int = 16
@@ -30,6 +34,9 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         if self.stop_token_ids is not None:
@@ -46,6 +53,26 @@ class SamplingParams:
             raise ValueError(f"n={self.n} must be at least 1")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63), or None")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.beam_width < 1:
+            raise ValueError(f"beam_width={self.beam_width} must be at least 1 (1 is off)")
+        if not abs(self.length_penalty) < float("inf"):
+            raise ValueError(f"length_penalty={self.length_penalty} must be finite")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f'early_stopping={self.early_stopping!r} must be True, False or "never"')
+        if self.beam_width == 1:
+            if self.length_penalty != 1 or self.early_stopping:
+                raise ValueError("length_penalty and early_stopping are for beam search; set beam_width above 1")
+            return
+        if self.n > self.beam_width:
+            raise ValueError(f"n={self.n} answers of a beam search of {self.beam_width}; raise beam_width or lower n")
+        if self.temperature not in (0, 1) or self.top_k or self.top_p < 1:
+            raise ValueError(
+                f"beam search ranks by the model's own log-probabilities and samples nothing; with beam_width="
+                f"{self.beam_width} leave temperature at 0 or 1, top_k at 0 and top_p at 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +80,14 @@ class Completion:
     """One sample. The three lists have one entry a generated token; the end token is included.
 
     logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature 1 when greedy).
-    weight_versions: the version of the weights that made the token.
+    weight_versions: the version of the weights that made the token. score: of beam search, what it ranks by.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     weight_versions: list[int]
+    score: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcache.radix.integrity import check_generation, check_pages
-from kvcache.radix.keys import Int64Array, Tokens, as_ids, common_prefix
+from kvcache.radix.keys import Int64Array, Tokens, as_ids, common_prefix, frozen
 from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
 from kvcache.radix.policies import policy
 
@@ -208,10 +208,10 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None and 0 < at < len(node.key)
         cut = at // self.page_size
-        upper = RadixNode(node.generation, node.key[:at].copy(), node.pages[:cut].copy(), parent, node.usage.copy())
+        upper = RadixNode(node.generation, frozen(node.key[:at]), node.pages[:cut].copy(), parent, node.usage.copy())
         upper.lock_ref = node.lock_ref
         parent.children[self._edge(upper)] = upper
-        node.key, node.pages, node.parent = node.key[at:].copy(), node.pages[cut:].copy(), upper
+        node.key, node.pages, node.parent = frozen(node.key[at:]), node.pages[cut:].copy(), upper
         upper.children[self._edge(node)] = node
         return upper
 
@@ -221,7 +221,7 @@ class PrefixTree:
             return walk
         parent, generation = walk.end, walk.root.generation
         # copies: the caller's arrays may change, and a view would keep all of them alive
-        own_key, own_pages = key[walk.length :].copy(), pages[walk.length // self.page_size :].copy()
+        own_key, own_pages = frozen(key[walk.length :]), pages[walk.length // self.page_size :].copy()
         leaf = RadixNode(generation, own_key, own_pages, parent, Usage(self._now, self._now))
         generation.roots[walk.root.extra_key] = walk.root
         parent.children[self._edge(leaf)] = leaf

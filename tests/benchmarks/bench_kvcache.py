@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.common import conditions, print_table, save
-from tests.benchmarks.kvcache import blocks, expand, resize, rows
+from tests.benchmarks.kvcache import blocks, expand, groups, radix, resize, rows, sharing
 from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
 Case = Callable[[Scale], list[Figure]]
@@ -24,10 +24,12 @@ GPU_CASES: dict[str, Case] = {
     "move": rows.move,
     "fp8 and FP4": rows.quantised,
     "resize": resize.resize,
+    "group prefill": groups.prefill,
 }
 # on the host, and on the GPU too where there is one
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
-CASES = {**GPU_CASES, **HOST_CASES}
+CPU_CASES: dict[str, Case] = {"radix": radix.radix, **sharing.CASES}  # no device is involved
+CASES = {**GPU_CASES, **HOST_CASES, **CPU_CASES}
 
 
 def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
@@ -36,8 +38,8 @@ def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
     gpu = make_scale("cuda:0", tiny) if torch.cuda.is_available() else None
     results: dict[str, list[Figure]] = {}
     for name in names:
-        scales = [gpu] if gpu is not None else []
-        if name in HOST_CASES or (tiny and gpu is None):
+        scales = [gpu] if gpu is not None and name not in CPU_CASES else []
+        if name in HOST_CASES or name in CPU_CASES or (tiny and gpu is None):
             scales.append(cpu)
         if not scales:
             print(f"{name}: skipped, it needs a GPU", flush=True)

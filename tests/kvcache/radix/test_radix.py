@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.radix.keys import common_prefix
+from kvcache.radix.keys import common_prefix, frozen
 from kvcache.radix.policies import POLICIES
 from tests.kvcache.radix.support import held, make_cache, put
 
@@ -242,8 +242,21 @@ def test_common_prefix_at_every_stretch(length: int) -> None:
     a = np.arange(50_001)
     b = a.copy()
     b[length] = -1
-    assert common_prefix(a, b) == common_prefix(b, a[:50_000]) == length
-    assert common_prefix(a[:length], a) == length
+    assert common_prefix(frozen(a), b) == common_prefix(frozen(b), a[:50_000]) == length
+    assert common_prefix(frozen(a[:length]), a) == common_prefix(frozen(a), a[:length]) == length
+
+
+def test_keys_of_any_layout_and_type() -> None:
+    cache = make_cache(20, page_size=2)
+    every = np.arange(40)
+    put(cache, every[::2].tolist())
+    for key in (every[::2], every[::2].astype(np.int32), tuple(every[::2].tolist()), every[::-1][1::2][::-1]):
+        assert cache.match_prefix(key).length == 20
+    assert cache.match_prefix(every[::2][:7]).length == 6
+    mine = every[::2].copy()
+    node = cache.match_prefix(mine).node
+    mine[:] = -1  # the cache has a copy
+    assert cache.match_prefix(every[::2]).node is node
 
 
 @pytest.mark.parametrize("break_it", ["counter", "lock", "page", "queue", "free"])

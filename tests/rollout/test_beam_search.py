@@ -1,0 +1,267 @@
+"""Beam search in the engine against transformers, token for token; what it shares and gives back; Fig. 9."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Completion, Engine, SamplingParams
+from tests.helpers.models import MLA, forward_logprobs, greedy, save_tiny
+from tests.rollout.test_greedy import random_prompts
+
+PAGE = 4
+MAX_TOKENS = 10
+LENGTHS = (1, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny(directory, "qwen3", head_dim=16)
+    return directory
+
+
+def make(path: Path, **fields: Any) -> Engine:
+    return Engine.from_pretrained(path, **{"kv_tokens": 1024, "page_size": PAGE, "max_prefill_tokens": 24, **fields})
+
+
+def beams(width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "beam_width": width, "n": width, **fields})
+
+
+@torch.no_grad()
+def reference(model: Any, prompt: list[int], params: SamplingParams) -> tuple[list[list[int]], torch.Tensor]:
+    """Answers of transformers, best first, cut behind their end token, and their scores."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=params.max_tokens,
+        do_sample=False,
+        num_beams=params.beam_width,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        eos_token_id=list(params.stop_token_ids) if params.stop_token_ids else None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    answers = out.sequences[:, len(prompt) :].tolist()
+    ends = params.stop_token_ids or ()
+    cut = [next((i + 1 for i, token in enumerate(each) if token in ends), len(each)) for each in answers]
+    return [each[:n] for each, n in zip(answers, cut, strict=True)], out.sequences_scores.cpu()
+
+
+def check(model: Any, prompt: list[int], params: SamplingParams, got: list[Completion]) -> None:
+    answers, scores = reference(model, prompt, params)
+    assert [each.token_ids for each in got] == answers
+    assert len(got) == params.n
+    mine = torch.tensor([each.score for each in got])
+    torch.testing.assert_close(mine, scores.to(mine.dtype), atol=2e-5, rtol=1e-6)
+    for each in got:
+        ended = each.token_ids[-1] in (params.stop_token_ids or ())
+        assert each.finish_reason == ("stop" if ended else "length")
+        gap = torch.tensor(each.logprobs) - forward_logprobs(model, prompt, each.token_ids)
+        assert gap.abs().max() <= 5e-5
+        assert each.score == pytest.approx(sum(each.logprobs) / len(each.logprobs) ** params.length_penalty)
+
+
+def tokens(out: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[each.token_ids for each in answers] for answers in out]
+
+
+def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list[Completion]]:
+    """Everything adds up after every step, and nothing is left."""
+    out = engine.generate(prompts, params, on_progress=lambda *_: engine.check_integrity())
+    engine.check_integrity()
+    assert not engine._scheduler.unfinished
+    return out
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen3", {"head_dim": 16}),
+        ("deepseek_v2", MLA),
+        ("mistral", {"sliding_window": 8, "head_dim": 16}),
+        ("ministral", {"sliding_window": 8, "head_dim": 16}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_equals_transformers(tmp_path: Path, kind: str, overrides: dict[str, Any], width: int, device: str) -> None:
+    """Prompts of several lengths in one batch, the longest in chunks; all `width` answers with their scores."""
+    model = save_tiny(tmp_path, kind, **overrides)
+    engine, prompts = make(tmp_path, device=device), random_prompts(LENGTHS)
+    for prompt, got in zip(prompts, generate(engine, prompts, beams(width)), strict=True):
+        check(model, prompt, beams(width), got)
+
+
+def some_stops(model: Any, prompts: list[list[int]], count: int) -> tuple[int, ...]:
+    """Tokens that searches of these prompts meet, in the middle of their answers."""
+    answers = [reference(model, prompt, beams(4))[0][i] for i, prompt in enumerate(prompts)]
+    return tuple(sorted({answer[3 + i] for i, answer in enumerate(answers)}))[:count]
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.5, -1.0])
+@pytest.mark.parametrize("width", [2, 4])
+def test_end_tokens_penalties_and_early_stopping(tmp_path: Path, width: int, penalty: float, early: Any) -> None:
+    model = save_tiny(tmp_path, "llama")
+    engine, prompts = make(tmp_path), random_prompts(LENGTHS)
+    lengths = set()
+    for count in (1, 3):
+        params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14)
+        params = replace(params, stop_token_ids=some_stops(model, prompts, count))
+        for prompt, got in zip(prompts, generate(engine, prompts, params), strict=True):
+            check(model, prompt, params, got)
+            lengths |= {len(each.token_ids) for each in got}
+    assert penalty > 1 or len(lengths) > 2  # some did end; a large penalty prefers the longest
+
+
+def test_the_models_own_end_tokens(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "llama")
+    prompts = random_prompts((9, 30))
+    ends = some_stops(model, prompts, 2)
+    model.generation_config.eos_token_id = list(ends)
+    model.generation_config.save_pretrained(str(tmp_path))
+    got = generate(make(tmp_path), prompts, beams(4))
+    for prompt, answers in zip(prompts, got, strict=True):
+        check(model, prompt, beams(4, stop_token_ids=ends), answers)
+    assert any(each.finish_reason == "stop" for answers in got for each in answers)
+
+
+def test_the_best_n_are_the_first_of_all(path: Path) -> None:
+    (prompt,) = random_prompts((20,))
+    engine = make(path)
+    (every,) = generate(engine, [prompt], beams(4))
+    assert tokens(generate(engine, [prompt], beams(4, n=1))) == tokens([every[:1]])
+    scores = [each.score for each in every if each.score is not None]
+    assert scores == sorted(scores, reverse=True) and len(scores) == 4
+
+
+@pytest.mark.parametrize(("kv_tokens", "longer"), [(1024, 0), (160, 24)])
+def test_beside_other_requests(path: Path, kv_tokens: int, longer: int) -> None:
+    """One call with searches of several widths, greedy and sampled requests: each answers as alone. In the small pool
+    some are preempted, of a search all branches."""
+    prompts = random_prompts((5, 33, 18, 40, 7))
+    params = [beams(2), SamplingParams(max_tokens=12, temperature=0), beams(4, max_tokens=6, length_penalty=0.0)]
+    params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
+    params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
+    engine = make(path, kv_tokens=kv_tokens)
+    together = tokens(generate(engine, prompts, params))
+    assert (engine._scheduler.preemptions > 0) == (kv_tokens < 1024)
+    for prompt, param, got in zip(prompts, params, together, strict=True):
+        assert tokens(generate(make(path), [prompt], param)) == [got]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_searches_start_over(tmp_path: Path, prefix_cache: bool) -> None:
+    """A pool for about one search and a half; the youngest goes as a whole, again and again."""
+    model = save_tiny(tmp_path, "llama", num_key_value_heads=1)
+    engine = make(tmp_path, kv_tokens=128, prefix_cache=prefix_cache)
+    prompts, params = random_prompts((11, 3, 18, 8)), beams(4, max_tokens=20)
+    out = generate(engine, prompts, params)
+    assert engine._scheduler.preemptions > 0
+    for prompt, got in zip(prompts, out, strict=True):
+        check(model, prompt, params, got)
+
+
+def test_sleep_and_abort_in_the_middle(path: Path) -> None:
+    engine, (prompt,) = make(path), random_prompts((20,))
+    before = tokens(generate(engine, [prompt], beams(4)))
+
+    def nap(done: int, total: int, generated: int) -> None:
+        if generated == 12:  # the third token of four branches
+            naps.append(generated)
+            if len(naps) == 1:
+                engine.sleep(unfinished="preempt")
+                engine.wake_up()
+
+    naps: list[int] = []
+    assert tokens(engine.generate([prompt], beams(4), on_progress=nap)) == before
+    assert naps == [12, 12]  # the same step again after the search began anew
+
+    def end(done: int, total: int, generated: int) -> None:
+        if generated == 12:
+            engine.sleep(unfinished="abort")
+            engine.wake_up()
+
+    (got,) = engine.generate([prompt], beams(4, n=2), on_progress=end)
+    assert [each.finish_reason for each in got] == ["abort"] * 2
+    assert [len(each.token_ids) for each in got] == [3, 3]
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["forward", "candidates", "fork"])
+def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompts = make(path), random_prompts((20, 9))
+    expected = tokens(generate(engine, prompts, beams(4)))
+    owner = engine._blocks if what == "fork" else engine._runner
+    for at in (1, 4, 7):
+        calls, right = iter(range(at)), getattr(owner, what)
+
+        def fail(*args: Any, calls: Any = calls, right: Any = right) -> Any:
+            if next(calls, None) is None:
+                raise ZeroDivisionError
+            return right(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(owner, what, fail)
+            engine.generate(prompts, beams(4))
+        engine.check_integrity()
+        assert tokens(generate(engine, prompts, beams(4))) == expected
+
+
+def test_a_prompt_is_computed_once_and_found_again(path: Path) -> None:
+    engine, (prompt,) = make(path), random_prompts((41,))
+    for computed, hit in ((41, 0), (1, 40)):
+        before = engine.stats
+        generate(engine, [prompt], beams(4))
+        after = engine.stats
+        assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
+        assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
+    assert engine._prefixes.cache is not None and engine._prefixes.cache.total_size == 40  # dead branches left nothing
+
+
+def test_width_one_is_greedy(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, "llama")
+    (prompt,) = random_prompts((20,))
+    (got,) = generate(make(tmp_path), [prompt], SamplingParams(max_tokens=8, temperature=0, beam_width=1))
+    assert got[0].token_ids == greedy(model, prompt, 8) and got[0].score is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"beam_width": 0}, "beam_width=0"),
+        ({"beam_width": 2, "n": 3}, "n=3 answers of a beam search of 2"),
+        ({"beam_width": 2, "temperature": 0.5}, "samples nothing"),
+        ({"beam_width": 2, "top_k": 5}, "samples nothing"),
+        ({"beam_width": 2, "top_p": 0.5}, "samples nothing"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty=nan"),
+        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping='soon'"),
+        ({"length_penalty": 2.0}, "set beam_width above 1"),
+        ({"early_stopping": True}, "set beam_width above 1"),
+    ],
+)
+def test_refused_by_the_parameters(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SamplingParams(**fields)
+
+
+def test_refused_by_the_engine(path: Path) -> None:
+    engine = make(path, kv_tokens=96, max_running=8)
+    with pytest.raises(ValueError, match="prompt 0 has beam_width=9, but at most 8 samples of it run together"):
+        engine.generate([[1]], beams(9, max_tokens=4))
+    with pytest.raises(ValueError, match="prompt 1 has beam_width=4, but at most 3 samples"):
+        engine.generate([[1], [1] * 25], beams(4, max_tokens=22))
+    with pytest.raises(ValueError, match="beam_width=4 and 70 end tokens, so it ranks 284 next tokens, of .* 199"):
+        engine.generate([[1]], beams(4, max_tokens=4, stop_token_ids=tuple(range(70))))
+    assert not engine._scheduler.unfinished
+    (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the most that fit do run
+    assert engine._scheduler.preemptions == 0 and len(got) == 3
