@@ -82,7 +82,11 @@ class LowerTiers:
             return None
         new = new[: len(pages)]
         slots = self.host.slots_of
-        transfer = self.host.backup_from_device_all_layer(slots(pages), slots(device_pages[new]))
+        try:
+            transfer = self.host.backup_from_device_all_layer(slots(pages), slots(device_pages[new]))
+        except BaseException:  # such as the device being out of memory
+            self.host.allocator.free_pages(pages)
+            raise
         for i, page in zip(new, pages.tolist(), strict=True):
             self._pages.add(keys[i], page)
         return transfer

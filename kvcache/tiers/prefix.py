@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.lower import LowerTiers
 from kvcache.tiers.policies import WritePolicy, backs_up_on_eviction, backup_hits, check_policy
 from kvcache.tiers.transfer import Transfer
+
+_log = logging.getLogger("kvcache")
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,11 @@ class TieredPrefixCache(RadixCache):
         self.inc_lock_ref(found.node)
         try:
             pages = self._device_pages(below)
-            count, transfer = self.lower.load(hashes[:below], pages)
+            try:
+                count, transfer = self.lower.load(hashes[:below], pages)
+            except BaseException:
+                self._ledger.free_pages(pages)
+                raise
             self._ledger.free_pages(pages[count:])
             if transfer is None:
                 return 0
@@ -190,7 +197,10 @@ class TieredPrefixCache(RadixCache):
         current = [(page, each) for page, version, each in known if version == self.version]
         if current:
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
-            self._last = self.lower.save([each for _, each in current], device_pages) or self._last
+            try:
+                self._last = self.lower.save([each for _, each in current], device_pages) or self._last
+            except torch.OutOfMemoryError as error:  # a copy that nobody waits for is not worth failing
+                _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
         """Pages leave the device: written back where the policy says so, and not written again before that is over."""
