@@ -82,14 +82,18 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     assert "pages that the tiers had to drop" in caplog.text
 
 
-def test_the_rates_are_those_of_the_engines_own_steps_and_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiered(path, engine={"max_prefill_tokens": 128})
+def test_the_rates_are_those_of_the_engines_own_steps_and_copies(
+    path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiered(path, device=device, engine={"max_prefill_tokens": 128})
     seen: list[tuple[Any, ...]] = []
     cost = blocks_of(engine).cost
     monkeypatch.setattr(cost, "copied", lambda *what: seen.append(what))
     before = cost.rates["prefill"].value
     for prompt in random_prompts((100, 100, 100)) * 2:
         run(engine, [prompt])
+    blocks_of(engine).tiers.finish_copies()
+    blocks_of(engine).ran(0, 0, 0.0, waited=False)  # copies that ended after the last step
     per_token = engine.kv_pool.bytes_per_token
     out = sum(nbytes for to_host, nbytes, _ in seen if to_host)
     back = sum(nbytes for to_host, nbytes, _ in seen if not to_host)
