@@ -120,8 +120,8 @@ class PrefixBlocks:
     def forget(self, swapped: Swapped) -> None:
         """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
 
-    def take_loads(self) -> tuple[Transfer, ...]:
-        """Copies to the device under way since the last call, which the next forward waits for."""
+    def loads(self) -> tuple[Transfer, ...]:
+        """Copies to the device under way, which a forward waits for."""
         return ()
 
     def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:

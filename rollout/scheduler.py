@@ -27,7 +27,7 @@ class Blocks(Protocol):
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None: ...
     def forget(self, swapped: Swapped) -> None: ...
-    def take_loads(self) -> tuple[Transfer, ...]: ...
+    def loads(self) -> tuple[Transfer, ...]: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -198,7 +198,7 @@ class Scheduler:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
                 decode, slots, chunks = self._grow()  # those that came back with nothing to compute
-        return Step(decode=decode, decode_slots=slots, chunks=chunks, loads=self.blocks.take_loads())
+        return Step(decode=decode, decode_slots=slots, chunks=chunks, loads=self.blocks.loads())
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
         """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""

@@ -25,7 +25,7 @@ class TieredBlocks(PrefixBlocks):
     last page to a host page of its own: the sample then goes on where it was, with nothing computed twice. What the
     host drops meanwhile is read from disk or computed again.
 
-    Loads run while steps are computed: a step waits, layer by layer, for those that `take_loads` gives.
+    Loads run while steps are computed: a step waits, layer by layer, for those that `loads` gives.
     """
 
     def __init__(self, blocks: BlockManager, config: KVTiers) -> None:
@@ -38,7 +38,6 @@ class TieredBlocks(PrefixBlocks):
         self._keep_asleep = config.keep_asleep
         self._bytes_per_token = pool.bytes_per_token
         self._loads: list[Transfer] = []
-        self._last_load: Transfer | None = None
 
     def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
         try:
@@ -74,13 +73,13 @@ class TieredBlocks(PrefixBlocks):
         if swapped.page:
             self.tiers.lower.free_private(swapped.page)
 
-    def take_loads(self) -> tuple[Transfer, ...]:
-        loads, self._loads = tuple(self._loads), []
-        return loads
+    def loads(self) -> tuple[Transfer, ...]:
+        self._loads = [load for load in self._loads if not load.done]
+        return tuple(self._loads)
 
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        if self._last_load is not None:
-            self._last_load.wait()  # of a step that failed: its pages may be written next
+        for load in self.loads():  # of a step that failed: its pages may be written next
+            load.wait()
         super().release(handle, tokens)
 
     def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
@@ -108,13 +107,9 @@ class TieredBlocks(PrefixBlocks):
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         match = self.tiers.match_prefix(tokens)
         if match.loaded:
-            self._started(match.transfer)
+            self._loads.append(match.transfer)
             self.loaded_tokens += match.loaded
         return match
-
-    def _started(self, load: Transfer) -> None:
-        self._loads.append(load)
-        self._last_load = load
 
     def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
         """Brings the last page of a swapped sample back behind what was found; how many tokens are computed."""
@@ -127,7 +122,7 @@ class TieredBlocks(PrefixBlocks):
         elif found == whole and swapped.page:
             slots = self.extend([handle], [swapped.tokens])
             if slots is not None:
-                self._started(self.tiers.load_private(swapped.page, slots))
+                self._loads.append(self.tiers.load_private(swapped.page, slots))
                 found = swapped.tokens
         return found
 

@@ -32,7 +32,7 @@ class Late(Transfer):
 
     @property
     def done(self) -> bool:
-        return False  # never measured
+        return self.came == len(self.layers)
 
     def wait(self, layer: int | None = None) -> None:
         last = self.layers[-1] if layer is None else layer

@@ -50,7 +50,7 @@ def test_all_of_a_swapped_sequence_comes_back(length: int, device: str, monkeypa
     admitted = world.blocks.admit([*tokens, 7], out)
     assert admitted is not None and admitted[1] == length and world.blocks.swapped_pages() == 0
     for layer in range(LAYERS):
-        for load in world.blocks.take_loads():
+        for load in world.blocks.loads():
             load.wait()
         world.check(admitted[0], tokens, layer)
     world.blocks.check_integrity()
