@@ -5,6 +5,7 @@ from rollout.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.protocols import Progress, Rollout
+from rollout.tiers import KVTiers
 from rollout.types import (
     CommitReceipt,
     Completion,
@@ -22,6 +23,7 @@ __all__ = [
     "DoubleSparsity",
     "Engine",
     "EngineConfig",
+    "KVTiers",
     "Manifest",
     "ModuleTensor",
     "ParamSlice",

@@ -32,6 +32,7 @@ from rollout.double_sparsity import DoubleSparsity
 from rollout.model.config import ModelConfig
 from rollout.prefix import PrefixBlocks
 from rollout.tags import KV_CACHE
+from rollout.tiered_blocks import TieredBlocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +76,19 @@ class Cache:
         blocks = BlockManager(table, allocator, pool, kept.sliding_window)
         return cls(layout=kept, pool=pool, states=states, table=table, blocks=blocks, sparsity=config.double_sparsity)
 
-    def prefix_blocks(self, wanted: bool) -> PrefixBlocks:
+    def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
         """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe: states and windows
         of a prefix are gone when its sequence ends, and double sparsity decodes otherwise than it prefills."""
         pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
         safe = pages_tell_all and self.sparsity is None
-        return PrefixBlocks(self.blocks, RadixCache(self.blocks.allocator) if wanted and safe else None)
+        if config.tiers is not None:
+            if not safe:
+                raise ValueError(
+                    "tiers need full or latent attention in every layer and no double sparsity: elsewhere pages are "
+                    "not all that a sequence is made of; leave tiers out"
+                )
+            return TieredBlocks(self.blocks, config.tiers)
+        return PrefixBlocks(self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None)
 
     @property
     def capturable(self) -> bool:

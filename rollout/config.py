@@ -8,6 +8,7 @@ import torch
 from kvcache import kv_dtype
 from memsaver.ops.dispatch import Impl
 from rollout.double_sparsity import DoubleSparsity
+from rollout.tiers import KVTiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class EngineConfig:
     graph, others are padded to the next or run without; None takes a ladder up to max_running.
     prefix_cache: prompts that begin like earlier ones share their pages instead of being computed; only with full or
     latent attention in every layer, without double sparsity, and otherwise off whatever it says.
+    tiers: host memory and disk below the pool, for cached pages and preempted samples; None: neither.
     seed: of the requests that bring none.
     """
 
@@ -41,6 +43,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     prefix_cache: bool = True
+    tiers: KVTiers | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class EngineConfig:
         kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
         if self.double_sparsity is not None:
             self._check_double_sparsity()
+        if self.tiers is not None and not self.prefix_cache:
+            raise ValueError("tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None")
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:

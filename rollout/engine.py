@@ -1,5 +1,6 @@
 """The generating engine: requests in, completions out; memory that sleeps; weights that are replaced in place."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ class Engine:
         self._store = WeightStore(parameter_groups(model), aliases(model), dtype, saver)
         self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self._blocks = self._cache.blocks
-        self._prefixes = self._cache.prefix_blocks(config.prefix_cache)
+        self._prefixes = self._cache.prefix_blocks(config)
         self._scheduler = Scheduler(
             self._prefixes,
             page_size=config.page_size,
@@ -171,6 +172,7 @@ class Engine:
             raise
 
     def _run(self, step: Step) -> None:
+        started = time.perf_counter()
         logits = self._runner.forward(step)
         self._scheduler.computed(step)
         samples = list(step.decode)
@@ -186,6 +188,7 @@ class Engine:
             tokens, logprobs = self._runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self._scheduler.append(sample, token, logprob, self._store.last_version)
+        self._prefixes.ran(step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples))
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
         """The next token of every beam search: all branches of one are in the same step."""
@@ -214,6 +217,7 @@ class Engine:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update commits.
+        With tiers, cached pages go to the host first and are found again if the weights are still the same.
         unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
         wake-up under the version then loaded; "abort" ends them with what they have.
         """
@@ -238,7 +242,7 @@ class Engine:
         self._scheduler.preempt_all()
         if rest := [tag for tag in chosen if tag != WEIGHTS]:
             if KV_CACHE in rest:
-                self._prefixes.clear()
+                self._prefixes.park(keep=self._store.version is not None)
             self.saver.pause(*rest, content="discard")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -301,7 +305,7 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """Tokens computed, and those that the prefix cache spared."""
+        """Tokens computed, those that the prefix cache spared, and preemptions."""
         return replace(self._scheduler.stats)
 
     def report(self) -> Report:
@@ -318,6 +322,8 @@ class Engine:
             for ledger in self._prefixes.ledgers:
                 assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
             assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
+        if not self._scheduler.unfinished:
+            assert not self._prefixes.swapped_pages(), "host pages are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""

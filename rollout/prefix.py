@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcache import BlockManager, Ledger, RadixCache, ReqHandle
+from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
 from kvcache.pools.token import TokenPool
 from kvcache.radix.node import RadixNode
+from kvcache.tiers import Transfer
+from rollout.preemption import Swapped
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class PrefixBlocks:
         self.cache = cache
         self._held: dict[ReqHandle, _Held] = {}
         self._format = self._pool_format()
+        self.loaded_tokens = 0  # found below the device
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
@@ -42,13 +45,23 @@ class PrefixBlocks:
         (ledger,) = self.blocks.ledgers
         return (replace(ledger, available=ledger.available + self.cache.evictable_size // self.cache.page_size),)
 
-    def admit(self, tokens: Sequence[int]) -> tuple[ReqHandle, int] | None:
-        """A sequence for `tokens`, and how many of them are computed, all but the last at most; None without a row."""
+    def held_pages(self, tokens: Sequence[int]) -> int:
+        """Pages that running sequences hold and `admit` would share: it takes no available ones for them."""
+        if self.cache is None:
+            return 0
+        self._notice_format()
+        return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
+
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+        """A sequence for `tokens`, and how many of them are computed, all but the last at most; None without a row.
+
+        The pages that it found are locked from here on. swapped: what `swap_out` gave for this sample, used up.
+        """
         if self.cache is None:
             empty = self.blocks.admit()
             return None if empty is None else (empty, 0)
         self._notice_format()
-        match = self.cache.match_prefix(tokens[:-1])
+        match = self._match(tokens[:-1])
         handle = self.blocks.admit(match.pages)
         if handle is None:
             return None
@@ -74,10 +87,10 @@ class PrefixBlocks:
         if self.cache is None:
             return
         held = self._held[handle]
-        if held.version != self.cache.version or self.cache.match_prefix(tokens).length > held.length:
+        if held.version != self.cache.version or self.cache.peek(tokens)[0] > held.length:
             return
         self._insert(handle, tokens, held.version)
-        match = self.cache.match_prefix(tokens)
+        match = self.cache.match_resident(tokens)
         self.cache.inc_lock_ref(match.node)
         self.cache.dec_lock_ref(held.node)
         self._held[handle] = replace(held, node=match.node, length=match.length)
@@ -98,6 +111,29 @@ class PrefixBlocks:
         self._insert(handle, tokens, held.version)
         self.blocks.release(handle)
         self.cache.dec_lock_ref(held.node)
+
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+        """Before the `release` of a sequence that is to go on later: what of its computed `tokens` waits on the host;
+        None where computing them again is cheaper, or all there is."""
+        return None
+
+    def forget(self, swapped: Swapped) -> None:
+        """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
+
+    def loads(self) -> tuple[Transfer, ...]:
+        """Copies to the device under way, which a forward waits for."""
+        return ()
+
+    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
+        """See PreemptionCost.ran."""
+
+    def park(self, keep: bool) -> None:
+        """Before the pool is paused; nothing runs. keep: what is cached is worth keeping, where there is a place."""
+        self.clear()
+
+    def swapped_pages(self) -> int:
+        """Host pages that samples hold which were swapped out."""
+        return 0
 
     def new_weights(self) -> None:
         """From here on nothing that is in the pool is hit; what nobody uses goes first when pages are short."""
@@ -121,11 +157,15 @@ class PrefixBlocks:
         shared = int((self.blocks.allocator.ref_counts(pages) > 1).sum())
         assert shared * self.cache.page_size == self.cache.protected_size, "sequences lock other pages than they share"
 
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+        assert self.cache is not None
+        return self.cache.match_prefix(tokens)
+
     def _insert(self, handle: ReqHandle, tokens: Sequence[int], version: int) -> None:
         assert self.cache is not None
         size = self.cache.page_size
         pages = self.blocks.pages(handle)[: len(tokens) // size]
-        new = pages[self.cache.match_prefix(tokens).length // size :]
+        new = pages[self.cache.peek(tokens)[0] // size :]
         if (self.blocks.allocator.ref_counts(new) > 1).any():
             return  # a fork goes on with these pages without a lock: evicting them would free nothing
         taken = self.cache.insert(tokens, pages, version=version) // size

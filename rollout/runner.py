@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.allocators.base import to_device
+from kvcache.tiers import Transfer
 from memsaver import MemorySaver
 from memsaver.ops.dispatch import Impl, use_triton
 from rollout.cache import Cache
@@ -56,6 +57,8 @@ class ModelRunner:
         for every chunk that ends a prefill."""
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
+            for load in step.loads:
+                load.wait()
             return self.graphs.replay(ids, positions, _rows(step))
         slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
@@ -68,6 +71,7 @@ class ModelRunner:
             at[3],
             lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
             shape,
+            step.loads,
         )
         return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
 
@@ -80,13 +84,23 @@ class ModelRunner:
         )
         torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
 
-    def _batch(self, positions: Tensor, slots: Tensor, rows: Tensor, plan: _Plan, shape: BatchShape | None) -> Batch:
+    def _batch(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        plan: _Plan,
+        shape: BatchShape | None,
+        loads: Sequence[Transfer] = (),
+    ) -> Batch:
         sliding = None
         if self._sliding is not None:
             window, mapping = self._sliding
             sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
         of_all = plan(self._window, None)
-        return Batch(positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding)
+        return Batch(
+            positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding, loads=loads
+        )
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvcache import Ledger, ReqHandle, pages_across
+from kvcache.tiers import Transfer
 from rollout.beam import BeamGroup, Candidates
+from rollout.preemption import Swapped
 from rollout.types import Completion, FinishReason, SamplingParams
 
 
@@ -15,12 +17,18 @@ class Blocks(Protocol):
 
     @property
     def ledgers(self) -> Sequence[Ledger]: ...
-    def admit(self, tokens: Sequence[int]) -> tuple[ReqHandle, int] | None: ...
+    @property
+    def loaded_tokens(self) -> int: ...
+    def held_pages(self, tokens: Sequence[int]) -> int: ...
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None: ...
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
     def slide(self, handles: Sequence[ReqHandle]) -> None: ...
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
     def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None: ...
+    def forget(self, swapped: Swapped) -> None: ...
+    def loads(self) -> tuple[Transfer, ...]: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +54,7 @@ class Sample:
     prefill_len: int = 0  # tokens to compute in chunks before decode starts
     beams: BeamGroup | None = None
     score: float | None = None
+    swapped: Swapped | None = None  # what waits on the host while the sample waits for pages
 
     @property
     def name(self) -> str:
@@ -99,20 +108,36 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned."""
+    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned.
+    loads: copies that a layer's rows may still be on their way by."""
 
     decode: list[Sample]
     decode_slots: Any
     chunks: list[Chunk]
+    loads: tuple[Transfer, ...] = ()
+
+    @property
+    def prefilled(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decode) + self.prefilled
 
 
 @dataclass(kw_only=True)
 class Stats:
     """Since the engine was made. computed_tokens: put through the model, answers included; prefix_hit_tokens: prompt
-    tokens (answers of preempted samples included) that were not, because the prefix cache had them."""
+    tokens (answers of preempted samples included) that were not, because the prefix cache had them; loaded_tokens: of
+    these, those that came from host or disk. Preemptions by the way that the samples were to come back;
+    swapped_back: how many of the swapped ones went on without computing anything again."""
 
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
+    loaded_tokens: int = 0
+    preempted_recompute: int = 0
+    preempted_swap: int = 0
+    swapped_back: int = 0
 
 
 class Scheduler:
@@ -121,8 +146,8 @@ class Scheduler:
     A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
     free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
     gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
-    the front of the queue and is recomputed, its answer so far included. What the prefix cache has of a prompt is not
-    computed, and what it could evict counts as free.
+    the front of the queue and is recomputed, its answer so far included, or goes on from pages that were swapped out.
+    What the prefix cache has of a prompt is not computed, and what it could evict counts as free.
     """
 
     def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:
@@ -192,7 +217,9 @@ class Scheduler:
         decode, slots, chunks = self._grow()
         if self.preemptions == before:  # a page that was just taken from one sample is not for a newcomer
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
-        return Step(decode=decode, decode_slots=slots, chunks=chunks)
+            if not decode and not chunks:
+                decode, slots, chunks = self._grow()  # those that came back with nothing to compute
+        return Step(decode=decode, decode_slots=slots, chunks=chunks, loads=self.blocks.loads())
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
         """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
@@ -207,7 +234,7 @@ class Scheduler:
                 mine, *others = slots.split([len(decode), *lengths.values()])
                 return decode, mine, _chunks(lengths, others)
             assert len(self.running) > 1, "check_fits lets in only samples that can run alone"
-            self._preempt(self.running[-1])
+            self._make_room(self.running[-1])
         return [], None, []
 
     def _next_chunks(self) -> dict[Sample, int]:
@@ -223,8 +250,9 @@ class Scheduler:
     def _admit(self, budget: int) -> list[Chunk]:
         """Let waiting samples in, first come, first served; the pages of their first chunks are taken in one call.
 
-        Cached pages that a prompt begins with count as taken: before it locked them they may have been available. With
-        budget left over no prefill under way needs pages in a later step.
+        Pages that it shares with running samples count as theirs; other cached ones that it begins with count as
+        taken, since they are available until it locks them. With budget left over no prefill under way needs pages in
+        a later step.
         """
         lengths: dict[Sample, int] = {}
         ledgers = self.blocks.ledgers
@@ -235,23 +263,31 @@ class Scheduler:
             members = 1 + len(sample.siblings)
             if rows + members > self.max_running:
                 break
-            wanted = [pages + self._needed(each, sample.length) for pages, each in zip(taken, ledgers, strict=True)]
+            held = self.blocks.held_pages(sample.tokens(0, sample.length))
+            wanted = [n + self._needed(each, sample.length) - held for n, each in zip(taken, ledgers, strict=True)]
             tight = any(n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True))
             if tight and self.running:
                 break
             rows, taken = rows + members, wanted
             self._start(sample)
-            lengths[sample] = min(budget, sample.length - sample.computed)
-            budget -= lengths[sample]
+            if not sample.prefilled:
+                lengths[sample] = min(budget, sample.length - sample.computed)
+                budget -= lengths[sample]
         return self._first_chunks(lengths) if lengths else []
 
     def _start(self, sample: Sample) -> None:
         """A row for the first of the queue, and the pages that it shares."""
-        admitted = self.blocks.admit(sample.tokens(0, sample.length))
+        swapped, sample.swapped = sample.swapped, None
+        admitted = self.blocks.admit(sample.tokens(0, sample.length), swapped)
         assert admitted is not None, "the request table has max_running rows"
         sample.handle, sample.computed = admitted
         sample.prefill_len = sample.length
+        if swapped is not None and sample.computed >= swapped.tokens:
+            self.stats.swapped_back += 1
+            if sample.output and not sample.siblings and sample.computed == sample.length - 1:
+                sample.prefill_len = sample.computed  # it was decoding and goes on so
         self.stats.prefix_hit_tokens += sample.computed
+        self.stats.loaded_tokens = self.blocks.loaded_tokens
         self.running.append(self.waiting.popleft())
 
     def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
@@ -268,7 +304,7 @@ class Scheduler:
             chunk.sample.computed += chunk.length
             if chunk.last:
                 self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
-        self.stats.computed_tokens += len(step.decode) + sum(chunk.length for chunk in step.chunks)
+        self.stats.computed_tokens += step.tokens
         self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
@@ -322,6 +358,16 @@ class Scheduler:
                 self._end(sample.beams)
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
 
+    def _make_room(self, sample: Sample) -> None:
+        """Preempts the sample, its pages to the host where that is the cheaper way back."""
+        if sample.beams is None:  # branches share pages, and start over together
+            sample.swapped = self.blocks.swap_out(_handle(sample), sample.computed_tokens())
+        if sample.swapped is None:
+            self.stats.preempted_recompute += 1
+        else:
+            self.stats.preempted_swap += 1
+        self._preempt(sample)
+
     def _preempt(self, sample: Sample) -> None:
         """Back to the front of the queue; a beam search goes as a whole, and starts over."""
         if sample.beams is None:
@@ -336,6 +382,9 @@ class Scheduler:
         sample.finish_reason = reason
         if sample.handle is not None:
             self._release(sample)
+        if sample.swapped is not None:
+            self.blocks.forget(sample.swapped)
+            sample.swapped = None
 
     def _end(self, group: BeamGroup) -> None:
         self._release_all(group)

@@ -32,6 +32,18 @@ class RadixCache(PrefixTree):
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
         """The longest prefix in whole pages that this namespace holds under the current version. A match that ends
         inside a node splits it, so that a lock keeps exactly what was matched."""
+        return self.match_resident(key, extra_key=extra_key)
+
+    def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
+        """(tokens that `match_resident` would find, how many of them are locked). Changes nothing, uses included."""
+        walk = self._walk(as_ids(key, "key"), extra_key)
+        locked = sum(len(node.key) for node in walk.path if node.lock_ref)
+        if walk.child is not None and walk.child.lock_ref:
+            locked += walk.inside
+        return walk.length + walk.inside, locked
+
+    def match_resident(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
+        """As match_prefix, of pages that are on the device now, also where tiers below it could bring back more."""
         tokens = as_ids(key, "key")
         self._now += 1
         walk = self._split_end(self._walk(tokens, extra_key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
 import weakref
@@ -21,6 +22,7 @@ _MAGIC = b"kvpage01"
 _FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")  # magic, format, version, page hash, payload bytes
 _HEADER = BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
 _SUFFIX, _PART = ".kvpage", ".kvpage.part"
+_log = logging.getLogger("kvcache")
 _ADVICE = "free some space or pass another directory; pages stored before are still there"
 
 
@@ -97,16 +99,20 @@ class DiskTier:
     def get(self, key: bytes, into: torch.Tensor) -> bool:
         """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a miss.
 
-        A file that is not what was written, or that cannot be read, is deleted and a miss.
+        A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
         """
         path = self._entries.use(key)
         if path is None:
             return False
-        if self._read(path) and self._is_intact(key):
+        reason = self._read(path)
+        if reason is None and not self._is_intact(key):
+            reason = "torn, damaged or not of this cache: key or checksum differ"
+        if reason is None:
             into.numpy()[:] = self._payload
             with contextlib.suppress(OSError):
                 os.utime(path)  # the order of use outlives the process
             return True
+        _log.warning("KV page file %s is dropped, its tokens will be computed again: %s", path, reason)
         self._entries.remove(key)
         self._delete(path)
         return False
@@ -178,19 +184,14 @@ class DiskTier:
         finally:
             file.close()
 
-    def _read(self, path: Path) -> bool:
-        """Fills the buffer; False where the file is gone, too short or cannot be read."""
+    def _read(self, path: Path) -> str | None:
+        """Fills the buffer; the reason where the file is gone, too short or cannot be read."""
         try:
-            file = BlockFile.open(path, self.file_bytes, _ADVICE)
-        except BackendError:
-            return False
-        try:
-            file.read(self._memory, 0)
-        except BackendError:
-            return False
-        finally:
-            file.close()
-        return True
+            with contextlib.closing(BlockFile.open(path, self.file_bytes, _ADVICE)) as file:
+                file.read(self._memory, 0)
+        except BackendError as error:
+            return str(error)
+        return None
 
     def _is_intact(self, key: bytes) -> bool:
         """Whether the buffer holds that page, as it was written."""

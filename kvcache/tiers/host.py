@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +14,11 @@ from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
 from kvcache.tiers.memory import host_memory
-from kvcache.tiers.transfer import Transfer
+from kvcache.tiers.transfer import Clock, Transfer
 from memsaver.ops.dispatch import Impl
 
 Layout = Literal["layer_first", "page_first"]
+_RECENT = 64  # transfers kept for who measures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ class HostKVCache:
         self.nbytes = pages * self.page_bytes
         self._block = host_memory(self.nbytes, pool.device)
         self._plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
-        self._scales = [pool.scales(layer) for layer in range(self.num_layers)]
+        self.recent: deque[Transfer] = deque(maxlen=_RECENT)  # oldest first; who measures takes them out
+        self.accept_scales()
         self._impl = impl
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
 
@@ -105,6 +109,10 @@ class HostKVCache:
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
             rows.copy_(part.view(rows.shape))
 
+    def accept_scales(self) -> None:
+        """The pool's fp8 scales of now are those of all pages from here on; who calls it drops what was here before."""
+        self._scales = [self.pool.scales(layer) for layer in range(self.num_layers)]
+
     def slots_of(self, pages: Int64Array) -> torch.Tensor:
         """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages alike."""
         offsets = torch.arange(self.page_size)
@@ -122,10 +130,17 @@ class HostKVCache:
         self._check_scales(layers)
         groups = [layers] if to_host else [range(layer, layer + 1) for layer in layers]
         if self._stream is None:
+            started = time.perf_counter()
             for group in groups:
                 copy_rows(self._plan, host_rows, device_slots, group, to_host, self._impl)
-            return Transfer(layers, {})
-        return self._queue(self._stream, host_rows, device_slots, groups, to_host)
+            clock = Clock(nbytes=self._bytes(host_rows, layers), to_host=to_host, seconds=time.perf_counter() - started)
+            self.recent.append(Transfer(layers, {}, clock))
+        else:
+            self.recent.append(self._queue(self._stream, host_rows, device_slots, groups, to_host))
+        return self.recent[-1]
+
+    def _bytes(self, rows: torch.Tensor, layers: range) -> int:
+        return len(rows) * self.pool.bytes_per_token * len(layers) // self.num_layers
 
     def _queue(
         self,
@@ -142,11 +157,13 @@ class HostKVCache:
             rows, slots = (each.to(self.pool.device, non_blocking=True) for each in (host_rows, device_slots))
             slots.record_stream(stream)  # it may be the caller's, who may drop it
         stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        layers = range(groups[0].start, groups[-1].stop)
         with torch.cuda.stream(stream):
+            start = stream.record_event(torch.cuda.Event(enable_timing=True))
             for group in groups:
                 copy_rows(self._plan, rows, slots, group, to_host, self._impl)
-                events |= dict.fromkeys(group, stream.record_event())
-        return Transfer(range(groups[0].start, groups[-1].stop), events)
+                events |= dict.fromkeys(group, stream.record_event(torch.cuda.Event(enable_timing=True)))
+        return Transfer(layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start))
 
     def _host_rows(self, host_slots: Indices) -> torch.Tensor:
         """Rows of the block, where page 1 is the first: the padding page has no host memory."""

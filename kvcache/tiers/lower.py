@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvcache.tiers.host import HostKVCache
 from kvcache.tiers.lru import VersionedLRU
 from kvcache.tiers.transfer import Transfer
 from memsaver.errors import BackendError
+
+_log = logging.getLogger("kvcache")
 
 
 class LowerTiers:
@@ -32,6 +35,7 @@ class LowerTiers:
         self.lost_pages = 0
         self.disk_error: BackendError | None = None
         self._pages: VersionedLRU[int] = VersionedLRU(version)  # hash -> host page
+        self._private: set[int] = set()  # host pages that have no hash
         self._read = torch.empty(host.page_bytes, dtype=torch.uint8)
 
     @property
@@ -44,6 +48,25 @@ class LowerTiers:
     @property
     def is_empty(self) -> bool:
         return not len(self._pages) and not (self.disk is not None and len(self.disk))
+
+    def absent(self, keys: Sequence[bytes]) -> int:
+        """How many of them are not on the host."""
+        return sum(key not in self._pages for key in keys)
+
+    @property
+    def private_pages(self) -> int:
+        return len(self._private)
+
+    def take_private(self, wanted: frozenset[bytes]) -> int:
+        """A host page for a caller of its own, of no version; 0 where none can be had without dropping `wanted`."""
+        taken = self._take(1, wanted)
+        self._private.update(taken.tolist())
+        return int(taken[0]) if len(taken) else 0
+
+    def free_private(self, page: int) -> None:
+        """Gives it back, also while copies from or to it are under way."""
+        self._private.remove(page)
+        self.host.allocator.free_pages([page])
 
     def raise_version(self, version: int) -> None:
         """Makes every page a miss, in O(1)."""
@@ -59,7 +82,11 @@ class LowerTiers:
             return None
         new = new[: len(pages)]
         slots = self.host.slots_of
-        transfer = self.host.backup_from_device_all_layer(slots(pages), slots(device_pages[new]))
+        try:
+            transfer = self.host.backup_from_device_all_layer(slots(pages), slots(device_pages[new]))
+        except BaseException:  # such as the device being out of memory
+            self.host.allocator.free_pages(pages)
+            raise
         for i, page in zip(new, pages.tolist(), strict=True):
             self._pages.add(keys[i], page)
         return transfer
@@ -80,7 +107,7 @@ class LowerTiers:
         return len(pages), self.host.load_to_device(slots(found), slots(device_pages[: len(pages)]))
 
     def clear(self) -> None:
-        """Drops everything; costs O(pages)."""
+        """Drops everything but private pages; costs O(pages)."""
         while dropped := self._pages.drop():
             self.host.allocator.free_pages([dropped.value])
         if self.disk is not None:
@@ -89,7 +116,7 @@ class LowerTiers:
     def check_integrity(self) -> None:
         """AssertionError when the host's ledger and the pages that are known here differ."""
         self.host.allocator.check_integrity()
-        held = sorted(self._pages.values())
+        held = sorted([*self._pages.values(), *self._private])
         every = np.arange(1, self.host.allocator.total_pages + 1)
         owned = every[self.host.allocator.ref_counts(every) > 0]
         assert held == owned.tolist(), "a host page is owned and not known, or the reverse"
@@ -127,5 +154,7 @@ class LowerTiers:
         try:
             self.disk.put(key, self.host.read_page(page))
         except BackendError as error:
+            if self.disk_error is None:  # once: a disk that is full stays so for many pages
+                _log.warning("KV page not kept on disk, its tokens will be computed again: %s", error)
             self.lost_pages += 1
             self.disk_error = error

@@ -35,7 +35,7 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         )
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         pinner = make_pinner(device)
-        address = host_pages.obtain(size, pinner)
+        (address,) = host_pages.obtain([size], pinner)
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, _give_back, address, size, pinner, device).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)

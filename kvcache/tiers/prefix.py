@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvcache.allocators.base import KVAllocator
 from kvcache.radix.cache import PrefixMatch, RadixCache
@@ -17,6 +19,8 @@ from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.lower import LowerTiers
 from kvcache.tiers.policies import WritePolicy, backs_up_on_eviction, backup_hits, check_policy
 from kvcache.tiers.transfer import Transfer
+
+_log = logging.getLogger("kvcache")
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,13 @@ class TieredPrefixCache(RadixCache):
         """The longest prefix that the tiers have one after the other; what is below the device gets device pages, for
         which others may be evicted, as far as there are any. Nothing is reserved, as of RadixCache."""
         tokens = as_ids(key, "key")
-        found = super().match_prefix(tokens, extra_key=extra_key)
+        found = self.match_resident(tokens, extra_key=extra_key)
         self._count_hits(found.pages)
         loaded = 0
         if found.length + self.page_size <= len(tokens) and not self.lower.is_empty:
             loaded = self._load_rest(tokens, found, extra_key)
         if loaded:
-            found = super().match_prefix(tokens[: found.length + loaded], extra_key=extra_key)
+            found = self.match_resident(tokens[: found.length + loaded], extra_key=extra_key)
         return TieredMatch(found.length, found.pages, found.node, self._loading, loaded)
 
     def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
@@ -92,7 +96,43 @@ class TieredPrefixCache(RadixCache):
             self._save(np.fromiter(self._hashes, dtype=np.int64))
             self._hashes.clear()
         super().reset()
+        self.finish_copies()
+
+    def save(self, hashes: Sequence[bytes], pages: Int64Array) -> bool:
+        """Starts copying pages, of the present version and in the tree or not, to the host; whether all of them are
+        there then. They may not be written before `wait_for_copies`."""
+        self._last = self.lower.save(hashes, pages) or self._last
+        return not self.lower.absent(hashes)
+
+    def wait_for_copies(self) -> None:
+        """What is queued on the current stream from now on waits for all copies that were started."""
+        self._last.wait()
+
+    def finish_copies(self) -> None:
+        """Waits for all copies: before the pool's tag is paused."""
         self._last.synchronize()
+
+    def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
+        """Starts copying at most a page of device slots, int64 `[n]`, to a host page that only its owner knows.
+
+        Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies` before the slots
+        are written.
+        """
+        page = self.lower.take_private(frozenset(wanted))
+        if page:
+            host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
+            try:
+                self._last = self.lower.host.backup_from_device_all_layer(host_slots, slots)
+            except BaseException:
+                self.lower.free_private(page)
+                raise
+        return page
+
+    def load_private(self, page: int, slots: torch.Tensor) -> Transfer:
+        """Starts copying what `store_private` kept to as many device slots."""
+        host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
+        self._last = self.lower.host.load_to_device(host_slots, slots)
+        return self._last
 
     def reset(self) -> None:
         """Drops everything on every tier. ValueError, with nothing changed, while something is locked."""
@@ -121,7 +161,11 @@ class TieredPrefixCache(RadixCache):
         self.inc_lock_ref(found.node)
         try:
             pages = self._device_pages(below)
-            count, transfer = self.lower.load(hashes[:below], pages)
+            try:
+                count, transfer = self.lower.load(hashes[:below], pages)
+            except BaseException:
+                self._ledger.free_pages(pages)
+                raise
             self._ledger.free_pages(pages[count:])
             if transfer is None:
                 return 0
@@ -153,14 +197,17 @@ class TieredPrefixCache(RadixCache):
         current = [(page, each) for page, version, each in known if version == self.version]
         if current:
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
-            self._last = self.lower.save([each for _, each in current], device_pages) or self._last
+            try:
+                self._last = self.lower.save([each for _, each in current], device_pages) or self._last
+            except torch.OutOfMemoryError as error:  # a copy that nobody waits for is not worth failing
+                _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
         """Pages leave the device: written back where the policy says so, and not written again before that is over."""
         try:
             if backs_up_on_eviction(self.write_policy):
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))
-            self._last.wait()
+            self.wait_for_copies()
         finally:
             for node in gone:
                 for page in node.pages.tolist():

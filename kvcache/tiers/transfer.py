@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """What a copy is measured by. start: recorded before it on its stream; None where it took `seconds` and is over."""
+
+    nbytes: int
+    to_host: bool
+    start: torch.cuda.Event | None = None
+    seconds: float = 0.0
 
 
 class Transfer:
     """An event for each layer that is copied; without any (on the CPU) all is done already."""
 
-    def __init__(self, layers: range, events: Mapping[int, torch.cuda.Event]) -> None:
+    def __init__(self, layers: range, events: Mapping[int, torch.cuda.Event], clock: Clock | None = None) -> None:
         self.layers = layers
+        self.clock = clock
         self._events = events
 
     @property
     def done(self) -> bool:
         return all(event.query() for event in self._events.values())
+
+    @property
+    def seconds(self) -> float:
+        """How long it took on its stream, waits for what was queued before left out; once it is done."""
+        assert self.clock is not None and self.done, "not measured, or not over yet"
+        if self.clock.start is None:
+            return self.clock.seconds
+        return self.clock.start.elapsed_time(self._events[self.layers[-1]]) / 1e3
 
     def wait(self, layer: int | None = None) -> None:
         """What is queued on the current stream from now on waits for this layer (None: for all); the host does not.

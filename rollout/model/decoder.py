@@ -66,7 +66,9 @@ def forward(
     residual = F.embedding(token_ids, weights.embed)
     x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-    for mixer, layer, norm in zip(mixers, weights.layers, following, strict=True):
+    for index, (mixer, layer, norm) in enumerate(zip(mixers, weights.layers, following, strict=True)):
+        for load in batch.loads:
+            load.wait(index)
         x, residual = add_rms_norm(mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred)
         x, residual = add_rms_norm(_mlp(layer, x), residual, norm, eps, zero_centred=centred)
     return x

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from kvcache import (
+    BlockManager,
+    KVCacheConfig,
+    MHATokenToKVPool,
+    PagedTokenToKVPoolAllocator,
+    RadixCache,
+    ReqToTokenPool,
+)
 from rollout.prefix import PrefixBlocks
 from rollout.scheduler import Sample, Scheduler, Step
 from rollout.types import SamplingParams
@@ -151,6 +158,45 @@ def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
         scheduler.add(request(number, 100, 3, n=2))
     drain(scheduler)
     assert idle(scheduler)
+
+
+def cached(pages: int, computed: int) -> Scheduler:
+    """With a prefix cache that holds the first `computed` tokens of every request, locked by nobody."""
+    scheduler = make(pages, chunk=64)
+    assert isinstance(scheduler.blocks, PrefixBlocks)
+    blocks = scheduler.blocks.blocks
+    scheduler.blocks = PrefixBlocks(blocks, RadixCache(blocks.allocator))
+    scheduler.add(request(99, computed, 1))
+    drain(scheduler)
+    return scheduler
+
+
+def test_what_running_samples_hold_is_not_counted_again() -> None:
+    """20 pages of a prompt are there once; each sample besides them takes 2, and a third is kept free for each."""
+    scheduler = cached(pages=32, computed=80)
+    scheduler.add(request(0, 81, 4))
+    run_step(scheduler)
+    for number in (1, 2, 3, 4):
+        scheduler.add(request(number, 82, 4))
+    run_step(scheduler)
+    assert [sample.request for sample in scheduler.running] == [0, 1, 2, 3, 4]
+    scheduler.blocks.check_integrity()  # type: ignore[attr-defined]
+    drain(scheduler)
+    assert scheduler.preemptions == 0 and idle(scheduler)
+
+
+def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
+    """They are available until then: to take them for granted would let in the second, whose pages would be missing."""
+    scheduler = cached(pages=32, computed=80)
+    other = [
+        Sample(request=1, index=0, prompt=[9] * 44, params=SamplingParams(max_tokens=4), seed=0, stop_ids=frozenset())
+    ]
+    scheduler.add(request(0, 81, 4))
+    scheduler.add(other)
+    run_step(scheduler)
+    assert [sample.request for sample in scheduler.running] == [0]
+    drain(scheduler)
+    assert scheduler.preemptions == 0 and idle(scheduler)
 
 
 def test_what_never_fits_is_refused_by_name() -> None:

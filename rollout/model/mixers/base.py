@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcache.tiers import Transfer
 from memsaver.ops.dispatch import Impl
 from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.params import Group
@@ -35,7 +36,7 @@ class Batch:
 
     shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64 [B], each request's
     row of the request table, on the device. sliding: what sliding layers use in place of slots and plan, None where all
-    layers see the same.
+    layers see the same. loads: a layer's rows are there once it waited for each of these.
     """
 
     positions: Tensor
@@ -44,6 +45,7 @@ class Batch:
     plan: AttentionPlan
     shape: BatchShape | None
     sliding: Sliding | None = None
+    loads: Sequence[Transfer] = ()
 
 
 Mixer = Callable[[Tensor, Batch], Tensor]

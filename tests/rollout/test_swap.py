@@ -1,0 +1,196 @@
+"""Preemption by recompute and by swap: answers as if nothing had happened, and nothing left behind."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import SamplingParams
+from tests.helpers.models import build_tiny, greedy
+from tests.helpers.tiers import blocks_of, poison, tiered
+from tests.rollout.test_greedy import random_prompts
+from tests.rollout.test_lifecycle import TINY, write
+from tests.rollout.test_prefix_cache import assert_same, make, path, run
+
+__all__ = ["path"]  # a fixture
+LONG = SamplingParams(max_tokens=40, temperature=0)
+CROWD = (20, 25, 30, 16, 23)
+
+
+def crowd() -> list[list[int]]:
+    return random_prompts(CROWD, seed=4)
+
+
+@pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=11)])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("way", ["recompute", "swap", "both"])
+def test_preempted_samples_answer_as_if_nothing_had_happened(
+    path: Path, params: SamplingParams, n: int, way: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(**{**params.__dict__, "n": n})
+    engine = tiered(path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way)
+    if way == "both":
+        turns = itertools.cycle([True, False])
+        monkeypatch.setattr(blocks_of(engine).cost, "swaps", lambda victim: next(turns))
+    plain = make(path, device=device, prefix_cache=False, kv_tokens=2048)
+    out = engine.generate(crowd(), params, on_progress=lambda *_: engine.check_integrity())
+    expected = plain.generate(crowd(), params)
+    for mine, its in zip(out, expected, strict=True):
+        assert_same(mine, its)
+    stats = engine.stats
+    assert (stats.preempted_swap > 0) == (way != "recompute")
+    assert (stats.preempted_recompute > 0) == (way != "swap")
+    assert stats.preempted_swap + stats.preempted_recompute == engine._scheduler.preemptions
+    assert plain._scheduler.preemptions == 0
+
+
+def test_a_swapped_sample_goes_on_where_it_was(path: Path) -> None:
+    """The model sees every token once, as without preemption."""
+    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
+    assert engine.stats.preempted_swap == engine.stats.swapped_back > 0
+    assert engine.stats.computed_tokens == plain.stats.computed_tokens
+
+
+def test_a_host_without_room_means_recompute(path: Path) -> None:
+    engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4)  # two pages
+    plain = make(path, prefix_cache=False, kv_tokens=1024)
+    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
+    assert engine.stats.preempted_recompute > 0
+
+
+def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    caplog.set_level(logging.INFO, logger="rollout")
+
+    def drop(*_: int) -> None:
+        if any(sample.swapped for sample in engine._scheduler.waiting):
+            blocks_of(engine).tiers.lower.clear()
+            blocks_of(engine).tiers.evict(10**6)
+        engine.check_integrity()
+
+    out = engine.generate(crowd(), LONG, on_progress=drop)
+    assert_same([samples[0] for samples in out], run(plain, crowd(), LONG))
+    assert engine.stats.swapped_back < engine.stats.preempted_swap
+    assert "pages that the tiers had to drop" in caplog.text
+
+
+def test_the_rates_are_those_of_the_engines_own_steps_and_copies(
+    path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiered(path, device=device, engine={"max_prefill_tokens": 128})
+    seen: list[tuple[Any, ...]] = []
+    cost = blocks_of(engine).cost
+    monkeypatch.setattr(cost, "copied", lambda *what: seen.append(what))
+    before = cost.rates["prefill"].value
+    for prompt in random_prompts((100, 100, 100)) * 2:
+        run(engine, [prompt])
+    blocks_of(engine).tiers.finish_copies()
+    blocks_of(engine).ran(0, 0, 0.0, waited=False)  # copies that ended after the last step
+    per_token = engine.kv_pool.bytes_per_token
+    out = sum(nbytes for to_host, nbytes, _ in seen if to_host)
+    back = sum(nbytes for to_host, nbytes, _ in seen if not to_host)
+    assert back == engine.stats.loaded_tokens * per_token > 0
+    assert out >= 3 * 100 * per_token and all(seconds > 0 for *_, seconds in seen)
+    assert cost.rates["prefill"].value != before
+
+
+def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
+    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    naps = 0
+
+    def nap(*_: int) -> None:
+        nonlocal naps
+        if any(sample.swapped for sample in engine._scheduler.waiting):
+            naps += 1
+            engine.sleep(unfinished="preempt")
+            engine.check_integrity()
+            engine.wake_up()
+            poison(engine)
+
+    out = engine.generate(crowd(), LONG, on_progress=nap)
+    assert_same([samples[0] for samples in out], run(plain, crowd(), LONG))
+    assert naps > 0 and engine.stats.swapped_back > 0
+    engine.check_integrity()
+
+
+def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -> None:
+    """What is swapped in under the new weights was made by them: a fresh engine that is given the beginnings of the
+    answers goes on with the same tokens."""
+    engine = tiered(path, kv_tokens=96, preemption="swap")
+    changed: dict[int, int] = {}
+
+    def change(*_: int) -> None:
+        waiting = [sample for sample in engine._scheduler.waiting if sample.swapped]
+        if waiting and not changed:
+            changed.update({sample.request: len(sample.output) for sample in waiting})
+            for sample in engine._scheduler.running:
+                sample.params = SamplingParams(max_tokens=len(sample.output) + 1, temperature=0)
+            engine.sleep(unfinished="preempt")
+            engine.wake_up()
+            engine.commit_update(write(engine.begin_update(1), seed=1))
+        engine.check_integrity()
+
+    out = engine.generate(crowd(), LONG, on_progress=change)
+    assert changed
+    model = build_tiny("qwen3", seed=1, **TINY)
+    for index, at in changed.items():
+        answer = out[index][0]
+        assert answer.weight_versions == [0] * at + [1] * (40 - at)
+        assert answer.token_ids[at:] == greedy(model, crowd()[index] + answer.token_ids[:at], 40 - at)
+
+
+@pytest.mark.parametrize("what", ["forward", "sample"])
+def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plain = tiered(path, 96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    expected = run(plain, crowd(), LONG)
+    for at in (1, 20, 35, 50):
+        steps = iter(range(at))
+        right = getattr(engine._runner, what)
+
+        def fail(*args: Any, steps: Any = steps, right: Any = right) -> Any:
+            if next(steps, None) is None:
+                raise ZeroDivisionError
+            return right(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(engine._runner, what, fail)
+            engine.generate(crowd(), LONG)
+        engine.check_integrity()
+        assert blocks_of(engine).swapped_pages() == 0
+        assert blocks_of(engine).tiers.protected_size == 0
+    assert engine.stats.preempted_swap > 0
+    assert_same(run(engine, crowd(), LONG), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "copy"), [("store_private", "backup_from_device_all_layer"), ("load_private", "load_to_device")]
+)
+def test_a_swap_that_fails_ends_the_call_only(
+    path: Path, method: str, copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = tiered(path, 96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    tiers = blocks_of(engine).tiers
+    right = getattr(tiers, method)
+
+    def failing(*args: Any) -> Any:
+        with monkeypatch.context() as inner:
+            inner.setattr(tiers.lower.host, copy, out_of_memory)
+            return right(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(tiers, method, failing)
+        engine.generate(crowd(), LONG)
+    engine.check_integrity()
+    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
+
+
+def out_of_memory(*arguments: object) -> Any:
+    raise torch.OutOfMemoryError("no room")

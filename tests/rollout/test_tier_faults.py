@@ -1,0 +1,89 @@
+"""What goes wrong below the device costs computing, is logged, and is never served."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Engine
+from tests.helpers.tiers import blocks_of, tiered
+from tests.rollout.test_greedy import random_prompts
+from tests.rollout.test_prefix_cache import assert_same, make, path, run, spent
+
+__all__ = ["path"]  # a fixture
+
+
+def full(*arguments: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def with_disk(path: Path, directory: Path) -> Engine:
+    return tiered(path, host_ratio=1.0, disk_directory=directory, disk_bytes=1 << 24)
+
+
+@pytest.mark.parametrize("fault", ["torn", "foreign", "gone", "full"])
+def test_a_faulty_disk_costs_computing_and_is_logged(
+    path: Path, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = with_disk(path, tmp_path), make(path, prefix_cache=False)
+    prompts = random_prompts((80, 100, 100, 100), seed=3)
+    if fault == "full":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    for prompt in prompts:
+        run(engine, [prompt])
+    files = sorted(tmp_path.glob("*.kvpage"))
+    assert bool(files) == (fault != "full")
+    others = {each: files[i - 1].read_bytes() for i, each in enumerate(files)}
+    for each in files:
+        if fault == "torn":
+            os.truncate(each, 4096)
+        elif fault == "foreign":
+            each.write_bytes(others[each])  # a whole page, of other tokens
+        elif fault == "gone":
+            each.unlink()
+    for prompt in prompts:
+        assert_same(run(engine, [prompt]), run(plain, [prompt]))
+    reasons = {
+        "torn": "the file ends too early",
+        "foreign": "key or checksum differ",
+        "gone": "ENOENT",
+        "full": "ENOSPC",
+    }
+    assert reasons[fault] in caplog.text and "will be computed again" in caplog.text
+
+
+def test_a_directory_that_another_engine_left_is_not_believed(path: Path, tmp_path: Path) -> None:
+    prompts = random_prompts((80, 100, 100, 100), seed=3)
+    first = with_disk(path, tmp_path)
+    for prompt in prompts:
+        run(first, [prompt])
+    left = set(tmp_path.glob("*.kvpage"))
+    assert left
+    with pytest.raises(RuntimeError, match="is held by another disk tier"):
+        with_disk(path, tmp_path)
+    disk = blocks_of(first).tiers.lower.disk
+    assert disk is not None
+    disk.close()
+    second = with_disk(path, tmp_path)
+    assert not left & set(tmp_path.glob("*.kvpage"))
+    assert spent(second, prompts[:1]) == (80 + 7, 0)
+
+
+def test_copies_to_the_host_that_fail_cost_nothing_but_themselves(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, plain = tiered(path), make(path, prefix_cache=False)
+    prompts = random_prompts((80, 100, 100, 100), seed=3)
+    monkeypatch.setattr(blocks_of(engine).tiers.lower.host, "backup_from_device_all_layer", out_of_memory)
+    for prompt in prompts * 2:
+        assert_same(run(engine, [prompt]), run(plain, [prompt]))
+    assert "not kept below the device: no room" in caplog.text and engine.stats.loaded_tokens == 0
+
+
+def out_of_memory(*arguments: object) -> Any:
+    raise torch.OutOfMemoryError("no room")
