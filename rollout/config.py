@@ -27,6 +27,8 @@ class EngineConfig:
     prefix_cache: prompts that begin like earlier ones share their pages instead of being computed; only with full or
     latent attention in every layer, without double sparsity, and otherwise off whatever it says.
     seed: of the requests that bring none.
+    tensor_parallel_size: processes that share the model, each with an engine of this config and `Engine(..., group=)`;
+    for attention with heads in every layer, without double sparsity and FP4. kv_tokens is what each of them holds.
     """
 
     kv_tokens: int = 4096
@@ -42,9 +44,10 @@ class EngineConfig:
     graph_batch_sizes: tuple[int, ...] | None = None
     prefix_cache: bool = True
     seed: int = 0
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens"):
+        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens", "tensor_parallel_size"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
         self._check_whole_pages("kv_tokens", self.kv_tokens)
@@ -59,6 +62,11 @@ class EngineConfig:
         kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
         if self.double_sparsity is not None:
             self._check_double_sparsity()
+        if self.tensor_parallel_size > 1 and (self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"):
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity nor "
+                f"kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
+            )
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:

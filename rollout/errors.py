@@ -1,5 +1,9 @@
 """Errors of the rollout engine that are not a user's mistake (those are ValueError)."""
 
 
+class RankError(RuntimeError):
+    """The other tensor-parallel ranks did not come to an exchange; the text names them, and the stage."""
+
+
 class WeightUpdateError(RuntimeError):
     """A weight update failed, or was called out of order; `unavailable_reason()` says whether the engine can serve."""

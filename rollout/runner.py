@@ -17,6 +17,7 @@ from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding
 from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.parallel import TensorParallel
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
@@ -28,11 +29,14 @@ _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 class ModelRunner:
     """The computing half of the engine. Keeps no state of requests."""
 
-    def __init__(self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl) -> None:
+    def __init__(
+        self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl, ranks: TensorParallel
+    ) -> None:
         self.config = config
+        self._ranks = ranks
         self.device = cache.table.device
         self._weights = DecoderWeights.of(store, config)
-        parts = Parts(config, store, cache, attention)
+        parts = Parts(config, store, cache, attention, ranks)
         self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
@@ -69,7 +73,8 @@ class ModelRunner:
             lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
             shape,
         )
-        return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        part = F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        return self._ranks.join(part, self.config.vocab_size)
 
     def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
@@ -78,7 +83,11 @@ class ModelRunner:
         batch = self._batch(
             positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
         )
-        torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
+        hidden, head = self._hidden(ids, batch), self._weights.lm_head
+        if self._ranks.size == 1:
+            torch.mm(hidden, head.t(), out=logits)
+        else:
+            logits.copy_(self._ranks.join(F.linear(hidden, head), self.config.vocab_size))
 
     def _batch(self, positions: Tensor, slots: Tensor, rows: Tensor, plan: _Plan, shape: BatchShape | None) -> Batch:
         sliding = None
@@ -90,7 +99,7 @@ class ModelRunner:
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
-        return forward(self._weights, self._mixers, ids, batch, self.config)
+        return forward(self._weights, self._mixers, ids, batch, self.config, self._ranks)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
