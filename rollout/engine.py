@@ -187,13 +187,17 @@ class Engine:
         samples = list(step.decode)
         rows = list(range(len(samples)))
         for row, chunk in enumerate((chunk for chunk in step.chunks if chunk.last), start=len(samples)):
-            family = [chunk.sample, *self._scheduler.fork_siblings(chunk.sample)]
+            family = self._prefilled(chunk.sample)
             samples += family
             rows += [row] * len(family)
         if samples:
             tokens, logprobs = self._runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self._scheduler.append(sample, token, logprob, self._store.last_version)
+
+    def _prefilled(self, sample: Sample) -> list[Sample]:
+        """Samples whose first token follows from this sample's prompt, all of which is computed now."""
+        return [sample, *self._scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 

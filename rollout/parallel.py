@@ -63,13 +63,10 @@ class TensorParallel:
         if self.size == 1:
             return columns
         gathered = columns.new_empty((self.size, *columns.shape))
-        self._exchange(
-            "logits",
-            lambda: dist.all_gather_into_tensor(
-                gathered.view(-1, columns.shape[1]), columns.contiguous(), group=self._group
-            ),
-        )
-        return gathered.transpose(0, 1).reshape(len(columns), -1)[:, :width]
+        if len(columns):  # none where a step ends no prompt
+            parts = list(gathered.unbind(0))
+            self._exchange("logits", lambda: dist.all_gather(parts, columns.contiguous(), group=self._group))
+        return gathered.transpose(0, 1).reshape(len(columns), self.size * columns.shape[1])[:, :width]
 
     def check_same(self, what: str, value: str) -> None:
         """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the same."""

@@ -24,7 +24,8 @@ class Blocks(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Sample:
-    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it."""
+    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it. remote: another
+    engine computes its prompt (`rollout.split`)."""
 
     request: int
     index: int
@@ -40,6 +41,7 @@ class Sample:
     handle: ReqHandle | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
     prefill_len: int = 0  # tokens to compute in chunks before decode starts
+    remote: bool = False
 
     @property
     def name(self) -> str:
@@ -88,11 +90,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned."""
+    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned.
+    arriving: the rest of prompts just admitted that another engine computes, no part of the forward."""
 
     decode: list[Sample]
     decode_slots: Any
     chunks: list[Chunk]
+    arriving: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -171,7 +175,9 @@ class Scheduler:
         decode, slots, chunks = self._grow()
         if self.preemptions == before:  # a page that was just taken from one sample is not for a newcomer
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
-        return Step(decode=decode, decode_slots=slots, chunks=chunks)
+        mine = [chunk for chunk in chunks if not chunk.sample.remote]
+        arriving = [chunk for chunk in chunks if chunk.sample.remote]
+        return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
         """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
@@ -194,7 +200,7 @@ class Scheduler:
         lengths: dict[Sample, int] = {}
         budget = self.max_prefill_tokens
         for sample in self.running:
-            if not sample.prefilled and budget > 0:
+            if not sample.prefilled and not sample.remote and budget > 0:
                 lengths[sample] = min(budget, sample.prefill_len - sample.computed)
                 budget -= lengths[sample]
         return lengths
@@ -220,8 +226,9 @@ class Scheduler:
                 break
             rows, taken = rows + members, wanted
             self._start(sample)
-            lengths[sample] = min(budget, sample.length - sample.computed)
-            budget -= lengths[sample]
+            rest = sample.length - sample.computed
+            lengths[sample] = rest if sample.remote else min(budget, rest)
+            budget -= 0 if sample.remote else lengths[sample]
         return self._first_chunks(lengths) if lengths else []
 
     def _start(self, sample: Sample) -> None:
@@ -249,6 +256,15 @@ class Scheduler:
                 self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
         self.stats.computed_tokens += len(step.decode) + sum(chunk.length for chunk in step.chunks)
         self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
+
+    def arrived(self, sample: Sample) -> None:
+        """Record that the keys and values of a remote prompt are in the cache."""
+        sample.computed, sample.remote = sample.prefill_len, False
+        self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
+
+    def recompute(self, sample: Sample) -> None:
+        """Compute a remote prompt here, from its beginning and before all that wait."""
+        self._preempt(sample)
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
         """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
@@ -285,6 +301,7 @@ class Scheduler:
 
     def _preempt(self, sample: Sample) -> None:
         self._release(sample)
+        sample.remote = False  # what is on its way comes too late
         self.waiting.appendleft(sample)
         self.preemptions += 1
 

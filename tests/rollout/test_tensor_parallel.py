@@ -34,7 +34,7 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
 
 
 def answers(engine: Engine) -> list[Completion]:
-    prompts = random_prompts((1, 17, 60, 90))
+    prompts = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
     found = [engine.generate(prompts, params) for params in (GREEDY, SAMPLED)]
     engine.check_integrity()
     return [sample for out in found for request in out for sample in request]
