@@ -1,4 +1,4 @@
-"""Several processes joined by gloo, for tests: each runs one function, and what it returns comes back."""
+"""Several processes joined by gloo or NCCL, for tests: each runs one function, and what it returns comes back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from tests.helpers.peers import Peer
@@ -16,9 +17,22 @@ Run = Callable[..., Any]
 """(rank, *args) -> what the test wants to know of it; at module level of a test."""
 
 
-def start_ranks(run: Run, count: int, meet: Path, *args: Any, seconds: float = 60.0) -> list[Peer]:
-    """Processes that call `run(rank, *args)` in a default gloo group with a time-out of `seconds`; meet: a new file."""
-    return [Peer(_enter, run, rank, count, str(meet), seconds, args) for rank in range(count)]
+class Joined(NamedTuple):
+    """How the processes find each other."""
+
+    count: int
+    meet: str
+    seconds: float
+    backend: str
+
+
+def start_ranks(
+    run: Run, count: int, meet: Path, *args: Any, seconds: float = 60.0, backend: str = "gloo"
+) -> list[Peer]:
+    """Processes that call `run(rank, *args)` in a default group with a time-out of `seconds`; meet: a new file. On NCCL
+    each has a GPU of its own."""
+    joined = Joined(count=count, meet=str(meet), seconds=seconds, backend=backend)
+    return [Peer(_enter, run, rank, joined, args) for rank in range(count)]
 
 
 def results(ranks: Sequence[Peer], seconds: float = 120.0) -> list[Any]:
@@ -30,8 +44,15 @@ def results(ranks: Sequence[Peer], seconds: float = 120.0) -> list[Any]:
             rank.kill()
 
 
-def _enter(pipe: Connection, run: Run, rank: int, count: int, meet: str, seconds: float, args: tuple[Any, ...]) -> None:
-    store = dist.FileStore(meet, count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds))
+def _enter(pipe: Connection, run: Run, rank: int, joined: Joined, args: tuple[Any, ...]) -> None:
+    if joined.backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        joined.backend,
+        store=dist.FileStore(joined.meet, joined.count),
+        rank=rank,
+        world_size=joined.count,
+        timeout=timedelta(seconds=joined.seconds),
+    )
     pipe.send(run(rank, *args))
     pipe.poll(60)  # until the test has heard all of them: who leaves first takes connections along

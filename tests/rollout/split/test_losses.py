@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout import Engine, SamplingParams
+from rollout.errors import PeerLostError
 from rollout.split import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
 from rollout.split.geometry import geometry
-from rollout.split.messages import Hello
+from rollout.split.messages import Ask, Hello, Range
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.rollout.split.ranks import KEY, Split, generate, serve
@@ -184,6 +185,19 @@ def test_engines_that_do_not_fit_are_refused(path: str, ring_bytes: int, changes
     with pytest.raises(ValueError, match=message):
         engine.connect([mine], GroupReader([0]), ring_bytes=ring_bytes)
     theirs.close()
+
+
+def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
+    """After it has asked for a prompt, and died before its ring was ready for it: no page stays taken."""
+    engine = PrefillEngine.from_pretrained(path, **CONFIG)
+    mine, theirs = greeted(engine, ring_bytes=1 << 12)
+    engine.connect([mine], GroupWriter([0]))
+    later = Range(first=0, tokens=2, offset=0, nbytes=2 * TOKEN, round=1)
+    theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
+    theirs.close()
+    with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
+        engine.serve()
+    engine.check_integrity()
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
