@@ -26,7 +26,7 @@ KEY = b"tests"
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
-    generate. changes: of the prefill and of the decode engine's config."""
+    generate. nap: the decode engine's cache sleeps once, with prompts under way."""
 
     path: str
     prefill: int
@@ -37,6 +37,7 @@ class Split:
     prefill_config: dict[str, Any] = field(default_factory=dict)
     decode_config: dict[str, Any] = field(default_factory=dict)
     on_loss: Any = "recompute"
+    nap: bool = False
 
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
@@ -90,11 +91,16 @@ def generate(
     flights: list[int] = []
     error = None
     answers = []
+
+    def on_progress(done: int, total: int, tokens: int) -> None:
+        flights.append(len(engine._inbox.transfers))
+        if split.nap and len(flights) == 1:
+            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.wake_up()
+
     try:
         for prompts, params in split.calls:
-            answers.append(
-                engine.generate(prompts, params, on_progress=lambda *_: flights.append(len(engine._inbox.transfers)))
-            )
+            answers.append(engine.generate(prompts, params, on_progress))
             engine.check_integrity()
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -103,4 +109,5 @@ def generate(
     return {
         "answers": answers, "split": engine.split, "stats": asdict(engine.stats), "in_flight": max(flights, default=0),
         "error": error, "reason": reason, "outstanding": engine._inbox.allocator.outstanding,
+        "preemptions": engine._scheduler.preemptions,
     }  # fmt: skip

@@ -21,7 +21,9 @@ LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_tokens": 48}
 REQUESTS = rounds(60, 200)
 TOPOLOGIES = [(4, 2, True), (2, 4, True), (1, 2, True), (4, 2, False), (2, 4, False), (1, 2, False)]
-BURST = len(TOPOLOGIES)
+BURST, TIGHT = len(TOPOLOGIES), len(TOPOLOGIES) + 1
+LONG = SamplingParams(max_tokens=40, temperature=0)
+SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
 
 
 def calls() -> list[tuple[list[list[int]], SamplingParams]]:
@@ -57,6 +59,12 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
         Split(
             path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst(), GREEDY)],
             prefill_config=CONFIG, decode_config=CONFIG | {"kv_tokens": REQUESTS * 64, "max_running": REQUESTS},
+        )
+    )  # fmt: skip
+    splits.append(
+        Split(
+            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst()[:30], LONG)],
+            prefill_config=SMALL | {"kv_tokens": 64, "max_running": 3}, decode_config=SMALL, nap=True,
         )
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("ranks")
@@ -108,3 +116,13 @@ def test_a_burst_through_a_small_ring(path: str, found: list[list[Any]]) -> None
         assert tokens(seen["answers"]) == tokens([alone])
         assert seen["in_flight"] == REQUESTS and seen["split"].rounds >= rounds(15, 50)
         assert seen["split"].arrived == REQUESTS and seen["outstanding"] == 0
+
+
+def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> None:
+    """By a sleep, after the first were asked for: what comes for a sample that has lost its pages is left in the ring,
+    and the sample is computed here; later ones as pages run out."""
+    alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:30], LONG)
+    for seen in found[TIGHT][1:3]:
+        assert tokens(seen["answers"]) == tokens([alone])
+        assert seen["preemptions"] > 0 and seen["outstanding"] == 0
+        assert 0 < seen["split"].arrived < 30
