@@ -30,6 +30,7 @@ from memsaver import MemorySaver
 from rollout.config import EngineConfig
 from rollout.double_sparsity import DoubleSparsity
 from rollout.model.config import ModelConfig
+from rollout.model.ranks import rank_layout
 from rollout.prefix import PrefixBlocks
 from rollout.tags import KV_CACHE
 from rollout.tiered_blocks import TieredBlocks
@@ -53,7 +54,7 @@ class Cache:
     def build(
         cls, model: ModelConfig, config: EngineConfig, max_context_len: int, dtype: torch.dtype, saver: MemorySaver
     ) -> Cache:
-        kept = layout(model.hf_config, config.kv_cache_dtype, dtype)
+        kept = rank_layout(layout(model.hf_config, config.kv_cache_dtype, dtype), config.tensor_parallel_size)
         _check_dtype(kept, config)
         window_size = window_tokens(kept, config)
         size: dict[str, Any] = {"size": config.kv_tokens, "page_size": config.page_size, "device": saver.device}

@@ -29,6 +29,8 @@ class EngineConfig:
     latent attention in every layer, without double sparsity, and otherwise off whatever it says.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None: neither.
     seed: of the requests that bring none.
+    tensor_parallel_size: processes that share the model, each with an engine of this config and `Engine(..., group=)`;
+    for attention with heads in every layer, without double sparsity and FP4. kv_tokens is what each of them holds.
     """
 
     kv_tokens: int = 4096
@@ -45,9 +47,10 @@ class EngineConfig:
     prefix_cache: bool = True
     tiers: KVTiers | None = None
     seed: int = 0
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens"):
+        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens", "tensor_parallel_size"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
         self._check_whole_pages("kv_tokens", self.kv_tokens)
@@ -64,6 +67,16 @@ class EngineConfig:
             self._check_double_sparsity()
         if self.tiers is not None and not self.prefix_cache:
             raise ValueError("tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None")
+        if self.tensor_parallel_size > 1 and (self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"):
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity nor "
+                f"kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
+            )
+        if self.tensor_parallel_size > 1 and self.tiers is not None and self.tiers.rank_dependent:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: ranks must decide alike, whatever they measure and "
+                f"whatever a disk does; use tiers without disk_directory and with preemption='swap' or 'recompute'"
+            )
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:

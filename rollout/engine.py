@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError
@@ -17,8 +18,10 @@ from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
 from rollout.model.config import ModelConfig
-from rollout.model.layout import aliases, parameter_groups
+from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
+from rollout.model.ranks import rank_groups, rank_model
+from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
 from rollout.scheduler import Sample, Scheduler, Stats, Step
@@ -31,20 +34,34 @@ UNFINISHED = ("raise", "preempt", "abort")
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one call at a time (callbacks of `generate` may call back in).
+    """One model on one device, or one rank's part of it. Not thread-safe: one call at a time (callbacks of `generate`
+    may call back in).
 
     Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs compute with under
     tag `cuda_graph`, all bookkeeping outside of them. The engine generates only while all its tags are active and the
     weights are some version; otherwise it says why not.
+
+    Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same answers.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, saver: MemorySaver) -> None:
-        """Takes the memory; the weights are undefined until `load` or a weight update."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        dtype: torch.dtype,
+        saver: MemorySaver,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Takes the memory; the weights are undefined until `load` or a weight update. group: of the tensor-parallel
+        ranks; its time-out is how long one waits for another that fails."""
+        self._ranks = TensorParallel(config.tensor_parallel_size, group)
+        self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self._store = WeightStore(parameter_groups(model), aliases(model), dtype, saver)
+        self._store = WeightStore(rank_groups(model, self._ranks), aliases(model), dtype, saver)
         self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self._blocks = self._cache.blocks
         self._prefixes = self._cache.prefix_blocks(config)
@@ -54,7 +71,8 @@ class Engine:
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
         )
-        self._runner = ModelRunner(model, self._store, self._cache, attention=config.attention)
+        mine = rank_model(model, self._ranks.size)
+        self._runner = ModelRunner(mine, self._store, self._cache, attention=config.attention, ranks=self._ranks)
         if config.cuda_graphs and saver.device.type == "cuda" and self._runner.capturable:
             self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
@@ -70,6 +88,7 @@ class Engine:
         kv_tokens: int = 4096,
         saver: MemorySaver | None = None,
         load_weights: bool = True,
+        group: ProcessGroup | None = None,
         **engine_config: Any,
     ) -> "Engine":
         """An engine for a Hugging Face model directory, weights loaded as version 0.
@@ -83,7 +102,7 @@ class Engine:
             saver = MemorySaver(device=device)
         elif saver.device.type != torch.device(device).type:
             raise ValueError(f"device={device} but the saver is on {saver.device}; use one device for both")
-        engine = cls(model, config, dtype=dtype, saver=saver)
+        engine = cls(model, config, dtype=dtype, saver=saver, group=group)
         if load_weights:
             engine.load(path)
         return engine
@@ -122,7 +141,8 @@ class Engine:
                 if on_progress is not None:
                     done = sum(sample.finish_reason is not None for sample in samples)
                     on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
-        except BaseException:
+        except BaseException as error:
+            self._ranks.fail(error)
             self._scheduler.abort(samples)
             raise
         return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
@@ -178,7 +198,7 @@ class Engine:
         samples = list(step.decode)
         rows = list(range(len(samples)))
         for row, chunk in enumerate((chunk for chunk in step.chunks if chunk.last), start=len(samples)):
-            family = [chunk.sample, *self._scheduler.fork_siblings(chunk.sample)]
+            family = self._prefilled(chunk.sample)
             samples += family
             rows += [row] * len(family)
         self._branch(logits, [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is not None])
@@ -200,6 +220,10 @@ class Engine:
         of = {each: row for (_, each), row in zip(members, found, strict=True)}
         for group in groups:
             self._scheduler.branch(group, [of[each] for each in group.members], self._store.last_version)
+
+    def _prefilled(self, sample: Sample) -> list[Sample]:
+        """Samples whose first token follows from this sample's prompt, all of which is computed now."""
+        return [sample, *self._scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 
@@ -262,6 +286,8 @@ class Engine:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
         if self._store.version is None:
             reasons.append(f"weights undefined: {self._store.undefined_reason}")
+        if self._ranks.failure is not None:
+            reasons.append(self._ranks.failure)
         return "; ".join(reasons) or None
 
     # ---------------------------------------------------------------- weight update

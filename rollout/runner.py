@@ -18,6 +18,7 @@ from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding
 from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.parallel import TensorParallel
 from rollout.sampler import SamplingBatch, likeliest, sample
 from rollout.scheduler import Sample, Step
 from rollout.weights import WeightStore
@@ -29,11 +30,14 @@ _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 class ModelRunner:
     """The computing half of the engine. Keeps no state of requests."""
 
-    def __init__(self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl) -> None:
+    def __init__(
+        self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl, ranks: TensorParallel
+    ) -> None:
         self.config = config
+        self._ranks = ranks
         self.device = cache.table.device
         self._weights = DecoderWeights.of(store, config)
-        parts = Parts(config, store, cache, attention)
+        parts = Parts(config, store, cache, attention, ranks)
         self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
@@ -73,7 +77,8 @@ class ModelRunner:
             shape,
             step.loads,
         )
-        return F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        part = F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        return self._ranks.join(part, self.config.vocab_size)
 
     def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
@@ -82,7 +87,11 @@ class ModelRunner:
         batch = self._batch(
             positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
         )
-        torch.mm(self._hidden(ids, batch), self._weights.lm_head.t(), out=logits)
+        hidden, head = self._hidden(ids, batch), self._weights.lm_head
+        if self._ranks.size == 1:
+            torch.mm(hidden, head.t(), out=logits)
+        else:
+            logits.copy_(self._ranks.join(F.linear(hidden, head), self.config.vocab_size))
 
     def _batch(
         self,
@@ -104,7 +113,7 @@ class ModelRunner:
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
-        return forward(self._weights, self._mixers, ids, batch, self.config)
+        return forward(self._weights, self._mixers, ids, batch, self.config, self._ranks)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

@@ -35,7 +35,8 @@ class Blocks(Protocol):
 class Sample:
     """One answer being generated. `siblings` wait for this sample's prefill and then fork from it.
 
-    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole.
+    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole. remote: another
+    engine computes its prompt (`rollout.split`).
     """
 
     request: int
@@ -55,6 +56,7 @@ class Sample:
     beams: BeamGroup | None = None
     score: float | None = None
     swapped: Swapped | None = None  # what waits on the host while the sample waits for pages
+    remote: bool = False
 
     @property
     def name(self) -> str:
@@ -109,12 +111,15 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned.
-    loads: copies that a layer's rows may still be on their way by."""
+    loads: copies that a layer's rows may still be on their way by. arriving: the rest of prompts just admitted that
+    another engine computes, no part of the forward.
+    """
 
     decode: list[Sample]
     decode_slots: Any
     chunks: list[Chunk]
     loads: tuple[Transfer, ...] = ()
+    arriving: list[Chunk] = field(default_factory=list)
 
     @property
     def prefilled(self) -> int:
@@ -219,7 +224,10 @@ class Scheduler:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
                 decode, slots, chunks = self._grow()  # those that came back with nothing to compute
-        return Step(decode=decode, decode_slots=slots, chunks=chunks, loads=self.blocks.loads())
+        mine = [chunk for chunk in chunks if not chunk.sample.remote]
+        arriving = [chunk for chunk in chunks if chunk.sample.remote]
+        loads = self.blocks.loads() if decode or mine else ()
+        return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
         """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
@@ -242,7 +250,7 @@ class Scheduler:
         lengths: dict[Sample, int] = {}
         budget = self.max_prefill_tokens
         for sample in self.running:
-            if not sample.prefilled and budget > 0:
+            if not sample.prefilled and not sample.remote and budget > 0:
                 lengths[sample] = min(budget, sample.prefill_len - sample.computed)
                 budget -= lengths[sample]
         return lengths
@@ -271,8 +279,9 @@ class Scheduler:
             rows, taken = rows + members, wanted
             self._start(sample)
             if not sample.prefilled:
-                lengths[sample] = min(budget, sample.length - sample.computed)
-                budget -= lengths[sample]
+                rest = sample.length - sample.computed
+                lengths[sample] = rest if sample.remote else min(budget, rest)
+                budget -= 0 if sample.remote else lengths[sample]
         return self._first_chunks(lengths) if lengths else []
 
     def _start(self, sample: Sample) -> None:
@@ -306,6 +315,15 @@ class Scheduler:
                 self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
         self.stats.computed_tokens += step.tokens
         self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
+
+    def arrived(self, sample: Sample) -> None:
+        """Record that the keys and values of a remote prompt are in the cache."""
+        sample.computed, sample.remote = sample.prefill_len, False
+        self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
+
+    def recompute(self, sample: Sample) -> None:
+        """Compute a remote prompt here, from its beginning and before all that wait."""
+        self._preempt(sample)
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
         """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
@@ -375,6 +393,7 @@ class Scheduler:
         else:
             self._release_all(sample.beams)
             sample = sample.beams.restart()
+        sample.remote = False  # what is on its way comes too late
         self.waiting.appendleft(sample)
         self.preemptions += 1
 

@@ -45,5 +45,10 @@ class KVTiers:
             )
 
     @property
+    def rank_dependent(self) -> bool:
+        """May ranks that get the same requests come to different decisions, by measured times or a disk's faults?"""
+        return self.preemption == "cheapest" or self.disk_directory is not None
+
+    @property
     def host(self) -> HostCacheConfig:
         return HostCacheConfig(ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout)

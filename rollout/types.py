@@ -97,10 +97,11 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlice:
-    """One checkpoint parameter (or this rank's part of it) in the store: a contiguous range of bytes.
+    """One checkpoint parameter, or a box of it that this rank holds, in the store.
 
     offset: bytes from the start of the tag's arena. dtype: like "float32". start: of this part in the whole parameter,
-    one entry a dimension. index_base: number of the parameter's first element in the digest.
+    one entry a dimension. index_base: number of the whole parameter's first element in the digest. strides: in
+    elements, where the part is not one range of bytes (gate rows of every expert of a fused tensor).
     """
 
     name: str
@@ -110,8 +111,11 @@ class ParamSlice:
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
     index_base: int
+    strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.strides is not None and (len(self.strides) != len(self.shape) or min(self.strides, default=1) < 1):
+            raise ValueError(f"{self.name}: strides {self.strides} must be positive, one for each of {self.shape}")
         if not len(self.shape) == len(self.global_shape) == len(self.start):
             raise ValueError(f"{self.name}: shape, global_shape and start must have as many dimensions")
         for size, whole, first in zip(self.shape, self.global_shape, self.start, strict=True):
@@ -135,7 +139,8 @@ class Manifest:
     """Where every parameter lies under tag `weights`.
 
     nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored name.
-    modules: fused tensor name -> where. layout_hash: changes with any of it.
+    modules: fused tensor name -> where. layout_hash: changes with any of it. zeros: (offset, bytes) of padding that the
+    model reads and no parameter fills.
     """
 
     nbytes: int
@@ -143,13 +148,14 @@ class Manifest:
     aliases: dict[str, str]
     modules: dict[str, ModuleTensor]
     layout_hash: str
+    zeros: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         names = {piece.name for piece in self.slices}
-        if len(names) != len(self.slices):
-            raise ValueError("a parameter appears twice in the manifest")
+        if len({(piece.name, piece.start) for piece in self.slices}) != len(self.slices):
+            raise ValueError("a parameter, or the same part of it, appears twice in the manifest")
         for alias, target in self.aliases.items():
-            if alias in names or target not in names:
+            if alias in names or target not in names | self.modules.keys():  # a module: all of it is padding here
                 raise ValueError(f"alias {alias} -> {target} must go from a name that is not stored to one that is")
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Manifest"], tuple[bytes]]:

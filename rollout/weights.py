@@ -1,9 +1,10 @@
 """The weight store: one arena under tag `weights`, a manifest of what lies where, and whether it is defined."""
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memsaver.ops.digest import Digest
-from rollout.model.params import Group
+from rollout.model.params import Group, Param
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
@@ -37,34 +38,57 @@ def build_manifest(groups: Sequence[Group], aliases: dict[str, str], dtype: torc
     name = str(dtype).removeprefix("torch.")
     slices: list[ParamSlice] = []
     modules: dict[str, ModuleTensor] = {}
+    zeros: list[tuple[int, int]] = []
     offset, index = base, 0
     for group in groups:
         offset = _align(offset)
         first = offset
         for param in group.params:
-            slices.append(
-                ParamSlice(
-                    name=param.name,
-                    offset=offset,
-                    shape=param.shape,
-                    dtype=name,
-                    global_shape=param.shape,
-                    start=(0,) * len(param.shape),
-                    index_base=index,
-                )
-            )
+            slices += _slices(param, offset, index, name, dtype.itemsize)
+            zeros += _padding(param, offset, dtype.itemsize)
+            if len(param.whole.pieces) != 1 or param.whole.pieces[0].shape != param.shape:
+                modules[param.name] = ModuleTensor(offset=offset, shape=param.shape, dtype=name)
             offset += math.prod(param.shape) * dtype.itemsize
-            index += math.prod(param.shape)
+            index += math.prod(param.whole.shape)
         if group.fused is not None:
             rows = sum(param.shape[0] for param in group.params)
             modules[group.fused] = ModuleTensor(offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name)
     layout = json.dumps(
-        [[asdict(s) for s in slices], aliases, {k: asdict(m) for k, m in modules.items()}, offset], sort_keys=True
+        [[asdict(s) for s in slices], aliases, {k: asdict(m) for k, m in modules.items()}, zeros, offset],
+        sort_keys=True,
     )
-    layout_hash = hashlib.sha256(layout.encode()).hexdigest()
     return Manifest(
-        nbytes=offset, slices=tuple(slices), aliases=dict(aliases), modules=modules, layout_hash=layout_hash
+        nbytes=offset,
+        slices=tuple(slices),
+        aliases=dict(aliases),
+        modules=modules,
+        layout_hash=hashlib.sha256(layout.encode()).hexdigest(),
+        zeros=tuple(zeros),
     )
+
+
+def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) -> list[ParamSlice]:
+    strides = tuple(math.prod(param.shape[i + 1 :]) for i in range(len(param.shape)))
+    return [
+        ParamSlice(
+            name=param.name,
+            offset=offset + sum(a * stride for a, stride in zip(piece.at, strides, strict=True)) * itemsize,
+            shape=piece.shape,
+            dtype=dtype,
+            global_shape=param.whole.shape,
+            start=piece.start,
+            index_base=index,
+            strides=None if piece.shape[1:] == param.shape[1:] else strides,
+        )
+        for piece in param.whole.pieces
+    ]
+
+
+def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
+    """Rows of zeros after the pieces; only the first dimension is padded."""
+    filled = sum(math.prod(piece.shape) for piece in param.whole.pieces)
+    rest = math.prod(param.shape) - filled
+    return [(offset + filled * itemsize, rest * itemsize)] if rest else []
 
 
 class WeightStore:
@@ -87,23 +111,26 @@ class WeightStore:
         self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         self._base = saver.offset_of(self._arena)
         self.manifest = build_manifest(groups, aliases, dtype, self._base)
-        self.param_nbytes = sum(math.prod(p.shape) for group in groups for p in group.params) * dtype.itemsize
-        self._slices = {piece.name: piece for piece in self.manifest.slices}
+        self.param_nbytes = sum(math.prod(piece.shape) for piece in self.manifest.slices) * dtype.itemsize
+        self._shapes = {param.name: param.whole.shape for group in groups for param in group.params}
+        self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
+        for piece in self.manifest.slices:
+            self._slices[piece.name].append(piece)
         self.version: int | None = None
         self.last_version = 0
         self.undefined_reason = "the weights were never loaded; commit a weight update"
         self._digest: Digest | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """View of a parameter, a tied name or a fused tensor."""
+        """View of a parameter as this rank stores it, a tied name or a fused tensor."""
         name = self.manifest.aliases.get(name, name)
-        where = self.manifest.modules.get(name) or self._slices[name]
+        where = self.manifest.modules.get(name) or self._slices[name][0]
         dtype: torch.dtype = getattr(torch, where.dtype)
         first = where.offset - self._base
         return self._arena[first : first + math.prod(where.shape) * dtype.itemsize].view(dtype).view(where.shape)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
-        """Copy a whole checkpoint into the slices and define them as version 0.
+        """Copy this rank's part of a whole checkpoint into the slices and define them as version 0.
 
         Raises ValueError naming missing, unexpected or wrongly shaped parameters; the weights are undefined then.
         """
@@ -112,17 +139,19 @@ class WeightStore:
         unexpected: list[str] = []
         for name, tensor in tensors:
             target = self.manifest.aliases.get(name, name)
-            if target not in self._slices:
+            if target not in self._shapes:
                 if not name.endswith(_DERIVED_SUFFIXES):
                     unexpected.append(name)
                 continue
-            shape = self._slices[target].shape
+            shape = self._shapes[target]
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{source}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
             if target == name:  # a tied name's own copy is ignored, as transformers does
-                self.tensor(name).copy_(tensor)
+                for piece in self._slices[name]:
+                    box = (slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True))
+                    self._box(piece).copy_(tensor[tuple(box)])
                 loaded.add(name)
-        missing = [name for name in self._slices if name not in loaded]
+        missing = [name for name in self._shapes if name not in loaded]
         if missing or unexpected:
             raise ValueError(
                 f"{source} does not fit config.json: missing {_shorten(missing)}, unexpected {_shorten(unexpected)}"
@@ -130,6 +159,8 @@ class WeightStore:
         self.define(0)
 
     def define(self, version: int) -> None:
+        for offset, nbytes in self.manifest.zeros:
+            self._arena[offset - self._base : offset - self._base + nbytes].zero_()
         self.version = self.last_version = version
         self.undefined_reason = ""
 
@@ -140,8 +171,25 @@ class WeightStore:
     def digest(self) -> int:
         """Digest of every slice as it lies in memory, padding left out."""
         if self._digest is None:  # addresses are fixed: made once
-            self._digest = Digest([(self.tensor(s.name), s.index_base) for s in self.manifest.slices])
+            self._digest = Digest([run for piece in self.manifest.slices for run in _runs(piece, self._box(piece))])
         return self._digest.run()
+
+    def _box(self, piece: ParamSlice) -> Tensor:
+        """View of a slice, with its strides."""
+        dtype: torch.dtype = getattr(torch, piece.dtype)
+        strides = piece.strides or tuple(math.prod(piece.shape[i + 1 :]) for i in range(len(piece.shape)))
+        return self._arena[piece.offset - self._base :].view(dtype).as_strided(piece.shape, strides)
+
+
+def _runs(piece: ParamSlice, box: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """The elements of a slice as contiguous tensors of adjacent numbers, each with the number of its first element."""
+    strides = [math.prod(piece.global_shape[i + 1 :]) for i in range(len(piece.shape))]
+    first = piece.index_base + sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
+    outer = len(piece.shape) - 1  # leading dimensions that a run does not go on over
+    while outer > 0 and piece.shape[outer:] == piece.global_shape[outer:]:
+        outer -= 1
+    for at in itertools.product(*(range(n) for n in piece.shape[:outer])):
+        yield box[at], first + sum(i * stride for i, stride in zip(at, strides, strict=False))
 
 
 def _shorten(names: list[str], limit: int = 5) -> str:

@@ -12,6 +12,7 @@ from rollout.model.config import ModelConfig
 from rollout.model.mixers.base import Batch, Mixer
 from rollout.ops.activation import silu_mul
 from rollout.ops.norm import add_rms_norm, rms_norm
+from rollout.parallel import TensorParallel
 from rollout.weights import WeightStore
 
 
@@ -55,7 +56,12 @@ def _layer_weights(store: WeightStore, layer: int) -> LayerWeights:
 
 
 def forward(
-    weights: DecoderWeights, mixers: Sequence[Mixer], token_ids: Tensor, batch: Batch, config: ModelConfig
+    weights: DecoderWeights,
+    mixers: Sequence[Mixer],
+    token_ids: Tensor,
+    batch: Batch,
+    config: ModelConfig,
+    ranks: TensorParallel,
 ) -> Tensor:
     """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states [T, hidden].
 
@@ -63,14 +69,14 @@ def forward(
     one kernel with the norm that follows.
     """
     eps, centred = config.rms_norm_eps, config.zero_centred_norms
-    residual = F.embedding(token_ids, weights.embed)
+    residual = ranks.embed(token_ids, weights.embed)
     x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for index, (mixer, layer, norm) in enumerate(zip(mixers, weights.layers, following, strict=True)):
         for load in batch.loads:
             load.wait(index)
         x, residual = add_rms_norm(mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred)
-        x, residual = add_rms_norm(_mlp(layer, x), residual, norm, eps, zero_centred=centred)
+        x, residual = add_rms_norm(ranks.sum(_mlp(layer, x), "MLP"), residual, norm, eps, zero_centred=centred)
     return x
 
 

@@ -5,11 +5,35 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The box of `shape` at `start` of the whole parameter lies at `at` of what this rank stores."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What this rank stores of a parameter of `shape`; what no piece fills is zero."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Param:
-    """A checkpoint parameter."""
+    """A checkpoint parameter. shape: as this rank stores it. part: where that is not the whole parameter."""
 
     name: str
     shape: tuple[int, ...]
+    part: Part | None = None
+
+    @property
+    def whole(self) -> Part:
+        """The whole parameter, and which pieces of it this rank stores."""
+        origin = (0,) * len(self.shape)
+        return self.part or Part(shape=self.shape, pieces=(Piece(start=origin, shape=self.shape, at=origin),))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,11 +83,13 @@ class Attention:
         self._q_norm = store.tensor(name + "q_norm.weight") if config.qk_norm else None
         self._k_norm = store.tensor(name + "k_norm.weight") if config.qk_norm else None
         self._o = store.tensor(name + "o_proj.weight")
-        self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias else None
+        self._ranks = parts.ranks
+        self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias and parts.ranks.rank == 0 else None
         self._eps, self._centred = parts.model.rms_norm_eps, parts.model.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
         self._kv = layer_kv(parts.cache, index)
         self._scale = config.head_dim**-0.5
+        self._stage = f"attention of layer {index}"
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         config = self.config
@@ -101,7 +103,7 @@ class Attention:
         out = self._attend(q, k, v, batch)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
-        return F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
+        return self._ranks.sum(F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias), self._stage)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""

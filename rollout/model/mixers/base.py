@@ -19,6 +19,7 @@ from rollout.ops.attention import AttentionPlan, BatchShape
 
 if TYPE_CHECKING:
     from rollout.cache import Cache
+    from rollout.parallel import TensorParallel
     from rollout.weights import WeightStore
 
 
@@ -69,8 +70,10 @@ class MixerConfig(ABC):
 class Parts:
     """What mixers are built from."""
 
-    def __init__(self, model: ModelConfig, store: WeightStore, cache_: Cache, attention: Impl) -> None:
-        self.model, self.store, self.cache, self.attention = model, store, cache_, attention
+    def __init__(
+        self, model: ModelConfig, store: WeightStore, cache_: Cache, attention: Impl, ranks: TensorParallel
+    ) -> None:
+        self.model, self.store, self.cache, self.attention, self.ranks = model, store, cache_, attention, ranks
         self.rotary = cache(self._rotary)  # layers share tables
 
     def _rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:

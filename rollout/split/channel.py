@@ -1,0 +1,119 @@
+"""Messages between ranks of two engines: one stream socket a pair, local or TCP. Bulk bytes go by `transport`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener, wait
+
+from rollout.errors import PeerLostError
+from rollout.split.messages import Closed, Hello, Message
+
+Address = str | tuple[str, int]
+"""A path (one host) or (host, port)."""
+
+_DIAL_SECONDS = 0.05
+
+
+def accept(address: Address, count: int, key: bytes) -> list[Connection]:
+    """A decode rank's side: waits for `count` prefill ranks, which know the same secret key."""
+    with Listener(address, authkey=key, backlog=count) as listener:
+        return [listener.accept() for _ in range(count)]  # type: ignore[misc]  # Connection on every system but Windows
+
+
+def dial(addresses: Sequence[Address], key: bytes, timeout: float = 60.0) -> list[Connection]:
+    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address that is not there."""
+    return [_dial(address, key, time.monotonic() + timeout) for address in addresses]
+
+
+def _dial(address: Address, key: bytes, end: float) -> Connection:
+    while True:
+        try:
+            return Client(address, authkey=key)  # type: ignore[return-value]
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            if time.monotonic() > end:
+                raise TimeoutError(f"no decode rank listens at {address}; start it first") from error
+            time.sleep(_DIAL_SECONDS)
+
+
+class Peers:
+    """The ranks of the other engine, by their rank. `lost`: why the first of them is given up, None while all live;
+    `loss`: its rank, or how many there are. From a loss on nothing is sent or received."""
+
+    def __init__(self, name: str, connections: Sequence[Connection], hello: Hello, timeout: float) -> None:
+        """Greets all of them. name: "prefill" or "decode". ValueError where the engines do not fit together."""
+        self.name, self.timeout = name, timeout
+        self.lost: str | None = None
+        self.loss = len(connections)
+        for connection in connections:
+            connection.send(hello)
+        met = [(self._hello(connection), connection) for connection in connections]
+        if sorted(each.tp_rank for each, _ in met) != list(range(len(met))) or any(
+            each.tp_size != len(met) for each, _ in met
+        ):
+            ranks = [f"{each.tp_rank} of {each.tp_size}" for each, _ in met]
+            raise ValueError(f"connect to every {name} rank once; these are {', '.join(ranks)}")
+        met.sort(key=lambda each: each[0].tp_rank)
+        self.hellos = [each for each, _ in met]
+        self._connections = [connection for _, connection in met]
+        self._open = list(self._connections)  # those that may still say something
+        for each in self.hellos:
+            if each.geometry != hello.geometry:
+                raise ValueError(
+                    f"the {name} engine has {each.geometry}, this one {hello.geometry}; they must be equal"
+                )
+
+    def _hello(self, connection: Connection) -> Hello:
+        if not connection.poll(self.timeout):
+            raise PeerLostError(f"a {self.name} rank did not say who it is for {self.timeout:g} s")
+        message = connection.recv()
+        assert isinstance(message, Hello)
+        return message
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def send(self, peer: int, message: Message) -> None:
+        """A peer that is gone is noticed, not raised."""
+        if self.lost is None:
+            try:
+                self._connections[peer].send(message)
+            except OSError as error:
+                self.lose(peer, f"is gone ({error})")
+
+    def send_all(self, message: Message) -> None:
+        for peer in range(len(self)):
+            self.send(peer, message)
+
+    def receive(self, seconds: float) -> Iterator[tuple[int, Message]]:
+        """All messages that are there, by peer; waits for the first one for so long."""
+        while self.lost is None and self._open and (ready := wait(self._open, seconds)):
+            seconds = 0
+            for connection in ready:
+                peer = self._connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    message = self._connections[peer].recv()
+                except (EOFError, OSError) as error:
+                    self.lose(peer, f"is gone ({type(error).__name__})")
+                    return
+                if isinstance(message, Closed):
+                    self._open.remove(self._connections[peer])  # its end is no loss
+                yield peer, message
+
+    def lose(self, peer: int, why: str) -> None:
+        """The first reason counts."""
+        if self.lost is None:
+            self.lost, self.loss = f"{self.name} rank {peer} {why}", peer
+
+    def end(self) -> None:
+        """Say that no more comes, and wait until the others have gone."""
+        self.send_all(Closed())
+        for _ in self.receive(self.timeout):
+            pass
+        self.close()
+
+    def close(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.close()

@@ -1,0 +1,136 @@
+"""How bulk bytes get from a prefill rank into a decode rank's ring: one call, one copy or message."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvcache.staging import StagingBuffer
+from memsaver import Lease, MemorySaver, attach
+
+STAGING = "staging"  # the ring's tag, where it is shared
+
+
+class Writer(ABC):
+    """A prefill rank's side. requests, nbytes: what was sent so far, of all peers."""
+
+    def __init__(self) -> None:
+        self.requests = self.nbytes = 0
+
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
+        """Begin to send uint8 `staged` to byte `offset` of the peer's ring, before the message that says so.
+        It must stay as it is until `settle`. RuntimeError if the peer does not take it."""
+        self.requests += 1
+        self.nbytes += staged.numel()
+        self._put(peer, staged, offset)
+
+    @abstractmethod
+    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
+        """Get to know a peer's ring."""
+
+    @abstractmethod
+    def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
+
+    @abstractmethod
+    def settle(self, peer: int) -> None:
+        """Wait until what was last put to the peer may be overwritten."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Reader(ABC):
+    """A decode rank's side."""
+
+    @abstractmethod
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        """The bytes, uint8, and what a writer needs to reach them."""
+
+    @abstractmethod
+    def take(self, peer: int, part: Tensor) -> None:
+        """Called when the peer has said that `part` of the ring is written: it is, on the current stream, afterwards.
+        RuntimeError if the peer is lost."""
+
+
+class MappedReader(Reader):
+    """The ring lies on a tag of the saver that prefill ranks on the same host map."""
+
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        ring = saver.empty(nbytes, torch.uint8, STAGING)
+        return ring, (saver.share(STAGING, writable=True), saver.offset_of(ring))
+
+    def take(self, peer: int, part: Tensor) -> None:
+        return
+
+
+class MappedWriter(Writer):
+    """Copies into the decode ranks' pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leases: list[Lease] = []
+        self._rings: dict[int, Tensor] = {}
+
+    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
+        share, offset = ticket
+        self._leases.append(attach(share))
+        self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
+
+    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+        ring = self._rings[peer]
+        ring[offset : offset + len(staged)].copy_(staged)
+        if ring.is_cuda:  # the peer reads as soon as it is told
+            torch.cuda.current_stream(ring.device).synchronize()
+            torch.cuda.current_stream(staged.device).synchronize()
+
+    def settle(self, peer: int) -> None:
+        return
+
+    def close(self) -> None:
+        self._rings.clear()  # they dangle when the leases end
+        for lease in self._leases:
+            lease.close()
+        self._leases.clear()
+
+
+class GroupReader(Reader):
+    """Receives over torch.distributed: gloo on the CPU, NCCL on GPUs. ranks: of the peers, in the default group's
+    numbers; the same group on both sides."""
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+        self._ranks, self._group = list(ranks), group
+
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        return StagingBuffer(nbytes, saver.device).tensor, None
+
+    def take(self, peer: int, part: Tensor) -> None:
+        dist.recv(part, src=self._ranks[peer], group=self._group)
+
+
+class GroupWriter(Writer):
+    """Sends over torch.distributed; see `GroupReader`."""
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._ranks, self._group = list(ranks), group
+        self._sending: dict[int, dist.Work] = {}
+
+    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
+        return
+
+    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+        work = dist.isend(staged, dst=self._ranks[peer], group=self._group)
+        assert work is not None
+        self._sending[peer] = work
+
+    def settle(self, peer: int) -> None:
+        if work := self._sending.pop(peer, None):
+            work.wait()
+
+    def close(self) -> None:
+        self._sending.clear()

@@ -1,0 +1,113 @@
+"""Ranks of two engines in processes of their own, over one gloo group."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from rollout import SamplingParams
+from rollout.split import (
+    DecodeEngine,
+    GroupReader,
+    GroupWriter,
+    MappedReader,
+    MappedWriter,
+    PrefillEngine,
+    Writer,
+    accept,
+    dial,
+)
+
+KEY = b"tests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
+    generate. nap: the decode engine's cache sleeps once, with prompts under way."""
+
+    path: str
+    prefill: int
+    decode: int
+    mapped: bool
+    ring_bytes: int
+    calls: list[tuple[list[list[int]], SamplingParams]]
+    prefill_config: dict[str, Any] = field(default_factory=dict)
+    decode_config: dict[str, Any] = field(default_factory=dict)
+    on_loss: Any = "recompute"
+    nap: bool = False
+
+
+def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
+    """What this rank saw of each topology: None where it had no part."""
+    groups = [_groups(split) for split in splits]
+    found = []
+    for i, (split, (prefill, decode)) in enumerate(zip(splits, groups, strict=True)):
+        addresses = [f"{sockets}/{i}.{peer}" for peer in range(split.decode)]
+        if rank < split.prefill:
+            found.append(serve(split, prefill, addresses, make_writer(split)))
+        elif rank < split.prefill + split.decode:
+            found.append(generate(split, decode, addresses[rank - split.prefill]))
+        else:
+            found.append(None)
+    return found
+
+
+def _groups(split: Split) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    prefill = dist.new_group(list(range(split.prefill)))
+    decode = dist.new_group(list(range(split.prefill, split.prefill + split.decode)))
+    return prefill, decode  # type: ignore[return-value]
+
+
+def make_writer(split: Split) -> Writer:
+    ranks = list(range(split.prefill, split.prefill + split.decode))
+    return MappedWriter() if split.mapped else GroupWriter(ranks)
+
+
+def serve(split: Split, group: Any, addresses: list[str], writer: Writer, version: int = 0) -> dict[str, Any]:
+    engine = PrefillEngine.from_pretrained(
+        split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
+    )
+    engine._store.define(version)
+    engine.connect(dial(addresses, KEY, timeout=200), writer)
+    engine.serve()
+    engine.check_integrity()
+    return {"requests": writer.requests, "bytes": writer.nbytes, "stats": asdict(engine.stats)}
+
+
+def generate(
+    split: Split, group: Any, address: str, sources: list[int] | None = None, timeout: float = 60.0
+) -> dict[str, Any]:
+    """sources: the prefill ranks' numbers among all processes; None: the first ones."""
+    engine = DecodeEngine.from_pretrained(
+        split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
+    )
+    reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
+    engine.connect(
+        accept(address, split.prefill, KEY), reader, ring_bytes=split.ring_bytes, on_loss=split.on_loss, timeout=timeout
+    )
+    flights: list[int] = []
+    error = None
+    answers = []
+
+    def on_progress(done: int, total: int, tokens: int) -> None:
+        flights.append(len(engine._inbox.transfers))
+        if split.nap and len(flights) == 1:
+            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.wake_up()
+
+    try:
+        for prompts, params in split.calls:
+            answers.append(engine.generate(prompts, params, on_progress))
+            engine.check_integrity()
+    except RuntimeError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    reason = engine.unavailable_reason()
+    engine.close()
+    return {
+        "answers": answers, "split": engine.split, "stats": asdict(engine.stats), "in_flight": max(flights, default=0),
+        "error": error, "reason": reason, "outstanding": engine._inbox.allocator.outstanding,
+        "preemptions": engine._scheduler.preemptions,
+    }  # fmt: skip

@@ -1,0 +1,207 @@
+"""Prefill ranks that die, refuse, fall silent or have other weights: answers are right, or refused with a reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout import Engine, SamplingParams
+from rollout.errors import PeerLostError
+from rollout.split import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
+from rollout.split.geometry import geometry
+from rollout.split.messages import Ask, Hello, Range
+from tests.helpers.models import save_tiny
+from tests.helpers.ranks import results, start_ranks
+from tests.rollout.split.ranks import KEY, Split, generate, serve
+from tests.rollout.split.test_split import CONFIG, MODEL, TOKEN, tokens
+from tests.rollout.test_greedy import random_prompts
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
+
+
+class HalfMapped(MappedWriter):
+    """Dies in its third transfer, half of which is in the ring."""
+
+    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests == 3:
+            super()._put(peer, staged[: len(staged) // 2].clone().fill_(77), offset)
+            os._exit(1)
+        super()._put(peer, staged, offset)
+
+
+class DyingGroup(GroupWriter):
+    """Dies when its third transfer was announced, or is about to be."""
+
+    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests == 3:
+            os._exit(1)
+        super()._put(peer, staged, offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    how: str = ""
+    mapped: bool = True
+    on_loss: str = "recompute"
+    prefill: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "mapped": Case(how="dies"),
+    "gloo": Case(how="dies", mapped=False),
+    "refuse": Case(how="dies", on_loss="refuse"),
+    "silent": Case(how="silent"),
+    "newer": Case(how="newer"),
+    "small": Case(prefill={"kv_tokens": 32}),
+}
+
+
+def lose(rank: int, path: str, sockets: str) -> Any:
+    """Ranks 0 and 1 decode, case after case; each case has a prefill rank of its own."""
+    groups = [dist.new_group([0, 1]) for _ in CASES]
+    splits = [
+        Split(
+            path=path, prefill=1, decode=2, mapped=case.mapped, ring_bytes=40 * TOKEN // 2, calls=CALLS,
+            on_loss=case.on_loss, prefill_config=CONFIG | case.prefill, decode_config=CONFIG,
+        )
+        for case in CASES.values()
+    ]  # fmt: skip
+    if rank > 1:
+        nth = rank - 2
+        return prefill(splits[nth], [f"{sockets}/{nth}.{peer}" for peer in range(2)], list(CASES.values())[nth].how)
+    found = []
+    for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
+        patience = 3 if nth == list(CASES).index("silent") else 60
+        found.append(generate(split, group, f"{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience))
+    return found
+
+
+def prefill(split: Split, addresses: list[str], how: str) -> Any:
+    if how == "silent":
+        engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
+        engine.connect(dial(addresses, KEY, timeout=200), MappedWriter())
+        time.sleep(60)
+    writer = MappedWriter() if split.mapped else GroupWriter([0, 1])
+    if how == "dies":
+        writer = HalfMapped() if split.mapped else DyingGroup([0, 1])
+    return serve(split, None, addresses, writer, version=1 if how == "newer" else 0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = str(tmp_path_factory.mktemp("model"))
+    save_tiny(made, "qwen3", **MODEL)
+    return made
+
+
+@pytest.fixture(scope="module")
+def seen(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case, what both decode ranks saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = start_ranks(lose, 2 + len(CASES), folder / "store", path, str(folder), seconds=30)
+    try:
+        return dict(zip(CASES, zip(*results(ranks[:2]), strict=True), strict=True))  # type: ignore[arg-type]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+Seen = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def expected(path: str) -> Any:
+    engine = Engine.from_pretrained(path, **CONFIG)
+    return tokens([engine.generate(prompts, params) for prompts, params in CALLS])
+
+
+@pytest.mark.parametrize("case", ["mapped", "gloo"])
+def test_a_dead_prefill_rank_is_made_good_here(seen: Seen, expected: Any, case: str) -> None:
+    for each in seen[case]:
+        assert tokens(each["answers"]) == expected
+        assert each["split"].recomputed > 0 and each["split"].arrived < 5
+        assert "the prefill engine is lost: prefill rank 0 is " in each["split"].reason
+        assert each["reason"] is None
+
+
+def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
+    for each in seen["refuse"]:
+        assert each["answers"] == []
+        assert each["error"].startswith("PeerLostError: the prefill engine is lost: prefill rank 0 is ")
+        assert "the prefill engine is lost" in each["reason"]
+
+
+def test_a_silent_prefill_rank_is_given_up(seen: Seen, expected: Any) -> None:
+    for each in seen["silent"]:
+        assert tokens(each["answers"]) == expected
+        assert "sent nothing for 3 s" in each["split"].reason or "says another rank" in each["split"].reason
+
+
+def test_prompts_of_other_weights_are_computed_here(seen: Seen, expected: Any) -> None:
+    for each in seen["newer"]:
+        assert tokens(each["answers"]) == expected
+        assert (each["split"].arrived, each["split"].recomputed) == (0, 5)
+        assert each["split"].reason == "the prefill engine has weights 1, this one 0"
+
+
+def test_prompts_that_the_prefill_engine_cannot_hold_are_computed_here(seen: Seen, expected: Any) -> None:
+    for each in seen["small"]:
+        assert tokens(each["answers"]) == expected
+        assert (each["split"].arrived, each["split"].recomputed) == (4, 1)
+        assert each["split"].reason == "refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens"
+        assert each["outstanding"] == 0
+
+
+def greeted(engine: Engine, **changes: Any) -> list[Connection]:
+    """A connection to a prefill rank that has said hello."""
+    mine, theirs = Pipe()
+    words = geometry(engine.model, engine._cache, torch.float32)
+    theirs.send(Hello(**{"tp_size": 1, "tp_rank": 0, "geometry": words, **changes}))
+    return [mine, theirs]  # the second one only to keep it open
+
+
+@pytest.mark.parametrize(
+    ("ring_bytes", "changes", "message"),
+    [
+        (8, {}, "ring_bytes=8 does not hold one token"),
+        (1 << 12, {"geometry": "something else"}, "the prefill engine has something else, this one 4 KV heads"),
+        (1 << 12, {"tp_size": 2}, "connect to every prefill rank once; these are 0 of 2"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused(path: str, ring_bytes: int, changes: dict[str, Any], message: str) -> None:
+    engine = DecodeEngine.from_pretrained(path, **CONFIG)
+    mine, theirs = greeted(engine, **changes)
+    with pytest.raises(ValueError, match=message):
+        engine.connect([mine], GroupReader([0]), ring_bytes=ring_bytes)
+    theirs.close()
+
+
+def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
+    """After it has asked for a prompt, and died before its ring was ready for it: no page stays taken."""
+    engine = PrefillEngine.from_pretrained(path, **CONFIG)
+    mine, theirs = greeted(engine, ring_bytes=1 << 12)
+    engine.connect([mine], GroupWriter([0]))
+    later = Range(first=0, tokens=2, offset=0, nbytes=2 * TOKEN, round=1)
+    theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
+    theirs.close()
+    with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
+        engine.serve()
+    engine.check_integrity()
+
+
+def test_models_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mistral", sliding_window=16)
+    engine = PrefillEngine.from_pretrained(tmp_path, **CONFIG)
+    with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
+        engine.connect([], MappedWriter())

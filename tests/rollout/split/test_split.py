@@ -1,0 +1,128 @@
+"""Two engines of different tensor-parallel sizes give one engine's answers, through rings that wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout import Completion, Engine, SamplingParams
+from tests.helpers.models import save_tiny
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.soak import rounds
+from tests.rollout.split.ranks import Split, run
+from tests.rollout.test_greedy import random_prompts
+
+MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
+TOKEN = 2 * 2 * 4 * 16 * 4  # bytes: keys and values of 2 layers, 4 KV heads of 16 fp32 elements
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
+LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
+CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_tokens": 48}
+REQUESTS = rounds(60, 200)
+TOPOLOGIES = [(4, 2, True), (2, 4, True), (1, 2, True), (4, 2, False), (2, 4, False), (1, 2, False)]
+BURST, TIGHT = len(TOPOLOGIES), len(TOPOLOGIES) + 1
+LONG = SamplingParams(max_tokens=40, temperature=0)
+SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
+
+
+def calls() -> list[tuple[list[list[int]], SamplingParams]]:
+    """Greedy, then prompts of which some begin like earlier ones, sampled."""
+    prompts = random_prompts(LENGTHS)
+    longer = [prompts[5] + tail for tail in random_prompts((3, 20), seed=1)]
+    return [(prompts, GREEDY), (longer + random_prompts((5, 21), seed=2), SAMPLED)]
+
+
+def burst() -> list[list[int]]:
+    lengths = tuple(12 + i % 9 for i in range(REQUESTS))
+    return random_prompts(lengths, seed=3)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = str(tmp_path_factory.mktemp("model"))
+    save_tiny(made, "qwen3", **MODEL)
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """[topology][rank]; the ring of a decode rank of two holds 40 tokens, so that longer prompts come in parts."""
+    splits = [
+        Split(
+            path=path, prefill=prefill, decode=decode, mapped=mapped, ring_bytes=40 * TOKEN // decode, calls=calls(),
+            prefill_config=CONFIG, decode_config=CONFIG,
+        )
+        for prefill, decode, mapped in TOPOLOGIES
+    ]  # fmt: skip
+    splits.append(
+        Split(
+            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst(), GREEDY)],
+            prefill_config=CONFIG, decode_config=CONFIG | {"kv_tokens": REQUESTS * 64, "max_running": REQUESTS},
+        )
+    )  # fmt: skip
+    splits.append(
+        Split(
+            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst()[:30], LONG)],
+            prefill_config=SMALL | {"kv_tokens": 64, "max_running": 3}, decode_config=SMALL, nap=True,
+        )
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("ranks")
+    by_rank = results(start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200))
+    return [list(of) for of in zip(*by_rank, strict=True)]
+
+
+def tokens(answers: list[list[list[Completion]]]) -> list[Any]:
+    return [[[sample.token_ids for sample in request] for request in call] for call in answers]
+
+
+@pytest.mark.parametrize(
+    "nth", range(len(TOPOLOGIES)), ids=[f"{a}to{b}{'' if m else '-gloo'}" for a, b, m in TOPOLOGIES]
+)
+def test_answers_are_one_engines(path: str, found: list[list[Any]], nth: int) -> None:
+    engine = Engine.from_pretrained(path, **CONFIG)
+    alone = [engine.generate(prompts, params) for prompts, params in calls()]
+    prefill, decode, _ = TOPOLOGIES[nth]
+    for seen in found[nth][prefill : prefill + decode]:
+        assert seen["error"] is None and seen["reason"] is None
+        assert tokens(seen["answers"]) == tokens(alone)
+        for mine, theirs in zip(seen["answers"], alone, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                for sample, other in zip(a, b, strict=True):
+                    assert sample.logprobs == pytest.approx(other.logprobs, abs=5e-5)
+        assert (seen["split"].arrived, seen["split"].recomputed) == (12, 0)
+        assert seen["outstanding"] == 0
+        generated = sum(len(sample.token_ids) - 1 for call in alone for request in call for sample in request)
+        assert seen["stats"]["computed_tokens"] == generated, "prompts, and first tokens, are computed elsewhere"
+        assert seen["stats"]["prefix_hit_tokens"] == 2 * 32, "what the decode side has is not sent"
+
+
+@pytest.mark.parametrize("nth", range(len(TOPOLOGIES)))
+def test_one_copy_a_transfer_and_peer(found: list[list[Any]], nth: int) -> None:
+    prefill, decode, _ = TOPOLOGIES[nth]
+    sent = [*LENGTHS, 11, 28, 5, 21]  # the two longer ones without the 32 tokens that are there
+    ranges = sum(-(-n // 40) for n in sent)
+    pairs = max(prefill, decode)  # each rank of the larger side has one peer
+    seen = found[nth][:prefill]
+    assert sum(each["requests"] for each in seen) == ranges * pairs
+    assert sum(each["bytes"] for each in seen) == sum(sent) * TOKEN
+
+
+@pytest.mark.soak
+def test_a_burst_through_a_small_ring(path: str, found: list[list[Any]]) -> None:
+    """All requests in flight at once; a ring of 40 tokens."""
+    alone = Engine.from_pretrained(path, **CONFIG).generate(burst(), GREEDY)
+    for seen in found[BURST][1:3]:
+        assert tokens(seen["answers"]) == tokens([alone])
+        assert seen["in_flight"] == REQUESTS and seen["split"].rounds >= rounds(15, 50)
+        assert seen["split"].arrived == REQUESTS and seen["outstanding"] == 0
+
+
+def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> None:
+    """By a sleep, after the first were asked for: what comes for a sample that has lost its pages is left in the ring,
+    and the sample is computed here; later ones as pages run out."""
+    alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:30], LONG)
+    for seen in found[TIGHT][1:3]:
+        assert tokens(seen["answers"]) == tokens([alone])
+        assert seen["preemptions"] > 0 and seen["outstanding"] == 0
+        assert 0 < seen["split"].arrived < 30

@@ -1,0 +1,115 @@
+"""What a tensor-parallel rank stores: every element of the model in the right ranks, and manifests that say where."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.model.params import one
+from rollout.model.sharding import Split, decoder_splits, shard_groups
+from rollout.types import Manifest, ParamSlice
+from rollout.weights import build_manifest
+
+
+def pieces(name: str, shape: tuple[int, ...], size: int, head_dim: int = 2) -> list[list[tuple[tuple[int, ...], Any]]]:
+    """For every rank the (start, shape) of what it stores."""
+    found = []
+    for rank in range(size):
+        (group,) = shard_groups([one(name, *shape)], decoder_splits(head_dim), rank, size)
+        found.append([(piece.start, piece.shape) for piece in group.params[0].whole.pieces])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("self_attn.q_proj.weight", (8, 3), [[((0, 0), (4, 3))], [((4, 0), (4, 3))]]),
+        ("self_attn.k_proj.bias", (4,), [[((0,), (2,))], [((2,), (2,))]]),
+        ("self_attn.v_proj.weight", (2, 3), [[((0, 0), (2, 3))], [((0, 0), (2, 3))]]),
+        ("self_attn.o_proj.weight", (3, 8), [[((0, 0), (3, 4))], [((0, 4), (3, 4))]]),
+        ("mlp.up_proj.weight", (6, 3), [[((0, 0), (3, 3))], [((3, 0), (3, 3))]]),
+        ("mlp.down_proj.weight", (3, 6), [[((0, 0), (3, 3))], [((0, 3), (3, 3))]]),
+        (
+            "mlp.experts.gate_up_proj",
+            (5, 8, 3),
+            [[((0, 0, 0), (5, 2, 3)), ((0, 4, 0), (5, 2, 3))], [((0, 2, 0), (5, 2, 3)), ((0, 6, 0), (5, 2, 3))]],
+        ),
+        ("mlp.experts.down_proj", (5, 3, 4), [[((0, 0, 0), (5, 3, 2))], [((0, 0, 2), (5, 3, 2))]]),
+        ("model.embed_tokens.weight", (5, 3), [[((0, 0), (3, 3))], [((3, 0), (2, 3))]]),
+        ("model.norm.weight", (3,), [[((0,), (3,))], [((0,), (3,))]]),
+        ("mlp.gate.weight", (5, 3), [[((0, 0), (5, 3))], [((0, 0), (5, 3))]]),
+    ],
+)
+def test_two_ranks(name: str, shape: tuple[int, ...], expected: object) -> None:
+    assert pieces(name, shape, 2) == expected
+
+
+def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
+    starts = [rank[0][0][0] for rank in pieces("self_attn.k_proj.weight", (4, 3), 8)]
+    assert starts == [0, 0, 0, 0, 2, 2, 2, 2], "query heads 0..3 share KV head 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size", "message"),
+    [
+        ("self_attn.q_proj.weight", (6, 3), 2, "dimension 0 of (6, 3) cannot be shared in units of 2 by 2"),
+        ("self_attn.k_proj.weight", (6, 3), 2, "divides 3"),
+        ("mlp.experts.gate_up_proj", (5, 6, 3), 2, "dimension 1 of (5, 6, 3) cannot be shared by 2"),
+    ],
+)
+def test_what_cannot_be_shared_evenly_is_named(name: str, shape: tuple[int, ...], size: int, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        pieces(name, shape, size)
+    assert str(caught.value).startswith(name) and message in str(caught.value)
+    with pytest.raises(ValueError, match=r"tensor-parallel rank 2 must be in \[0, 2\)"):
+        shard_groups([], {}, 2, 2)
+
+
+def layout(name: str, shape: tuple[int, ...], rank: int, size: int) -> Manifest:
+    groups = [one("first", 7), one(name, *shape), one("last", 2)]
+    return build_manifest(shard_groups(groups, decoder_splits(2), rank, size), {}, torch.bfloat16)
+
+
+def test_one_rank_stores_the_whole_model() -> None:
+    groups = [one("mlp.experts.gate_up_proj", 2, 4, 3), one("model.embed_tokens.weight", 5, 3)]
+    assert shard_groups(groups, decoder_splits(2), 0, 1) == groups
+
+
+def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
+    found = layout("mlp.experts.gate_up_proj", (5, 8, 3), 1, 2)
+    gate, up = (s for s in found.slices if s.name == "mlp.experts.gate_up_proj")
+    assert gate.strides == up.strides == (12, 3, 1) and (gate.offset, up.offset) == (256, 256 + 2 * 3 * 2)
+    stored = found.modules["mlp.experts.gate_up_proj"]
+    assert (stored.offset, stored.shape) == (256, (5, 4, 3))
+    assert found.slices[-1].index_base == 7 + 5 * 8 * 3, "numbers count whole parameters"
+
+
+def test_padded_rows_are_zeros_of_the_manifest() -> None:
+    first, second, third = (layout("model.embed_tokens.weight", (4, 3), rank, 3) for rank in range(3))
+    assert first.zeros == second.zeros == () and third.zeros == ((256, 2 * 3 * 2),)
+    assert "model.embed_tokens.weight" not in {s.name for s in third.slices}
+    (_, half, _) = layout("model.embed_tokens.weight", (5, 3), 1, 2).slices
+    assert half.shape == (2, 3)
+    assert len({m.layout_hash for m in (first, second, third)}) == 3
+    assert first.nbytes == third.nbytes
+
+
+def test_slices_with_strides_that_make_no_sense_are_refused() -> None:
+    fields: dict[str, Any] = {"name": "p", "offset": 0, "shape": (2, 2), "dtype": "float32", "index_base": 0}
+    for strides in ((2,), (2, 0)):
+        with pytest.raises(ValueError, match="p: strides"):
+            ParamSlice(**fields, global_shape=(2, 2), start=(0, 0), strides=strides)
+
+
+def test_every_element_is_stored_by_somebody() -> None:
+    for shape, split in (((12, 4), Split(dim=0, unit=2)), ((7, 4), Split(dim=0, padded=True))):
+        seen = torch.zeros(shape, dtype=torch.int64)
+        for rank in range(3):
+            (group,) = shard_groups([one("p", *shape)], {"p": split}, rank, 3)
+            assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
+            for piece in group.params[0].whole.pieces:
+                seen[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] += 1
+        assert (seen == 1).all()

@@ -1,0 +1,198 @@
+"""Engines of two and four ranks give one rank's answers: greedy and sampled tokens equal, log-probabilities in fp32."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from memsaver.ops.digest import digest
+from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
+from rollout.parallel import TensorParallel
+from tests.helpers.models import MLA, save_tiny
+from tests.helpers.peers import Failed, Peer
+from tests.helpers.ranks import results, start_ranks
+from tests.rollout.test_greedy import random_prompts
+
+# Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied and sliding.
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("qwen2", {"head_dim": 12}),
+    ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    ("ministral", {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 12}),
+]
+SIZES = (2, 4)
+CONFIG: dict[str, Any] = {"kv_tokens": 384, "max_prefill_tokens": 48, "max_running": 8}
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
+
+
+def answers(engine: Engine) -> list[Completion]:
+    prompts = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
+    found = [engine.generate(prompts, params) for params in (GREEDY, SAMPLED)]
+    engine.check_integrity()
+    return [sample for out in found for request in out for sample in request]
+
+
+def groups(rank: int) -> dict[int, dist.ProcessGroup]:
+    """This rank's group of each size; made in one order on all ranks."""
+    found: dict[int, dist.ProcessGroup] = {4: dist.group.WORLD}  # type: ignore[dict-item]
+    for pair in ([0, 1], [2, 3]):
+        made = dist.new_group(pair)
+        if rank in pair:
+            found[2] = made
+    return found
+
+
+def generate(rank: int, paths: list[str]) -> dict[int, Any]:
+    """By size: the answers, digest and manifest of every model."""
+    found: dict[int, Any] = {}
+    for size, group in groups(rank).items():
+        engines = [Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **CONFIG) for path in paths]
+        found[size] = [(answers(engine), engine._store.digest(), engine.manifest) for engine in engines]
+    return found
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    made = []
+    for i, (kind, overrides) in enumerate(MODELS):
+        made.append(str(tmp_path_factory.mktemp(f"model{i}")))
+        save_tiny(made[-1], kind, **overrides)
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
+    return results(start_ranks(generate, 4, tmp_path_factory.mktemp("meet") / "store", paths))
+
+
+@pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _ in MODELS])
+def test_answers_are_those_of_one_rank(paths: list[str], found: list[dict[int, Any]], model: int) -> None:
+    alone = answers(Engine.from_pretrained(paths[model], **CONFIG))
+    for size in SIZES:
+        for rank in range(4):
+            mine, _, _ = found[rank][size][model]
+            assert [each.token_ids for each in mine] == [each.token_ids for each in alone], f"rank {rank} of {size}"
+            pairs = zip(mine, alone, strict=True)
+            gap = torch.cat([torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]).abs()
+            assert gap.max() <= 5e-5 and gap.mean() <= 1e-5
+        assert found[0][size][model][0] == found[1][size][model][0], "ranks differ in the bits of log-probabilities"
+
+
+def test_digests_of_ranks_without_copies_add_up(paths: list[str], found: list[dict[int, Any]]) -> None:
+    """Of the weights that are shared out: what every rank holds whole (norms) is counted once."""
+    model = 1  # four KV heads, so that nothing but norms is held twice
+    engine = Engine.from_pretrained(paths[model], **CONFIG)
+    whole = engine._store.digest()
+    norms = sum(
+        digest(engine._store.tensor(piece.name), piece.index_base)
+        for piece in engine.manifest.slices
+        if "norm" in piece.name
+    )
+    for size in SIZES:
+        parts = [found[rank][size][model][1] for rank in range(size)]
+        assert (sum(parts) - (size - 1) * norms) % 2**64 == whole
+        assert all(found[rank][size][model][2].nbytes < engine.manifest.nbytes * 0.75 for rank in range(size))
+
+
+# ---------------------------------------------------------------- failures
+
+
+def lose_one(rank: int, path: str, how: str) -> str:
+    engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=dist.group.WORLD, **CONFIG)
+
+    def on_progress(done: int, total: int, tokens: int) -> None:
+        if rank == 1 and how == "raise":
+            raise OSError("cosmic ray")
+        if rank == 1 and how == "die":
+            os._exit(1)
+
+    start = time.monotonic()
+    try:
+        engine.generate(random_prompts((5,)), GREEDY, on_progress=on_progress)
+    except (RuntimeError, OSError) as error:
+        said = f"{type(error).__name__}: {error}"
+    with pytest.raises(RuntimeError, match="cannot generate: tensor-parallel rank"):
+        engine.generate(random_prompts((5,)), GREEDY)
+    assert time.monotonic() - start < 20
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [("raise", "rank 1 failed: OSError: cosmic ray"), ("die", "rank 1 is silent")]
+)
+def test_a_lost_rank_is_named_with_the_stage(paths: list[str], tmp_path: Path, how: str, named: str) -> None:
+    ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how, seconds=3)
+    said = results(ranks[:1])[0]
+    assert said.startswith("RankError: tensor-parallel rank 0 of 2 waited in stage 'embedding' in vain: ")
+    assert named in said
+    if how == "raise":
+        assert results(ranks[1:]) == ["OSError: cosmic ray"]
+    ranks[1].kill()
+
+
+def unlike(rank: int, path: str) -> None:
+    Engine.from_pretrained(
+        path, tensor_parallel_size=2, group=dist.group.WORLD, **CONFIG | {"seed": rank}, load_weights=False
+    )
+
+
+def test_ranks_of_another_configuration_are_refused(paths: list[str], tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="ValueError: the model or EngineConfig of tensor-parallel ranks \\[1\\] differs"):
+        results(start_ranks(unlike, 2, tmp_path / "store", paths[0]))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class _Group(TensorParallel):
+    """Rank 0 of so many, without the others: enough to be refused."""
+
+    def __init__(self, size: int, group: Any) -> None:
+        self.size, self.rank, self.failure, self._group = size, 0, None, group
+
+    def check_same(self, what: str, value: str) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "size", "message"),
+    [
+        ("deepseek_v2", MLA, 2, "needs plain attention in every layer"),
+        ("qwen3_next", {}, 2, "needs plain attention in every layer"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            2,
+            "k_proj.weight: .* cannot be shared in units of 8 by 2",
+        ),
+        ("llama", {"intermediate_size": 81}, 2, "gate_proj.weight: dimension 0 of .* cannot be shared by 2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, overrides: dict[str, Any], size: int, message: str
+) -> None:
+    monkeypatch.setattr("rollout.engine.TensorParallel", _Group)
+    save_tiny(tmp_path, kind, **overrides)
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(tmp_path, tensor_parallel_size=size, **CONFIG)
+
+
+def test_configurations_are_refused(paths: list[str]) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs Engine"):
+        Engine.from_pretrained(paths[0], tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be at least 1"):
+        EngineConfig(tensor_parallel_size=0)
+    for tiers in (KVTiers(host_ratio=1), KVTiers(host_ratio=1, preemption="swap", disk_directory="x", disk_bytes=1)):
+        with pytest.raises(ValueError, match="ranks must decide alike"):
+            EngineConfig(tensor_parallel_size=2, tiers=tiers)
+    EngineConfig(tensor_parallel_size=2, tiers=KVTiers(host_ratio=1, preemption="swap"))
+    with pytest.raises(ValueError, match="neither double_sparsity nor"):
+        EngineConfig(tensor_parallel_size=2, kv_cache_dtype="fp4_e2m1")
