@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,10 +88,11 @@ class PrefixBlocks:
         if self.cache is None:
             return
         held = self._held[handle]
-        if held.version != self.cache.version or self.cache.peek(tokens)[0] > held.length:
+        ids = array("i", tokens)  # converted once: that takes longer than all that the cache does with it
+        if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
             return
-        self._insert(handle, tokens, held.version)
-        match = self.cache.match_resident(tokens)
+        self._insert(handle, ids, held.version)
+        match = self.cache.match_resident(ids)
         self.cache.inc_lock_ref(match.node)
         self.cache.dec_lock_ref(held.node)
         self._held[handle] = replace(held, node=match.node, length=match.length)
@@ -108,7 +110,7 @@ class PrefixBlocks:
             self.blocks.release(handle)
             return
         held = self._held.pop(handle)
-        self._insert(handle, tokens, held.version)
+        self._insert(handle, array("i", tokens), held.version)
         self.blocks.release(handle)
         self.cache.dec_lock_ref(held.node)
 
@@ -161,7 +163,7 @@ class PrefixBlocks:
         assert self.cache is not None
         return self.cache.match_prefix(tokens)
 
-    def _insert(self, handle: ReqHandle, tokens: Sequence[int], version: int) -> None:
+    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
         assert self.cache is not None
         size = self.cache.page_size
         pages = self.blocks.pages(handle)[: len(tokens) // size]

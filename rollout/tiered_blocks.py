@@ -127,7 +127,7 @@ class TieredBlocks(PrefixBlocks):
         return found
 
     def _victim(self, node: RadixNode, tokens: Sequence[int], hashes: Sequence[bytes]) -> Victim:
-        shared = sum(len(each.key) for each in node.path() if each.lock_ref > 1)
+        shared = sum(each.length for each in node.path() if each.lock_ref > 1)
         own = len(tokens) - shared
         page = self.tiers.page_size
         out = self.tiers.lower.absent(hashes) * page + len(tokens) % page

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
-from kvcache.radix.keys import Int64Array, Tokens, as_ids
-from kvcache.radix.node import RadixNode
-from kvcache.radix.tree import PrefixTree, pages_of
+import numpy as np
+
+from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_run
+from kvcache.radix.node import EMPTY, RadixNode
+from kvcache.radix.tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,13 @@ class PrefixMatch:
     """
 
     length: int
-    pages: Int64Array
+    parts: tuple[Int64Array, ...]  # the pages, by nodes
     node: RadixNode
+
+    @cached_property
+    def pages(self) -> Int64Array:
+        """Put together when they are asked for: of 50,000 pages that takes as long as finding them."""
+        return np.concatenate([EMPTY, *self.parts])
 
 
 class RadixCache(PrefixTree):
@@ -36,19 +44,19 @@ class RadixCache(PrefixTree):
 
     def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
         """(tokens that `match_resident` would find, how many of them are locked). Changes nothing, uses included."""
-        walk = self._walk(as_ids(key, "key"), extra_key)
-        locked = sum(len(node.key) for node in walk.path if node.lock_ref)
+        walk = self._walk(as_run(key, "key"), extra_key)
+        locked = sum(node.length for node in walk.path if node.lock_ref)
         if walk.child is not None and walk.child.lock_ref:
             locked += walk.inside
         return walk.length + walk.inside, locked
 
     def match_resident(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
         """As match_prefix, of pages that are on the device now, also where tiers below it could bring back more."""
-        tokens = as_ids(key, "key")
+        run = as_run(key, "key")
         self._now += 1
-        walk = self._split_end(self._walk(tokens, extra_key))
+        walk = self._split_end(self._walk(run, extra_key))
         self._touch(walk.path)
-        return PrefixMatch(walk.length, pages_of(walk.path), walk.end)
+        return PrefixMatch(walk.length, walk.parts, walk.end)
 
     def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
         """Adds the whole pages of a key, computed under weights `version`; `pages` are their ids, one a page.
@@ -58,10 +66,10 @@ class RadixCache(PrefixTree):
         the pages before are as they were, so the caller frees the duplicates that it owns. `priority` raises that of
         every node on the path. ValueError, with nothing changed, for a wrong number of pages or a future version.
         """
-        tokens, ids = self._checked_entry(key, pages, version)
+        run, ids = self._checked_entry(key, pages, version)
         if version < self.version:
-            return len(tokens)
+            return len(run) // TOKEN_BYTES
         self._now += 1
-        walk = self._split_end(self._walk(tokens, extra_key))
-        self._touch(self._extend(walk, tokens, ids).path, priority)
+        walk = self._split_end(self._walk(run, extra_key))
+        self._touch(self._extend(walk, run, ids).path, priority)
         return walk.length

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.radix.keys import Int64Array
+from kvcache.radix.keys import TOKEN_BYTES, Int64Array
 from kvcache.radix.node import Generation, RadixNode
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
     for node in nodes:
         _check_node(node, page_size)
         if node.lock_ref:
-            protected += len(node.key)
+            protected += node.length
         else:
-            evictable += len(node.key)
+            evictable += node.length
     assert generation.tokens == evictable + protected, f"version {generation.version} counts {generation.tokens} tokens"
     leaves = sum(not node.children and node.lock_ref == 0 for node in nodes)
     assert leaves == len(generation.leaves), "the eviction queue holds nodes that are not in the tree"
@@ -41,7 +41,7 @@ def check_pages(runs: list[Int64Array], allocator: PageLedger) -> None:
 
 
 def _check_node(node: RadixNode, page_size: int) -> None:
-    assert len(node.key) and len(node.key) == len(node.pages) * page_size, f"{node} has {len(node.pages)} pages"
+    assert node.length and node.length == len(node.pages) * page_size, f"{node} has {len(node.pages)} pages"
     below = sum(child.lock_ref for child in node.children.values())
     assert node.lock_ref == node.own_lock_ref + below, f"{node} has {node.own_lock_ref} locks and {below} below it"
     assert node.own_lock_ref >= 0, f"{node} was unlocked too often"
@@ -51,4 +51,4 @@ def _check_node(node: RadixNode, page_size: int) -> None:
 def _check_children(node: RadixNode, page_size: int) -> None:
     for edge, child in node.children.items():
         assert child.parent is node and child.generation is node.generation, f"{child} has another parent"
-        assert child.key[:page_size].tobytes() == edge, f"{child} is under another run's first page"
+        assert child.run[: page_size * TOKEN_BYTES] == edge, f"{child} is under another run's first page"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcache.radix.cache import PrefixMatch
-from kvcache.radix.keys import Tokens, as_ids
+from kvcache.radix.keys import Tokens, as_run
 from kvcache.radix.node import RadixNode, Usage
-from kvcache.radix.tree import PageLedger, PrefixTree, pages_of
+from kvcache.radix.tree import PageLedger, PrefixTree
 
 
 class StatePool(Protocol):
@@ -61,17 +61,17 @@ class MambaRadixCache(PrefixTree):
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
         """The longest prefix under the current version that ends at a node with a state. Splits nothing."""
-        tokens = as_ids(key, "key")
+        run = as_run(key, "key")
         self._now += 1
-        walk = self._walk(tokens, extra_key)
+        walk = self._walk(run, extra_key)
         path = walk.path
         while path and not path[-1].state:
             path.pop()
         if not path:
-            return MambaMatch(0, pages_of([]), walk.root, None)
+            return MambaMatch(0, (), walk.root, None)
         self._use_state(path[-1])
         self._touch(path)
-        return MambaMatch(sum(len(node.key) for node in path), pages_of(path), path[-1], path[-1].state)
+        return MambaMatch(sum(node.length for node in path), walk.parts, path[-1], path[-1].state)
 
     def insert(
         self, key: Tokens, pages: Tokens, state: int, *, version: int, extra_key: Hashable = None, priority: int = 0
@@ -81,16 +81,16 @@ class MambaRadixCache(PrefixTree):
         A tombstone at that place gets the state; a node that has one keeps its own. ValueError also for a key that is
         empty or ends inside a page: there is no node that its state would belong to.
         """
-        tokens, ids = self._checked_entry(key, pages, version)
-        if len(tokens) != len(key) or not len(key):
+        run, ids = self._checked_entry(key, pages, version)
+        if not len(key) or len(key) % self.page_size:
             raise ValueError(f"{len(key)} tokens are not one or more whole pages of {self.page_size}; align the key")
         if state < 1:
             raise ValueError(f"slot {state} holds no request's state; slots begin at 1")
         if version < self.version:
-            return MambaInsert(len(tokens), False)
+            return MambaInsert(len(key), False)
         self._now += 1
-        walk = self._split_end(self._walk(tokens, extra_key))
-        grown = self._extend(walk, tokens, ids)
+        walk = self._split_end(self._walk(run, extra_key))
+        grown = self._extend(walk, run, ids)
         taken = self._put_state(grown.end, state, priority)
         self._touch(grown.path, priority)
         return MambaInsert(walk.length, taken)

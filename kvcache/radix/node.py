@@ -6,8 +6,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcache.radix.keys import Int64Array
+from kvcache.radix.keys import TOKEN_BYTES, Int64Array
 from kvcache.radix.queue import EvictionQueue
 
 EMPTY = np.empty(0, dtype=np.int64)
@@ -42,8 +43,8 @@ class RadixNode:
     """
 
     generation: Generation
-    key: Int64Array
-    pages: Int64Array
+    run: bytes  # int32 token ids
+    pages: Int64Array  # replaced and never written, so that matches may keep it
     parent: RadixNode | None
     usage: Usage
     extra_key: Hashable = None  # of a root
@@ -54,6 +55,16 @@ class RadixNode:
     state: int = 0
     state_usage: Usage | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.run) // TOKEN_BYTES
+
+    @property
+    def key(self) -> npt.NDArray[np.int32]:
+        """The token ids."""
+        return np.frombuffer(self.run, dtype=np.int32)
+
     def path(self) -> Iterator[RadixNode]:
         """This node and its ancestors, without the root."""
         node: RadixNode | None = self
@@ -63,7 +74,7 @@ class RadixNode:
 
     def __repr__(self) -> str:
         kind = "root" if self.is_root else "evicted node" if self.parent is None else "node"
-        return f"<{kind} of version {self.generation.version}, {len(self.key)} tokens, {self.lock_ref} lock(s)>"
+        return f"<{kind} of version {self.generation.version}, {self.length} tokens, {self.lock_ref} lock(s)>"
 
 
 class Generation:
@@ -79,7 +90,7 @@ class Generation:
     def root(self, extra_key: Hashable) -> RadixNode:
         """The root of a namespace; an empty one is made up and not kept, so that misses leave nothing behind."""
         found = self.roots.get(extra_key)
-        return found or RadixNode(self, EMPTY, EMPTY, None, Usage(0, 0), extra_key=extra_key, is_root=True)
+        return found or RadixNode(self, b"", EMPTY, None, Usage(0, 0), extra_key=extra_key, is_root=True)
 
     def nodes(self) -> Iterator[RadixNode]:
         """Every node but the roots, parents first."""

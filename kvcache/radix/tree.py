@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvcache.radix.integrity import check_generation, check_pages
-from kvcache.radix.keys import Int64Array, Tokens, as_ids, common_prefix, frozen
+from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
 from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
 from kvcache.radix.policies import policy
 
@@ -25,8 +24,7 @@ class PageLedger(Protocol):
     def ref_counts(self, pages: Int64Array) -> Int64Array: ...
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into `child`."""
 
     root: RadixNode
@@ -38,6 +36,11 @@ class Walk:
     @property
     def end(self) -> RadixNode:
         return self.path[-1] if self.path else self.root
+
+    @property
+    def parts(self) -> tuple[Int64Array, ...]:
+        """The pages of `path`, by nodes."""
+        return tuple([node.pages for node in self.path])
 
 
 class PrefixTree:
@@ -52,6 +55,7 @@ class PrefixTree:
         self.eviction_policy = eviction_policy
         self.allocator = allocator
         self.page_size = allocator.page_size
+        self._page_bytes = allocator.page_size * TOKEN_BYTES  # of token ids
         self._current = Generation(version)
         self._garbage: dict[int, Generation] = {}  # older versions that still hold tokens, oldest first
         self._now = 0
@@ -95,8 +99,8 @@ class PrefixTree:
         self._check_present(node)
         for above in node.path():
             if above.lock_ref == 0:
-                self._evictable -= len(above.key)
-                self._protected += len(above.key)
+                self._evictable -= above.length
+                self._protected += above.length
             above.lock_ref += 1
         if not node.is_root:
             node.own_lock_ref += 1
@@ -112,8 +116,8 @@ class PrefixTree:
         for above in node.path():
             above.lock_ref -= 1
             if above.lock_ref == 0:
-                self._evictable += len(above.key)
-                self._protected -= len(above.key)
+                self._evictable += above.length
+                self._protected -= above.length
         node.own_lock_ref -= 1
         self._requeue(node)  # those above have children, so that they are queued neither before nor after
 
@@ -127,7 +131,7 @@ class PrefixTree:
         for generation in self._generations():
             while dropped < num_tokens and generation.leaves:
                 chain = self._remove(generation.leaves.pop())
-                dropped += sum(len(node.key) for node in chain)
+                dropped += sum(node.length for node in chain)
                 gone += chain
         self._release(gone)
         return dropped
@@ -166,34 +170,36 @@ class PrefixTree:
         if node.parent is None and not node.is_root:
             raise ValueError(f"{node} was evicted since it was matched; lock right after match_prefix")
 
-    def _checked_entry(self, key: Tokens, pages: Tokens, version: int) -> tuple[Int64Array, Int64Array]:
-        """The whole pages of a key and their ids; ValueError for what can't be inserted."""
-        tokens, ids = as_ids(key, "key"), as_ids(pages, "pages")
-        whole = len(tokens) // self.page_size
+    def _checked_entry(self, key: Tokens, pages: Tokens, version: int) -> tuple[memoryview, Int64Array]:
+        """The run of a key's whole pages and their ids; ValueError for what can't be inserted."""
+        run, ids = as_run(key, "key"), as_ids(pages, "pages")
+        whole = len(run) // self._page_bytes
         if len(ids) != whole:
             raise ValueError(
-                f"{len(tokens)} tokens fill {whole} page(s) of {self.page_size}, got {len(ids)}; "
+                f"{len(key)} tokens fill {whole} page(s) of {self.page_size}, got {len(ids)}; "
                 f"pass the whole pages only, one id a page"
             )
         if version > self.version:
             raise ValueError(f"version {version} is above the cache's {self.version}; call raise_version first")
-        return tokens[: whole * self.page_size], ids
+        return run[: whole * self._page_bytes], ids
 
-    def _walk(self, key: Int64Array, extra_key: Hashable) -> Walk:
-        """Follows the whole pages of a key under the current version. Changes nothing."""
+    def _walk(self, key: memoryview, extra_key: Hashable) -> Walk:
+        """Follows the whole pages of a run under the current version. Changes nothing."""
         root = node = self._current.root(extra_key)
         path: list[RadixNode] = []
-        at, size = 0, self.page_size
-        while len(key) - at >= size:
+        at, size = 0, self._page_bytes
+        last = len(key) - size
+        while at <= last:
             child = node.children.get(key[at : at + size].tobytes())
             if child is None:
                 break
-            agree = common_prefix(child.key, key[at:]) // size * size
-            if agree < len(child.key):
-                return Walk(root, path, at, child, agree)
+            end = at + len(child.run)
+            if end > len(key) or not child.run.startswith(key[at:end]):
+                agree = common_prefix(child.run, key[at:])
+                return Walk(root, path, at // TOKEN_BYTES, child, agree // size * self.page_size)
             path.append(child)
-            node, at = child, at + agree
-        return Walk(root, path, at, None, 0)
+            node, at = child, end
+        return Walk(root, path, at // TOKEN_BYTES, None, 0)
 
     def _split_end(self, walk: Walk) -> Walk:
         """The same walk, ending at a node: the child that it ends inside of is cut there."""
@@ -206,37 +212,39 @@ class PrefixTree:
         """Puts the first `at` tokens of a node into a new one above it. The node itself stays the deeper part, so that
         handles and locks go on meaning the same prefix."""
         parent = node.parent
-        assert parent is not None and 0 < at < len(node.key)
-        cut = at // self.page_size
-        upper = RadixNode(node.generation, frozen(node.key[:at]), node.pages[:cut].copy(), parent, node.usage.copy())
+        assert parent is not None and 0 < at < node.length
+        cut, byte = at // self.page_size, at * TOKEN_BYTES
+        upper = RadixNode(node.generation, node.run[:byte], node.pages[:cut].copy(), parent, node.usage.copy())
         upper.lock_ref = node.lock_ref
         parent.children[self._edge(upper)] = upper
-        node.key, node.pages, node.parent = frozen(node.key[at:]), node.pages[cut:].copy(), upper
+        node.run, node.pages, node.parent = node.run[byte:], node.pages[cut:].copy(), upper
         upper.children[self._edge(node)] = node
         return upper
 
-    def _extend(self, walk: Walk, key: Int64Array, pages: Int64Array) -> Walk:
-        """Adds what is left of a key below the end of a walk."""
-        if walk.length == len(key):
+    def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> Walk:
+        """Adds what is left of a run below the end of a walk."""
+        known = walk.length * TOKEN_BYTES
+        if known == len(key):
             return walk
         parent, generation = walk.end, walk.root.generation
         # copies: the caller's arrays may change, and a view would keep all of them alive
-        own_key, own_pages = frozen(key[walk.length :]), pages[walk.length // self.page_size :].copy()
-        leaf = RadixNode(generation, own_key, own_pages, parent, Usage(self._now, self._now))
+        own_run, own_pages = key[known:].tobytes(), pages[walk.length // self.page_size :].copy()
+        leaf = RadixNode(generation, own_run, own_pages, parent, Usage(self._now, self._now))
         generation.roots[walk.root.extra_key] = walk.root
         parent.children[self._edge(leaf)] = leaf
         self._requeue(parent)
-        generation.tokens += len(own_key)
-        self._evictable += len(own_key)
-        return Walk(walk.root, [*walk.path, leaf], len(key), None, 0)
+        generation.tokens += leaf.length
+        self._evictable += leaf.length
+        return Walk(walk.root, [*walk.path, leaf], len(key) // TOKEN_BYTES, None, 0)
 
     def _edge(self, node: RadixNode) -> bytes:
-        return node.key[: self.page_size].tobytes()
+        return node.run[: self._page_bytes]
 
     def _touch(self, path: Sequence[RadixNode], priority: int | None = None) -> None:
         for node in path:
             node.usage.touch(self._now, priority)
-            self._requeue(node)
+        if path:
+            self._requeue(path[-1])  # those above have children, so that they are not queued
 
     def _requeue(self, node: RadixNode) -> None:
         """Brings the eviction queue in line with a node that has changed."""
@@ -253,8 +261,8 @@ class PrefixTree:
         assert parent is not None and not leaf.children and leaf.lock_ref == 0
         del parent.children[self._edge(leaf)]
         leaf.parent = None
-        generation.tokens -= len(leaf.key)
-        self._evictable -= len(leaf.key)
+        generation.tokens -= leaf.length
+        self._evictable -= leaf.length
         generation.leaves.discard(leaf)
         if parent.is_root and not parent.children:
             del generation.roots[parent.extra_key]
@@ -268,10 +276,5 @@ class PrefixTree:
         if gone:
             self.allocator.free_pages(np.concatenate([node.pages for node in gone]))
         for node in gone:  # outdated queue entries and old handles shall not keep the arrays
-            node.parent, node.key, node.pages = None, EMPTY, EMPTY
+            node.parent, node.run, node.pages = None, b"", EMPTY
             node.children.clear()
-
-
-def pages_of(path: Iterator[RadixNode] | Sequence[RadixNode]) -> Int64Array:
-    """The pages of nodes in order, as a new array."""
-    return np.concatenate([EMPTY, *(node.pages for node in path)])

@@ -72,10 +72,10 @@ class TieredPrefixCache(RadixCache):
             loaded = self._load_rest(tokens, found, extra_key)
         if loaded:
             found = self.match_resident(tokens[: found.length + loaded], extra_key=extra_key)
-        return TieredMatch(found.length, found.pages, found.node, self._loading, loaded)
+        return TieredMatch(found.length, found.parts, found.node, self._loading, loaded)
 
     def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
-        tokens, ids = self._checked_entry(key, pages, version)
+        tokens, ids = as_ids(key, "key"), as_ids(pages, "pages")
         hashes = page_hashes(tokens, self.page_size, extra_key)
         length = super().insert(tokens, ids, version=version, extra_key=extra_key, priority=priority)
         new = ids[length // self.page_size :]

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 CACHE = "sglang.srt.mem_cache"
 FILES = ("radix_cache", "base_prefix_cache", "cache_init_params", "events", "evict_policy", "utils")
@@ -78,13 +80,22 @@ class SGLangRadix:
         nothing = SimpleNamespace(device="cpu", free_segment=lambda value, start_pos: None)
         self.cache = module.RadixCache.create_simulated(mock_allocator=nothing, page_size=page_size)
 
-    def slots(self, key: array[int]) -> torch.Tensor:
-        return torch.arange(len(key))
+    def key(self, tokens: NDArray[np.int32]) -> array[int]:
+        """As its scheduler has them."""
+        return array("q", tokens.astype(np.int64).tobytes())
 
-    def match(self, key: array[int]) -> tuple[int, torch.Tensor]:
-        """Length and slots, which ours gives in one call."""
-        found = self.cache.match_prefix(self._params.MatchPrefixParams(key=self._module.RadixKey(token_ids=key)))
-        return found.device_prefix_len, self.cache.path_device_indices(found.last_device_node)
+    def slots(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens)
+
+    def match(self, key: array[int]) -> int:
+        return int(self._match(key).device_prefix_len)
+
+    def match_slots(self, key: array[int]) -> torch.Tensor:
+        found: torch.Tensor = self.cache.path_device_indices(self._match(key).last_device_node)
+        return found
+
+    def _match(self, key: array[int]) -> Any:
+        return self.cache.match_prefix(self._params.MatchPrefixParams(key=self._module.RadixKey(token_ids=key)))
 
     def insert(self, key: array[int], slots: torch.Tensor) -> int:
         given = self._params.InsertParams(key=self._module.RadixKey(token_ids=key), value=slots)

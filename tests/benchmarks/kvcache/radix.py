@@ -1,7 +1,9 @@
-"""The prefix cache at size, 41,000 leaves and keys of up to 50,000 tokens, beside SGLang's in the same process.
+"""The prefix cache at size, 41,000 leaves and keys of 50,000 tokens, beside SGLang's in the same process.
 
-Leaves share long prompts, as the groups of a rollout do, so that the tree fits in little memory. Both caches take the
-same keys, `array('q')`, in the same order; SGLang's allocator is one that does nothing, ours is the real one.
+Leaves share prompts, as the groups of a rollout do, so that the tree fits in little memory. Both caches take the same
+tokens in the same order, each as its own engine has them: SGLang's as array('q'), ours as array('i'); matches of ours
+by array('q') are measured too. Keys are made just before a burst of calls, as a scheduler's are for the requests that
+it admits; each call is timed alone. SGLang's allocator is one that does nothing, ours is the real one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache import PagedTokenToKVPoolAllocator, RadixCache
 from tests.benchmarks import rival_sglang
@@ -23,39 +26,43 @@ from tests.benchmarks.kvcache.base import Figure, Scale
 
 VOCABULARY = 150_000
 TAIL = 64  # tokens of an answer
-EVICTED = 100  # leaves
+BURST = 8  # calls in a row
+MATCH, WITH_SLOTS, WIDE, INSERT, EVICT = "match", "match and its slots", "match, array('q')", "insert", "evict"
 Times = dict[str, list[float]]
+Ids = NDArray[np.int32]
 
 
 class Workload:
-    """`prompts` prompts of lengths up to `longest`, each with as many answers as make `leaves` in all."""
+    """`prompts` prompts, each with as many answers as make `leaves` in all; keys of `length` tokens."""
 
-    def __init__(self, leaves: int, prompts: int, longest: int) -> None:
+    def __init__(self, leaves: int, prompts: int, length: int) -> None:
         self.dice = np.random.default_rng(0)
-        lengths = np.linspace(longest // 10, longest - TAIL, prompts).astype(int)
-        self.prompts = [self.dice.integers(0, VOCABULARY, n - n % TAIL) for n in lengths]
-        self.leaves = leaves
+        self.prompts = [self._tokens(length - TAIL) for _ in range(prompts)]
+        self.leaves, self.length = leaves, length
 
-    def keys(self, count: int) -> Iterator[array[int]]:
+    def keys(self, count: int) -> Iterator[Ids]:
         """One after the other: all of them would take gigabytes."""
-        return (self._key(i) for i in range(count))
+        return (self.grown(self.prompts[i % len(self.prompts)]) for i in range(count))
 
-    def _key(self, i: int) -> array[int]:
-        answer = self.dice.integers(0, VOCABULARY, TAIL)
-        return array("q", np.concatenate([self.prompts[i % len(self.prompts)], answer]).tobytes())
+    def grown(self, key: Ids) -> Ids:
+        """The key and an answer."""
+        return np.concatenate([key, self._tokens(TAIL)])
 
-    def longest(self) -> array[int]:
-        return self._key(len(self.prompts) - 1)
+    def picked(self, keys: Sequence[Ids]) -> list[Ids]:
+        return [keys[i] for i in self.dice.permutation(len(keys))[:BURST]]
 
-    def grown(self, key: array[int]) -> array[int]:
-        """The key and another answer."""
-        return key + array("q", self.dice.integers(0, VOCABULARY, TAIL).tobytes())
+    def _tokens(self, count: int) -> Ids:
+        return self.dice.integers(0, VOCABULARY, count, dtype=np.int32)
 
 
 class Cache(Protocol):
-    def slots(self, key: array[int]) -> Any: ...
+    def key(self, tokens: Ids) -> array[int]: ...
 
-    def match(self, key: array[int]) -> tuple[int, Any]: ...
+    def slots(self, tokens: int) -> Any: ...
+
+    def match(self, key: array[int]) -> int: ...
+
+    def match_slots(self, key: array[int]) -> Any: ...
 
     def insert(self, key: array[int], slots: Any) -> int: ...
 
@@ -71,14 +78,19 @@ class Ours:
         self.allocator = PagedTokenToKVPoolAllocator(tokens // page_size * page_size, page_size, "cpu")
         self.cache = RadixCache(self.allocator)
 
-    def slots(self, key: array[int]) -> Any:
-        pages = self.allocator.alloc_pages(len(key) // self.cache.page_size)
+    def key(self, tokens: Ids) -> array[int]:
+        return array("i", tokens.tobytes())
+
+    def slots(self, tokens: int) -> Any:
+        pages = self.allocator.alloc_pages(tokens // self.cache.page_size)
         assert pages is not None
         return pages
 
-    def match(self, key: array[int]) -> tuple[int, Any]:
-        found = self.cache.match_prefix(key)
-        return found.length, found.pages
+    def match(self, key: array[int]) -> int:
+        return self.cache.match_prefix(key).length
+
+    def match_slots(self, key: array[int]) -> Any:
+        return self.cache.match_prefix(key).pages
 
     def insert(self, key: array[int], slots: Any) -> int:
         return self.cache.insert(key, slots, version=0)
@@ -92,16 +104,15 @@ class Ours:
 
 
 def radix(scale: Scale) -> list[Figure]:
-    """Match, insert and eviction of 100 leaves, medians of 50; with page sizes 1 and 16. One CPU thread."""
+    """Medians of 50 rounds of 8 matches, 8 inserts and an eviction of 100 leaves; page sizes 1 and 16. One thread."""
     found = rival_sglang.find()
     if found is None:
         print("radix: sglang is neither installed nor a wheel on PYTHONPATH, so it is not measured", flush=True)
     threads, figures = torch.get_num_threads(), list[Figure]()
     torch.set_num_threads(1)
     for page_size in (1, 16):
-        load = Workload(scale.choose(41_000, 150), scale.choose(64, 4), scale.choose(50_000, 640))
-        room = sum(map(len, load.prompts)) + 4 * max(map(len, load.prompts)) + 2 * load.leaves * TAIL
-        ours = Ours(room, page_size)
+        load = Workload(scale.choose(41_000, 150), scale.choose(64, 8), scale.choose(50_000, 640) // TAIL * TAIL)
+        ours = Ours((len(load.prompts) + BURST) * load.length + 2 * load.leaves * TAIL, page_size)
         mine, *rivals = _rounds(
             [ours] if found is None else [ours, rival_sglang.load(found, page_size)], load, scale.choose(50, 2)
         )
@@ -118,7 +129,7 @@ def radix(scale: Scale) -> list[Figure]:
 def _of_ours(name: str, mine: Times) -> list[Figure]:
     figures = []
     for what, times in mine.items():
-        target = "< 1" if what.startswith("evict") else ""
+        target = "< 1" if what == "evict" else ""
         figures.append(Figure(what=f"{name}, {what}", value=statistics.median(times), unit="ms", target=target))
         figures.append(Figure(what=f"{name}, {what}, worst", value=max(times), unit="ms"))
     return figures
@@ -140,33 +151,52 @@ def _compared(name: str, mine: Times, theirs: Times) -> list[Figure]:
 def _rounds(caches: Sequence[Cache], load: Workload, rounds: int) -> list[Times]:
     """The same tree in every cache; then matches, inserts and evictions, the caches by turns. As many leaves come as
     go. Python's garbage is not collected meanwhile: it would be the trees that it walks."""
-    for key in chain(load.keys(load.leaves), [longest := load.longest()]):
+    known = [load.grown(prompt) for prompt in load.prompts]
+    for tokens in chain(load.keys(load.leaves - len(known)), known):
         for cache in caches:
-            _put(cache, key, [])
-    count = min(EVICTED, load.leaves // 4)
-    whats = [f"match of {len(longest):,} tokens", f"insert, {len(longest):,} known and {TAIL} new"]
-    whats.append(f"evict {count} leaves of {load.leaves:,}")
-    results: list[Times] = [{what: [] for what in whats} for _ in caches]
+            _put(cache, [tokens], [])
+    results: list[Times] = [{what: [] for what in (MATCH, WITH_SLOTS, INSERT, EVICT)} for _ in caches]
+    results[0][WIDE] = []
+    evicted = min(100, load.leaves // 4)
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        grown, others = load.grown(longest), list(load.keys(count))
-        for cache, times in zip(caches, results, strict=True):
-            match, insert, evict = times.values()
-            length, slots = _timed(match, lambda: cache.match(longest))  # noqa: B023
-            assert length == len(longest) and len(slots) > 0
-            _put(cache, grown, insert)
-            dropped = _timed(evict, lambda: cache.evict(count * TAIL))  # noqa: B023
-            assert dropped >= count * TAIL
-            for key in others:
-                _put(cache, key, [])
+    for turn in range(rounds):
+        both = list(zip(caches, results, strict=True))[:: 1 if turn % 2 else -1]
+        for what in (MATCH, WITH_SLOTS, WIDE, INSERT):
+            picked = load.picked(known)
+            if what == INSERT:
+                picked = [load.grown(tokens) for tokens in picked]
+            for cache, times in both:
+                if what in times:
+                    _burst(cache, what, picked, times[what])
+        others = list(load.keys(evicted))
+        for cache, times in both:
+            assert _timed(times[EVICT], lambda: cache.evict(evicted * TAIL)) >= evicted * TAIL  # noqa: B023
+            for tokens in others:
+                _put(cache, [tokens], [])
     gc.enable()
     return results
 
 
-def _put(cache: Cache, key: array[int], times: list[float]) -> None:
-    slots = cache.slots(key)
-    cache.inserted(slots, _timed(times, lambda: cache.insert(key, slots)))
+def _burst(cache: Cache, what: str, picked: Sequence[Ids], times: list[float]) -> None:
+    if what == INSERT:
+        assert _put(cache, picked, times) == [len(tokens) - TAIL for tokens in picked]
+        return
+    for key in [array("q", tokens.tolist()) if what == WIDE else cache.key(tokens) for tokens in picked]:
+        if what == WITH_SLOTS:
+            assert len(_timed(times, lambda: cache.match_slots(key))) > 0  # noqa: B023
+        else:
+            assert _timed(times, lambda: cache.match(key)) == len(key)  # noqa: B023
+
+
+def _put(cache: Cache, picked: Sequence[Ids], times: list[float]) -> list[int]:
+    """Inserts keys with new slots; how much of each was known."""
+    slots = [cache.slots(len(tokens)) for tokens in picked]
+    keys = [cache.key(tokens) for tokens in picked]
+    known = [_timed(times, lambda: cache.insert(*entry)) for entry in zip(keys, slots, strict=True)]  # noqa: B023
+    for each, length in zip(slots, known, strict=True):
+        cache.inserted(each, length)
+    return known
 
 
 def _timed(times: list[float], work: Callable[[], Any]) -> Any:

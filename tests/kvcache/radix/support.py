@@ -2,8 +2,6 @@
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-
 from kvcache import PagedTokenToKVPoolAllocator, RadixCache
 
 
@@ -38,6 +36,4 @@ def put(cache: RadixCache, key: Sequence[int], *, salt: Hashable = None, priorit
 
 def held(cache: RadixCache, key: Sequence[int], salt: Hashable = None) -> int:
     """How much of a key is cached, found without counting as a use."""
-    tokens = np.asarray(key, dtype=np.int64)
-    walk = cache._walk(tokens, salt)
-    return walk.length + walk.inside
+    return cache.peek(key, extra_key=salt)[0]

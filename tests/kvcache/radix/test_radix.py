@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.radix.keys import common_prefix, frozen
+from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
 from kvcache.radix.policies import POLICIES
 from tests.kvcache.radix.support import held, make_cache, put
 
@@ -38,11 +38,14 @@ def test_insert_returns_what_was_there_and_takes_the_rest() -> None:
     assert cache.insert([1], [], version=0) == 0  # less than a page: nothing to keep
 
 
-@pytest.mark.parametrize("kind", [list, tuple, lambda k: array("q", k), np.asarray, lambda k: np.array(k, np.int32)])
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, lambda k: array("i", k), lambda k: array("q", k), np.asarray, lambda k: np.array(k, np.int32)],
+)
 def test_keys_may_be_of_any_kind_of_integers(kind: Any) -> None:
     cache = make_cache(4)
-    put(cache, kind([7, 2**30, 5]))
-    assert cache.match_prefix(kind([7, 2**30, 6])).length == 2
+    put(cache, kind([7, 2**31 - 1, 5]))
+    assert cache.match_prefix(kind([7, 2**31 - 1, 6])).length == 2
 
 
 def test_a_key_is_copied() -> None:
@@ -62,6 +65,10 @@ def test_a_key_is_copied() -> None:
         ([1.5, 2], [1], 0, "key must be"),
         ([[1, 2]], [1], 0, "key must be"),
         ([1, 2], [1.0], 0, "pages must be"),
+        ([1, 2**31], [1], 0, "key must be integers of 32 bits"),
+        (np.array([1, 2**31]), [1], 0, "key must be integers of 32 bits, got 1 to 2147483648"),
+        (np.array([-(2**31) - 1, 1]), [1], 0, "key must be integers of 32 bits"),
+        (np.array([1, 2**32 - 1], np.uint32), [1], 0, "key must be integers of 32 bits"),
     ],
 )
 def test_a_wrong_insert_raises_and_changes_nothing(key: Any, pages: Any, version: int, text: str) -> None:
@@ -239,11 +246,13 @@ def test_the_heap_stays_in_proportion_to_the_leaves() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 2304, 2305, 50_000])
 def test_common_prefix_at_every_stretch(length: int) -> None:
-    a = np.arange(50_001)
+    a = np.arange(50_001, dtype=np.int32)
     b = a.copy()
     b[length] = -1
-    assert common_prefix(frozen(a), b) == common_prefix(frozen(b), a[:50_000]) == length
-    assert common_prefix(frozen(a[:length]), a) == common_prefix(frozen(a), a[:length]) == length
+    agree = length * TOKEN_BYTES
+    assert common_prefix(a.tobytes(), as_run(b, "b")) == common_prefix(b.tobytes(), as_run(a[:50_000], "a")) == agree
+    assert common_prefix(a[:length].tobytes(), as_run(a, "a")) == agree
+    assert common_prefix(a.tobytes(), as_run(a[:length], "a")) == agree
 
 
 def test_keys_of_any_layout_and_type() -> None:
