@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ class Split:
     decode: int
     mapped: bool
     ring_bytes: int
-    calls: list[tuple[list[list[int]], SamplingParams]]
+    calls: Sequence[tuple[list[list[int]], SamplingParams | list[SamplingParams]]]
     prefill_config: dict[str, Any] = field(default_factory=dict)
     decode_config: dict[str, Any] = field(default_factory=dict)
     on_loss: Any = "recompute"

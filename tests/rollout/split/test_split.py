@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_tokens": 48}
 REQUESTS = rounds(60, 200)
 TOPOLOGIES = [(4, 2, True), (2, 4, True), (1, 2, True), (4, 2, False), (2, 4, False), (1, 2, False)]
-BURST, TIGHT = len(TOPOLOGIES), len(TOPOLOGIES) + 1
+BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
 LONG = SamplingParams(max_tokens=40, temperature=0)
+BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
 SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
 
 
@@ -31,6 +33,13 @@ def calls() -> list[tuple[list[list[int]], SamplingParams]]:
     prompts = random_prompts(LENGTHS)
     longer = [prompts[5] + tail for tail in random_prompts((3, 20), seed=1)]
     return [(prompts, GREEDY), (longer + random_prompts((5, 21), seed=2), SAMPLED)]
+
+
+def searches() -> list[tuple[list[list[int]], list[SamplingParams]]]:
+    """Beam searches beside prompts that are sent; then two that begin like what was sent, and like a search."""
+    prompts = random_prompts(LENGTHS)
+    again = [prompts[6] + [3, 4], prompts[7][:50]]
+    return [(prompts, [GREEDY, BEAMS] * 4), (again, [BEAMS, BEAMS])]
 
 
 def burst() -> list[list[int]]:
@@ -65,6 +74,12 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
         Split(
             path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst()[:30], LONG)],
             prefill_config=SMALL | {"kv_tokens": 64, "max_running": 3}, decode_config=SMALL, nap=True,
+        )
+    )  # fmt: skip
+    splits.append(
+        Split(
+            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=searches(),
+            prefill_config=CONFIG, decode_config=CONFIG,
         )
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("ranks")
@@ -126,3 +141,18 @@ def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> N
         assert tokens(seen["answers"]) == tokens([alone])
         assert seen["preemptions"] > 0 and seen["outstanding"] == 0
         assert 0 < seen["split"].arrived < 30
+
+
+def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:
+    """Searches are computed where they are decoded, prompts beside them are sent."""
+    engine = Engine.from_pretrained(path, **CONFIG)
+    alone = [engine.generate(prompts, params) for prompts, params in searches()]
+    assert any(len({tuple(each.token_ids) for each in request}) == 3 for request in alone[1]), "beams that differ"
+    for seen in found[SEARCH][1:3]:
+        assert seen["error"] is None and seen["reason"] is None
+        assert tokens(seen["answers"]) == tokens(alone)
+        for mine, theirs in zip(chain(*seen["answers"]), chain(*alone), strict=True):
+            assert [each.score for each in mine] == pytest.approx([each.score for each in theirs], abs=5e-5)
+        assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 0, 0)
+        assert seen["stats"]["prefix_hit_tokens"] == 64 + 48
+    assert found[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN
