@@ -127,12 +127,11 @@ class PrefixTree:
         if num_tokens < 0:
             raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
-        dropped = 0
+        before = self._evictable
         for generation in self._generations():
-            while dropped < num_tokens and generation.leaves:
-                chain = self._remove(generation.leaves.pop())
-                dropped += sum(node.length for node in chain)
-                gone += chain
+            while before - self._evictable < num_tokens and generation.leaves:
+                gone += self._remove(generation.leaves.pop())
+        dropped = before - self._evictable
         self._release(gone)
         return dropped
 
@@ -261,8 +260,9 @@ class PrefixTree:
         assert parent is not None and not leaf.children and leaf.lock_ref == 0
         del parent.children[self._edge(leaf)]
         leaf.parent = None
-        generation.tokens -= leaf.length
-        self._evictable -= leaf.length
+        length = leaf.length
+        generation.tokens -= length
+        self._evictable -= length
         generation.leaves.discard(leaf)
         if parent.is_root and not parent.children:
             del generation.roots[parent.extra_key]

@@ -37,22 +37,25 @@ class Workload:
 
     def __init__(self, leaves: int, prompts: int, length: int) -> None:
         self.dice = np.random.default_rng(0)
-        self.prompts = [self._tokens(length - TAIL) for _ in range(prompts)]
+        self.prompts = [_tokens(self.dice, length - TAIL) for _ in range(prompts)]
+        self.known = [self.grown(prompt) for prompt in self.prompts]
         self.leaves, self.length = leaves, length
 
-    def keys(self, count: int) -> Iterator[Ids]:
-        """One after the other: all of them would take gigabytes."""
-        return (self.grown(self.prompts[i % len(self.prompts)]) for i in range(count))
+    def keys(self, count: int, seed: int) -> Iterator[Ids]:
+        """Prompts with answers, the same for the same seed. One after the other: all of them would take gigabytes."""
+        dice = np.random.default_rng(seed)
+        return (np.concatenate([self.prompts[i % len(self.prompts)], _tokens(dice, TAIL)]) for i in range(count))
 
     def grown(self, key: Ids) -> Ids:
         """The key and an answer."""
-        return np.concatenate([key, self._tokens(TAIL)])
+        return np.concatenate([key, _tokens(self.dice, TAIL)])
 
-    def picked(self, keys: Sequence[Ids]) -> list[Ids]:
-        return [keys[i] for i in self.dice.permutation(len(keys))[:BURST]]
+    def picked(self) -> list[Ids]:
+        return [self.known[i] for i in self.dice.permutation(len(self.known))[:BURST]]
 
-    def _tokens(self, count: int) -> Ids:
-        return self.dice.integers(0, VOCABULARY, count, dtype=np.int32)
+
+def _tokens(dice: np.random.Generator, count: int) -> Ids:
+    return dice.integers(0, VOCABULARY, count, dtype=np.int32)
 
 
 class Cache(Protocol):
@@ -151,9 +154,8 @@ def _compared(name: str, mine: Times, theirs: Times) -> list[Figure]:
 def _rounds(caches: Sequence[Cache], load: Workload, rounds: int) -> list[Times]:
     """The same tree in every cache; then matches, inserts and evictions, the caches by turns. As many leaves come as
     go. Python's garbage is not collected meanwhile: it would be the trees that it walks."""
-    known = [load.grown(prompt) for prompt in load.prompts]
-    for tokens in chain(load.keys(load.leaves - len(known)), known):
-        for cache in caches:
+    for cache in caches:  # one after the other, or what they allocate lies in between and breaks gigabytes into pieces
+        for tokens in chain(load.keys(load.leaves - len(load.known), 1), load.known):
             _put(cache, [tokens], [])
     results: list[Times] = [{what: [] for what in (MATCH, WITH_SLOTS, INSERT, EVICT)} for _ in caches]
     results[0][WIDE] = []
@@ -163,13 +165,13 @@ def _rounds(caches: Sequence[Cache], load: Workload, rounds: int) -> list[Times]
     for turn in range(rounds):
         both = list(zip(caches, results, strict=True))[:: 1 if turn % 2 else -1]
         for what in (MATCH, WITH_SLOTS, WIDE, INSERT):
-            picked = load.picked(known)
+            picked = load.picked()
             if what == INSERT:
                 picked = [load.grown(tokens) for tokens in picked]
             for cache, times in both:
                 if what in times:
                     _burst(cache, what, picked, times[what])
-        others = list(load.keys(evicted))
+        others = list(load.keys(evicted, 2 + turn))
         for cache, times in both:
             assert _timed(times[EVICT], lambda: cache.evict(evicted * TAIL)) >= evicted * TAIL  # noqa: B023
             for tokens in others:

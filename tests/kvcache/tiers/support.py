@@ -18,8 +18,11 @@ from kvcache import (
 )
 from kvcache.config import FP4_DTYPE
 from kvcache.pools.token import TokenPool
+from kvcache.tiers import HostCacheConfig, HostKVCache
+from memsaver.ops.dispatch import Impl
 
 LAYERS, PAGES = 3, 8
+LAYOUTS = ["layer_first", "page_first"]
 
 
 def mha(device: str, page_size: int, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> KVCacheConfig:
@@ -58,3 +61,8 @@ def poison(pool: TokenPool, seed: int) -> None:
 def contents(pool: TokenPool) -> list[torch.Tensor]:
     """All bytes, `[L, N, row bytes]` a part on the CPU: a copy."""
     return [part.flatten(2).view(torch.uint8).cpu().clone() for part in pool.stored.values()]
+
+
+def make(name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any) -> HostKVCache:
+    fields = {"ratio": 1.0} | fields
+    return HostKVCache(POOLS[name](device, page_size), HostCacheConfig(**fields), impl)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -11,17 +9,9 @@ import torch
 
 from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
-from kvcache.tiers import memory as memory_module
-from memsaver import HostMemoryError, MemorySaver
+from memsaver import MemorySaver
 from memsaver.ops.dispatch import Impl
-from tests.kvcache.tiers.support import LAYERS, PAGES, POOLS, contents, mha, poison
-
-LAYOUTS = ["layer_first", "page_first"]
-
-
-def make(name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any) -> HostKVCache:
-    fields = {"ratio": 1.0} | fields
-    return HostKVCache(POOLS[name](device, page_size), HostCacheConfig(**fields), impl)
+from tests.kvcache.tiers.support import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, mha, poison
 
 
 def random_slots(cache: HostKVCache, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,43 +147,6 @@ def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     assert torch.equal(other.read_page(2), content)
 
 
-def test_bytes_are_exact(device: str) -> None:
-    pool = POOLS["odd heads"](device, 3)
-    page = 3 * LAYERS * 3 * (5 + 7) * 2
-    assert HostKVCache(pool, HostCacheConfig(ratio=2.0)).nbytes == 2 * PAGES * page
-    assert HostKVCache(pool, HostCacheConfig(ratio=0.5)).nbytes == PAGES // 2 * page
-    assert HostKVCache(pool, HostCacheConfig(size_bytes=5 * page - 1)).nbytes == 4 * page
-    cache = HostKVCache(pool, HostCacheConfig(size_bytes=5 * page))
-    assert (cache.nbytes, cache.size, cache.page_bytes) == (5 * page, 15, page)
-    assert sum(part.host.numel() for part in cache._plan.parts) == cache._block.numel() == 5 * page
-    with pytest.raises(ValueError, match="hold no page"):
-        HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_belongs_to_one_row(layout: Any) -> None:
-    cache = make("double-sparse", "cpu", layout=layout)
-    cache._block.zero_()
-    for part in cache._plan.parts:
-        part.host.add_(1)
-    assert bool((cache._block == 1).all())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "either ratio or size_bytes"),
-        ({"ratio": 1.0, "size_bytes": 1}, "either ratio or size_bytes"),
-        ({"ratio": 0.0}, "positive"),
-        ({"size_bytes": -1}, "positive"),
-        ({"ratio": 1.0, "layout": "token_first"}, "no layout"),
-    ],
-)
-def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HostCacheConfig(**fields)
-
-
 def test_wrong_slots_copy_nothing(device: str) -> None:
     cache = make("mha", device)
     pages = cache.allocator.alloc_pages(2)
@@ -253,26 +206,6 @@ def test_empty_transfers(device: str) -> None:
     cache.load_to_device(none, none).wait(2)
 
 
-def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(memory_module, "available_memory", lambda: 2 << 20)
-    with pytest.raises(HostMemoryError, match=r"more than 0.8 .* make the tier smaller"):
-        make("mha", device)
-
-
-def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    given = []
-    original = memory_module.host_pages.give_back
-    monkeypatch.setattr(memory_module.host_pages, "give_back", lambda *a: (given.append(a[:2]), original(*a)))
-    cache = make("mha", device)
-    address, view = cache._block.data_ptr(), cache._block[:10]
-    del cache
-    gc.collect()
-    assert not given, "somebody still looks at it"
-    del view
-    gc.collect()
-    assert given == [(address, 2 << 20)]
-
-
 def test_pages_outlive_a_pause_of_the_pool(device: str) -> None:
     saver = MemorySaver(device)
     pool_class = type(POOLS["mha"](device, 4))
@@ -313,9 +246,3 @@ def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
 
 def memory_of(nbytes: int, device: str) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "cpu")
-
-
-def test_layouts_differ() -> None:
-    """So that the tests above do test two layouts."""
-    strides = [make("mha", "cpu", layout=layout)._plan.parts[0].host.stride() for layout in LAYOUTS]
-    assert all(a[:2] != b[:2] for a, b in itertools.combinations(strides, 2))

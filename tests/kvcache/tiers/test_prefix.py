@@ -10,94 +10,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator
-from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, TieredMatch, TieredPrefixCache, WritePolicy
+from kvcache.tiers import DiskTier, TieredPrefixCache, WritePolicy
 from memsaver import BackendError
 from tests.helpers.soak import rounds
+from tests.kvcache.tiers.engine import DEVICE_PAGES, PS, Engine
 
-PS, DEVICE_PAGES = 2, 10
 POLICIES = get_args(WritePolicy)
-
-
-def value(version: int, salt: str | None, tokens: list[int], layer: int) -> float:
-    """What the row of the last of these tokens is made of; exact in fp32."""
-    return hash((version, salt is None, tuple(tokens), layer)) % (1 << 24)
-
-
-class Engine:
-    """As much of an engine as a prefix cache needs: computes what is not cached and inserts it."""
-
-    def __init__(
-        self,
-        device: str,
-        policy: WritePolicy,
-        host_pages: int,
-        disk: Path | None = None,
-        disk_pages: int = 0,
-        **fields: Any,
-    ) -> None:
-        config = KVCacheConfig(
-            num_layers=2,
-            num_kv_heads=1,
-            head_dim=3,
-            size=DEVICE_PAGES * PS,
-            page_size=PS,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.pool = MHATokenToKVPool(config)
-        self.pool._storage.block.fill_(255)  # NaN: reading a row that nobody wrote must not look right
-        self.ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
-        page_bytes = PS * config.bytes_per_token
-        self.host = HostKVCache(self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields))
-        self.disk = None
-        if disk is not None:
-            self.disk = DiskTier(disk, disk_pages * 8192, page_bytes=page_bytes, format=self.host.format, owner="test")
-        self.cache = TieredPrefixCache(self.ledger, self.host, self.disk, write_policy=policy)
-
-    def run(self, tokens: list[int], salt: str | None = None, version: int | None = None) -> TieredMatch:
-        """One request from beginning to end; checks what the cache gave it."""
-        match = self.cache.match_prefix(tokens, extra_key=salt)
-        self.check(match, tokens, salt)
-        self.cache.inc_lock_ref(match.node)
-        count = len(tokens) // PS - len(match.pages)
-        if self.ledger.available_pages < count:
-            self.cache.evict((count - self.ledger.available_pages) * PS)
-        pages = self.ledger.alloc_pages(count)
-        if pages is not None:
-            version = self.cache.version if version is None else version
-            self.write(pages, tokens, salt, version, len(match.pages))
-            every = [*match.pages.tolist(), *pages.tolist()]
-            known = self.cache.insert(tokens, every, version=version, extra_key=salt)
-            self.ledger.free_pages(every[len(match.pages) : known // PS])
-        self.cache.dec_lock_ref(match.node)
-        return match
-
-    def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
-        for nth, page in enumerate(pages.tolist(), first):
-            for at in range(PS):
-                for layer in range(2):
-                    made = value(version, salt, tokens[: nth * PS + at + 1], layer)
-                    for part in self.pool.stored.values():
-                        part[layer, page * PS + at] = made
-
-    def check(self, match: TieredMatch, tokens: list[int], salt: str | None) -> None:
-        assert match.length == len(match.pages) * PS <= len(tokens) and match.loaded <= match.length
-        for layer in range(2):
-            match.transfer.wait(layer)
-            for nth, page in enumerate(match.pages.tolist()):
-                for at in range(PS):
-                    expected = value(self.cache.version, salt, tokens[: nth * PS + at + 1], layer)
-                    for part in self.pool.stored.values():
-                        row = part[layer, page * PS + at]
-                        assert bool((row == expected).all()), "a stale or foreign slot"
-
-    def fill_device(self, *seeds: int) -> None:
-        """Requests that need the whole device, one after the other."""
-        for seed in seeds:
-            self.run([100 + seed] * (DEVICE_PAGES * PS))
 
 
 PROMPT = list(range(8))
