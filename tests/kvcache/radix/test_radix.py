@@ -78,6 +78,15 @@ def test_a_wrong_insert_raises_and_changes_nothing(key: Any, pages: Any, version
     assert cache.total_size == 0 and not cache._current.roots
 
 
+def test_pages_that_are_read_late_are_those_of_the_match() -> None:
+    cache = make_cache(10)
+    pages = put(cache, [1, 2, 3, 4])
+    match = cache.match_prefix([1, 2, 3, 4])
+    put(cache, [1, 2, 9])  # splits after 2
+    cache.evict(5)
+    assert match.pages.tolist() == pages and match.pages is match.pages
+
+
 def test_a_split_keeps_locks_and_handles() -> None:
     cache = make_cache(10)
     put(cache, [1, 2, 3, 4])
