@@ -42,12 +42,8 @@ class HostBackup:
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
-        found: list[tuple[int, int]] = []
-        for start, host, size in self.runs():
-            first, last = max(start, offset), min(start + size, offset + nbytes)
-            if first < last:
-                found.append((host + first - start, last - first))
-        return [_view(address, size, self) for address, size in joined(found)]
+        found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
+        return [_view(address, size, self) for address, size in found]
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
@@ -64,6 +60,13 @@ class HostBackup:
                 yield offset, host, size
                 offset, nbytes = offset + size, nbytes - size
                 host, room = host + _aligned(size), room - _aligned(size)
+
+    def part(self, first: int, nbytes: int) -> Iterator[Run]:
+        """What of the runs lies in these bytes of the tag."""
+        for offset, host, size in self.runs():
+            start, end = max(offset, first), min(offset + size, first + nbytes)
+            if start < end:
+                yield start, host + start - offset, end - start
 
 
 def _aligned(nbytes: int) -> int:
