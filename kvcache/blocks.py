@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +198,8 @@ class BlockManager:
         new = as_int64(new_lens, "new_lens")
         if len(rows) != len(new):
             raise ValueError(f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle")
-        if len(np.unique(rows)) != len(rows):
+        in_order = np.sort(rows)
+        if (in_order[1:] == in_order[:-1]).any():
             raise ValueError("a handle is twice in one batch; name each sequence once")
         old = self._lens[rows]
         if (new < old).any():
@@ -216,6 +218,8 @@ class BlockManager:
         writers = np.flatnonzero((new > old) & (offset > 0))
         pages = self._pages[rows[writers], old[writers] // self.page_size]
         owners = self.allocator.ref_counts(pages)
+        if not (owners > 1).any():  # as in nearly every step of decoding
+            return start
         left: dict[int, int] = {}
         for i, page, count in zip(*(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True):
             remaining = left.get(page, count)
@@ -235,32 +239,49 @@ class BlockManager:
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
         rows, positions, moved = _token_index(growth)
+        copies = int(moved.sum())
+        if copies:  # they come first, so that the new tokens' ids are a view of what is sent
+            order = np.argsort(~moved, kind="stable")
+            rows, positions = rows[order], positions[order]
         loc = self._slots(rows, positions)
-        if moved.any():
+        if copies:
             # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
-            offset = positions[moved] % self.page_size
+            offset = positions[:copies] % self.page_size
             source = left[np.cumsum(offset == 0) - 1] * self.page_size + offset
-            target, source = to_device(np.stack([loc[moved], source]), self.allocator.device)
+            target, source = to_device(np.stack([loc[:copies], source]), self.allocator.device)
             self.pool.move_kv_cache(target, source)
         flat = rows * self.req_to_token.max_context_len + positions
-        # the new tokens' ids come last, so that they are a view of what is sent
-        order = np.argsort(~moved, kind="stable")
-        sent = to_device(np.stack([flat[order], loc[order]]), self.allocator.device)
-        self.req_to_token.write_flat(sent[0], sent[1])
-        return sent[1, int(moved.sum()) :]
+        return self._write_table(flat, loc)[copies:]
+
+    def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
+        """Writes slots to the table at these places, by one transfer and one launch; returns them, on the device."""
+        n = len(loc)
+        if not n:
+            return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
+        packed = np.empty(2 * n + -(-n // 2), dtype=np.int64)
+        packed[:n], packed[n : 2 * n] = flat, loc
+        packed[2 * n :].view(np.int32)[:n] = loc  # as the table holds them: converting there takes a launch more
+        sent_flat, sent_loc, narrow = to_device(packed, self.allocator.device).split([n, n, len(packed) - 2 * n])
+        self.req_to_token.write_flat(sent_flat, narrow.view(torch.int32)[:n])
+        return sent_loc
 
 
 def _page_index(growth: _Growth, counts: Int64Array, page_size: int) -> tuple[Int64Array, Int64Array]:
     """Where the new pages go, `counts` of them a request: rows and columns of the page table."""
-    first = -(-growth.start // page_size)
-    nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(growth.rows, counts), np.repeat(first, counts) + nth
+    which, nth = _spread(counts)
+    return growth.rows[which], -(-growth.start[which] // page_size) + nth
 
 
 def _token_index(growth: _Growth) -> tuple[Int64Array, Int64Array, npt.NDArray[np.bool_]]:
     """For every fresh token id of the batch: its row, its position, and whether it is a copy of an old token."""
-    gains = growth.new - growth.start
-    rows = np.repeat(growth.rows, gains)
-    begin = np.cumsum(gains) - gains
-    positions = np.arange(len(rows)) - np.repeat(begin - growth.start, gains)
-    return rows, positions, positions < np.repeat(growth.old, gains)
+    which, nth = _spread(growth.new - growth.start)
+    positions = growth.start[which] + nth
+    return growth.rows[which], positions, positions < growth.old[which]
+
+
+def _spread(counts: Int64Array) -> tuple[Int64Array, Int64Array | Literal[0]]:
+    """For every one of `counts` things a request: which request's it is, and its number among those of the request."""
+    if (counts <= 1).all():  # as in nearly every step of decoding
+        return np.flatnonzero(counts), 0
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
