@@ -107,8 +107,9 @@ class ReqToTokenPool:
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values` at `row * max_context_len + position`, int64 `[n]` on the device, without repeats."""
-        self.req_to_token.view(-1).index_copy_(0, positions, values.to(torch.int32))
+        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]` without repeats, both
+        on the device."""
+        self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched (synchronises)."""

@@ -13,7 +13,7 @@ PAGE_SIZE, CONTEXT = 16, 2048
 class LedgerOnly(BlockManager):
     """Leaves out everything that is for the device: token ids and the write of the table."""
 
-    def _fill_device(self, growth: object, left: object) -> torch.Tensor:
+    def _fill_device(self, growth: object) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
 
 
