@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.common import conditions, print_table, save
-from tests.benchmarks.kvcache import blocks, expand, resize, rows
+from tests.benchmarks.kvcache import blocks, expand, reads, resize, rows
 from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
 Case = Callable[[Scale], list[Figure]]
@@ -23,11 +23,12 @@ GPU_CASES: dict[str, Case] = {
     "write": rows.write,
     "move": rows.move,
     "fp8 and FP4": rows.quantised,
+    "attention reads": reads.read,
     "resize": resize.resize,
 }
-# on the host, and on the GPU too where there is one
+# on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
-CASES = {**GPU_CASES, **HOST_CASES}
+CASES = {**HOST_CASES, **GPU_CASES}
 
 
 def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
