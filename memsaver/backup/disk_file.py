@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memsaver.errors import BackendError, format_bytes
+from memsaver.rounding import round_up
 
 BLOCK = 4096  # bytes: what direct I/O wants addresses, offsets and lengths to be multiples of
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
@@ -27,7 +28,7 @@ class DiskFile:
     """``nbytes`` (rounded up to BLOCK) in ``directory``; direct I/O where the file system has it."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
-        self.nbytes = -(-nbytes // BLOCK) * BLOCK
+        self.nbytes = round_up(nbytes, BLOCK)
         self._directory = directory
         with self._explained("making a file for saved content"):
             self._fd = _open(directory)

@@ -12,6 +12,7 @@ import torch
 from memsaver.backends.base import Backend
 from memsaver.backup.host_arena import HostArena
 from memsaver.backup.ranges import Ranges, joined
+from memsaver.rounding import round_up
 
 _ALIGNMENT = 64
 Run = tuple[int, int, int]
@@ -71,7 +72,7 @@ class HostBackup:
 
 def _aligned(nbytes: int) -> int:
     """So that every range begins where a tensor may."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(nbytes, _ALIGNMENT)
 
 
 def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
