@@ -51,6 +51,17 @@ def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
     return results
 
 
+def draw(path: Path, results: dict[str, list[Figure]]) -> None:
+    """Everything that moves bytes, beside the device's copy."""
+    from tests.benchmarks.plots import stacked_bars
+
+    part = "bytes read and written, % of the rate of one large copy"
+    figures = [(name, figure) for name, case in results.items() for figure in case]
+    rows = {f"{name}: {figure.what}": {part: figure.value} for name, figure in figures if figure.unit == "% of copy"}
+    if rows:
+        stacked_bars(path, "KV cache pools", rows, unit="%")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -64,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     head = ["case", "what", "value", "unit", "target"]
     print_table(head, [[name, f.what, f.value, f.unit, f.target] for name, case in results.items() for f in case])
     save(args.out, "bench_kvcache", {name: [asdict(figure) for figure in case] for name, case in results.items()})
+    if args.out is not None:
+        draw(args.out / "bench_kvcache.png", results)
 
 
 if __name__ == "__main__":
