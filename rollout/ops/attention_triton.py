@@ -205,7 +205,8 @@ def decode_blocks(
     if wide:
         block_n, warps = 32 if constants["BLOCK_V"] <= 256 else 16, 4 if rows * constants["BLOCK_V"] <= 1024 else 8
         return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
-    return {**constants, "BLOCK_G": MAX_HEADS, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+    block_n = 32 if fp8 and latent else 64  # more latent rows at once are spilled while they are converted
+    return {**constants, "BLOCK_G": MAX_HEADS, "BLOCK_N": block_n, "num_warps": 4, "num_stages": stages}
 
 
 def combine_warps(block_v: int) -> int:
@@ -219,7 +220,7 @@ def prefill_blocks(
     """Compile-time arguments of `_prefill`. A program computes BLOCK_M rows (query token, head), whatever the batch."""
     constants = _dims(group, dim, value_dim, wide, latent, fp8)
     if latent and constants["BLOCK_D"] > 128:  # sums of 512 elements a row: what is just not spilled
-        block_m, block_n = (16, 16) if wide else (32, 32)
+        block_m, block_n = (16, 16) if wide else (16 if fp8 > 0 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:  # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
         block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
