@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
@@ -18,12 +18,14 @@ NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
 @dataclass(frozen=True, kw_only=True)
 class _Growth:
     """A batch that is to grow. `start` is where its fresh token ids begin: the old length, or the beginning of the
-    last page where that page is shared and gets copied, so that the copy counts as a new page like any other."""
+    last page where that page is shared and gets copied, so that the copy counts as a new page like any other. `left`
+    are the shared pages that are copied, in request order."""
 
     rows: Int64Array
     old: Int64Array
     new: Int64Array
     start: Int64Array
+    left: Int64Array
 
 
 class BlockManager:
@@ -52,6 +54,7 @@ class BlockManager:
         max_pages = -(-req_to_token.max_context_len // self.page_size)
         self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
         self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
+        self._forked = np.zeros(req_to_token.size + 1, dtype=np.bool_)  # its partial page may have other owners
         self._shares = WindowShares(allocator, req_to_token.size + 1, window)
 
     @property
@@ -105,6 +108,7 @@ class BlockManager:
         self._shares.fork(parent, child.row, pages)
         self._pages[child.row, : len(pages)] = pages
         self._lens[child.row] = length
+        self._forked[[parent, child.row]] = True
         table = self.req_to_token
         table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
         return child
@@ -131,6 +135,7 @@ class BlockManager:
         kept = -(-new_len // self.page_size)
         self._shares.free(row, held[kept:], kept)
         self._lens[row] = new_len
+        self._forked[row] = True  # a page in its middle may be shared
         if new_len == 0:
             self._shares.behind[row] = 0
 
@@ -170,18 +175,17 @@ class BlockManager:
         pages = self.allocator.alloc_pages(int(counts.sum()))
         if pages is None:
             return None
-        left = self._left_pages(growth)
         at = _page_index(growth, counts, self.page_size)
         before = self._pages[at]
         self._pages[at] = pages
         try:
-            loc = self._fill_device(growth, left)
+            loc = self._fill_device(growth)
         except BaseException:  # such as the device being out of memory: the sequences stay as they were
             self._pages[at] = before
             self.allocator.free_pages(pages)
             raise
         self._lens[growth.rows] = growth.new
-        self._shares.free_seen(left)
+        self._shares.free_seen(growth.left)
         return loc
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
@@ -199,6 +203,10 @@ class BlockManager:
             pages = self._row_pages(row)[first:]
             assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
             positions = np.arange(first * self.page_size, self._lens[row])
+            partial = self._lens[row] % self.page_size > 0
+            assert not partial or self.allocator.ref_counts(pages[-1:])[0] == 1 or self._forked[row], (
+                f"row {row} would write to a shared page"
+            )
             same = table[row, positions] == self._slots(row, positions)
             assert same.all(), f"req_to_token row {row} differs from its page table"
         self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
@@ -226,7 +234,8 @@ class BlockManager:
         new = as_int64(new_lens, "new_lens")
         if len(rows) != len(new):
             raise ValueError(f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle")
-        if len(np.unique(rows)) != len(rows):
+        in_order = np.sort(rows)
+        if (in_order[1:] == in_order[:-1]).any():
             raise ValueError("a handle is twice in one batch; name each sequence once")
         old = self._lens[rows]
         if (new < old).any():
@@ -236,60 +245,71 @@ class BlockManager:
         if (new > longest).any():
             i = int((new > longest).argmax())
             raise ValueError(f"{handles[i]} would hold {new[i]} tokens; max_context_len is {longest}, end it before")
-        return _Growth(rows=rows, old=old, new=new, start=self._fresh_start(rows, old, new))
+        start, left = self._fresh_start(rows, old, new)
+        return _Growth(rows=rows, old=old, new=new, start=start, left=left)
 
-    def _fresh_start(self, rows: Int64Array, old: Int64Array, new: Int64Array) -> Int64Array:
-        """The old length, or the start of the last page for each request that has to copy it."""
+    def _fresh_start(self, rows: Int64Array, old: Int64Array, new: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The old length, or the start of the last page for each request that has to copy it; those pages."""
+        if not self._forked[rows].any():  # as in nearly every step of decoding
+            return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
         start = old.copy()
         writers = np.flatnonzero((new > old) & (offset > 0))
         pages = self._pages[rows[writers], old[writers] // self.page_size]
         owners = self.allocator.ref_counts(pages)
+        self._forked[rows[writers[owners == 1]]] = False
         left: dict[int, int] = {}
         for i, page, count in zip(*(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True):
             remaining = left.get(page, count)
             if remaining > 1:  # several writers of one page in this batch: the last of its owners keeps it
                 start[i] -= offset[i]
                 left[page] = remaining - 1
-        return start
+        copying = np.flatnonzero(start < old)
+        return start, self._pages[rows[copying], start[copying] // self.page_size]
 
-    def _left_pages(self, growth: _Growth) -> Int64Array:
-        """The shared page that each copying request leaves, in request order."""
-        copying = growth.start < growth.old
-        return self._pages[growth.rows[copying], growth.start[copying] // self.page_size]
-
-    def _fill_device(self, growth: _Growth, left: Int64Array) -> torch.Tensor:
-        """Copies the shared pages `left`, then writes all fresh ids to the table; returns the ids of the new tokens.
+    def _fill_device(self, growth: _Growth) -> torch.Tensor:
+        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the new tokens.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
-        rows, positions, moved = _token_index(growth)
+        which, nth = _spread(growth.new - growth.start)
+        rows, positions, copies = growth.rows[which], growth.start[which] + nth, 0
+        if len(growth.left):  # copies come first, so that the new tokens' ids are a view of what is sent
+            moved = positions < growth.old[which]
+            order, copies = np.argsort(~moved, kind="stable"), int(moved.sum())
+            rows, positions = rows[order], positions[order]
         loc = self._slots(rows, positions)
-        if moved.any():
+        if copies:
             # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
-            offset = positions[moved] % self.page_size
-            source = left[np.cumsum(offset == 0) - 1] * self.page_size + offset
-            target, source = to_device(np.stack([loc[moved], source]), self.allocator.device)
+            offset = positions[:copies] % self.page_size
+            source = growth.left[np.cumsum(offset == 0) - 1] * self.page_size + offset
+            target, source = to_device(np.stack([loc[:copies], source]), self.allocator.device)
             self.pool.move_kv_cache(target, source)
         flat = rows * self.req_to_token.max_context_len + positions
-        # the new tokens' ids come last, so that they are a view of what is sent
-        order = np.argsort(~moved, kind="stable")
-        sent = to_device(np.stack([flat[order], loc[order]]), self.allocator.device)
-        self.req_to_token.write_flat(sent[0], sent[1])
-        return sent[1, int(moved.sum()) :]
+        return self._write_table(flat, loc)[copies:]
+
+    def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
+        """Writes slots to the table at these places, by one transfer and one launch; returns them, on the device."""
+        n = len(loc)
+        if not n:
+            return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
+        packed = np.empty(2 * n + -(-n // 2), dtype=np.int64)
+        packed[:n], packed[n : 2 * n] = flat, loc
+        packed[2 * n :].view(np.int32)[:n] = loc  # as the table holds them: converting there takes a launch more
+        sent = to_device(packed, self.allocator.device)
+        self.req_to_token.write_flat(sent[:n], sent[2 * n :].view(torch.int32)[:n])
+        return sent[n : 2 * n]
 
 
 def _page_index(growth: _Growth, counts: Int64Array, page_size: int) -> tuple[Int64Array, Int64Array]:
     """Where the new pages go, `counts` of them a request: rows and columns of the page table."""
-    first = -(-growth.start // page_size)
-    nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(growth.rows, counts), np.repeat(first, counts) + nth
+    which, nth = _spread(counts)
+    return growth.rows[which], -(-growth.start[which] // page_size) + nth
 
 
-def _token_index(growth: _Growth) -> tuple[Int64Array, Int64Array, npt.NDArray[np.bool_]]:
-    """For every fresh token id of the batch: its row, its position, and whether it is a copy of an old token."""
-    gains = growth.new - growth.start
-    rows = np.repeat(growth.rows, gains)
-    begin = np.cumsum(gains) - gains
-    positions = np.arange(len(rows)) - np.repeat(begin - growth.start, gains)
-    return rows, positions, positions < np.repeat(growth.old, gains)
+def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
+    """For every one of `counts` things a request: which request's it is, and its number among those of the request."""
+    if (counts <= 1).all():  # as in nearly every step of decoding
+        return slice(None) if counts.all() else np.flatnonzero(counts), 0
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]

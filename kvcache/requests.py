@@ -39,8 +39,8 @@ class ReqToTokenPool:
         self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
         self.device = self.req_to_token.device
         self._free_rows = list(range(size, 0, -1))
-        self._generation = np.zeros(size + 1, dtype=np.int64)
-        self._live = np.zeros(size + 1, dtype=np.bool_)
+        self._generation = [0] * (size + 1)
+        self._issued: dict[int, ReqHandle] = {}  # by row
 
     def available_size(self) -> int:
         """Rows that can still be handed out."""
@@ -76,20 +76,18 @@ class ReqToTokenPool:
         return count <= len(self._free_rows)
 
     def _take(self, count: int) -> list[ReqHandle]:
-        rows = [self._free_rows.pop() for _ in range(count)]
-        self._live[rows] = True
-        return [ReqHandle(row, int(self._generation[row])) for row in rows]
+        handles = [ReqHandle(row, self._generation[row]) for row in (self._free_rows.pop() for _ in range(count))]
+        self._issued.update((handle.row, handle) for handle in handles)
+        return handles
 
     def _drop(self, row: int) -> None:
-        self._live[row] = False
+        del self._issued[row]
         self._generation[row] += 1
         self._free_rows.append(row)
 
     def row(self, handle: ReqHandle) -> int:
         """The row of a live handle; ValueError for a stale one."""
-        if not (
-            0 < handle.row <= self.size and self._live[handle.row] and self._generation[handle.row] == handle.generation
-        ):
+        if self._issued.get(handle.row) != handle:
             raise ValueError(
                 f"stale {handle}: its row was released or never issued; take a new one from admit(), fork() or alloc()"
             )
@@ -97,22 +95,21 @@ class ReqToTokenPool:
 
     def rows(self, handles: Sequence[ReqHandle]) -> npt.NDArray[np.int64]:
         """Rows of live handles as int64 `[n]`; ValueError names the first stale one."""
-        rows = np.array([h.row for h in handles], dtype=np.int64)
-        generations = np.array([h.generation for h in handles], dtype=np.int64)
-        inside = (rows > 0) & (rows <= self.size)
-        safe = np.where(inside, rows, 0)
-        if not (inside & self._live[safe] & (self._generation[safe] == generations)).all():
+        rows = [handle.row for handle in handles]
+        # comparing lists asks for identity first: quicker than to look at each
+        if list(map(self._issued.get, rows)) != list(handles):
             for handle in handles:
                 self.row(handle)
-        return rows
+        return np.array(rows, dtype=np.int64)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
         """`req_to_token[indices] = values`: one indexed write of token ids, given as any index torch accepts."""
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values` at `row * max_context_len + position`, int64 `[n]` on the device, without repeats."""
-        self.req_to_token.view(-1).index_copy_(0, positions, values.to(torch.int32))
+        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]` without repeats, both
+        on the device."""
+        self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched (synchronises)."""
@@ -121,6 +118,6 @@ class ReqToTokenPool:
         assert all(0 < row <= self.size for row in free), (
             f"free list names a row outside 1..{self.size}: {sorted(free)}"
         )
-        assert not self._live[0] and not self._live[free].any(), "a free row is marked live"
-        assert int(self._live.sum()) + len(free) == self.size, "rows were lost"
+        assert not self._issued.keys() & {0, *free}, "a free row is marked as issued"
+        assert len(self._issued) + len(free) == self.size, "rows were lost"
         assert not bool(self.req_to_token[0].any()), "the padding row was written"

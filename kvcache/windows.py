@@ -78,6 +78,8 @@ class WindowShares:
 
     def free_seen(self, pages: Int64Array) -> None:
         """Drops one share of each page, all of them in the window of the sequence that leaves it."""
+        if not len(pages):
+            return
         if self._two:
             self._two.free_swa_pages(pages)  # the ledger can't know whose window it is in: see its docstring
         self.allocator.free_pages(pages)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.backends.base import Backend
 from memsaver.backup.disk import DiskBackup
-from memsaver.backup.host import HostBackup, Run, Waitable
+from memsaver.backup.host import HostBackup, Waitable
 
 
 class Arrival:
@@ -32,7 +32,7 @@ class Arrival:
 
     def _fill(self, at: int, nbytes: int) -> None:
         if isinstance(self._into.backup, HostBackup):
-            runs = within(self._into.backup.runs(), at, nbytes)
+            runs = self._into.backup.part(at, nbytes)
             transfers = [(self._into.address + to, host, size) for to, host, size in runs]
             if (event := self._backend.start_copy(transfers, inward=True)) is not None:
                 self._events.append(event)
@@ -47,11 +47,3 @@ class Arrival:
         if isinstance(self._into.backup, DiskBackup):
             self._into.backup.restore(self._backend, self._into.address)
         self._into.verify()
-
-
-def within(runs: Iterator[Run] | Sequence[Run], first: int, nbytes: int) -> Iterator[Run]:
-    """The parts of runs (offset in the tag, host address, nbytes) that lie in a part of the tag."""
-    for offset, host, size in runs:
-        start, end = max(offset, first), min(offset + size, first + nbytes)
-        if start < end:
-            yield start, host + start - offset, end - start

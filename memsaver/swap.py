@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memsaver.allocator import shim
 from memsaver.arena import Arena
-from memsaver.arrival import Arrival, within
+from memsaver.arrival import Arrival
 from memsaver.backends.base import Backend
 from memsaver.backup.host import HostBackup, Waitable
 from memsaver.page_pool import LARGEST, PagePool
@@ -55,7 +55,7 @@ class Swap:
                         left.append(extent)
                     else:
                         arrival.put([extent])
-            self._rest(arrival, left, undo)
+            self._rest(arrival, undo)
             arrival.finish()
             shim.set_extents(out.slot, [])
             undo.pop_all()
@@ -64,7 +64,7 @@ class Swap:
     def _start_out(self, out: Arena, copy: HostBackup | None, extent: shim.Extent) -> Waitable | None:
         if copy is None:
             return None
-        runs = within(copy.runs(), extent.offset, extent.nbytes)
+        runs = copy.part(extent.offset, extent.nbytes)
         return self._backend.start_copy([(host, out.address + at, nbytes) for at, host, nbytes in runs])
 
     def _head_start(self, arrival: Arrival, undo: contextlib.ExitStack) -> None:
@@ -79,12 +79,12 @@ class Swap:
         def put_back() -> None:
             self._backend.map(address, extent.nbytes, extent.handle)
             self._backend.set_access(address, extent.nbytes)
-            runs = within(copy.runs(), extent.offset, extent.nbytes) if copy is not None else ()
+            runs = copy.part(extent.offset, extent.nbytes) if copy is not None else ()
             self._backend.copy([(out.address + at, host, nbytes) for at, host, nbytes in runs])
 
         undo.callback(put_back)
 
-    def _rest(self, arrival: Arrival, left: list[shim.Extent], undo: contextlib.ExitStack) -> None:
+    def _rest(self, arrival: Arrival, undo: contextlib.ExitStack) -> None:
         """What ``out`` had not: from the pool or the driver, ``ShortOfMemory``."""
         if arrival.missing:
             with self._lock:

@@ -117,8 +117,6 @@ class Cache:
 
 
 def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:
-    if kept.pool == "mla" and kept.dtype != kept.model_dtype:
-        raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r} is not supported with latent attention; use 'auto'")
     if kept.dtype not in (kept.model_dtype, *FP8_DTYPES, FP4_DTYPE):
         raise ValueError(
             f"kv_cache_dtype={config.kv_cache_dtype!r} with a model in {kept.model_dtype} is not supported; "

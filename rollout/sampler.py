@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memsaver.ops.dispatch import Impl, use_triton
 from memsaver.ops.hash import splitmix64
+from memsaver.rounding import round_up
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
@@ -85,7 +86,7 @@ def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _aligned_size(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(tensor.nbytes, _ALIGNMENT)
 
 
 def _views(buffer: Tensor, like: list[Tensor]) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memsaver.ops.digest import Digest
+from memsaver.rounding import round_up
 from rollout.model.params import Group, Param
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
@@ -24,7 +25,7 @@ _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_
 
 
 def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return round_up(nbytes, ALIGNMENT)
 
 
 def arena_nbytes(groups: Sequence[Group], dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ import torch
 from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_LEN, expand_pages
 
 Int64Array = npt.NDArray[np.int64]
+_PINNED_FROM = 1 << 16  # bytes: from here on a copy from pageable memory waits for the kernels under way
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 
 
@@ -218,8 +219,8 @@ def as_int64(values: Indices, name: str) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the caller may drop or change the array at once, and nothing waits for the device."""
+    """The array on the device; nothing waits for the device, and on a GPU the caller may change the array at once."""
     host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()  # from pageable memory CUDA waits for the kernels under way, from 64 KiB on
+    if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvcache.config import FP4_BLOCK
-from kvcache.ops.quant_triton import _LIMIT, encode_fp4, encode_fp8, fp4_scale, saturate
+from kvcache.ops.quant_triton import FP4_WARPS, encode_fp4, encode_fp8, fp4_scale, saturate
 
 _MAX_BLOCK = 1024
 _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
@@ -91,7 +91,7 @@ def set_fp4_triton(
         _set_fp4_kernel[(n, triton.cdiv(widest, blocks))](
             k, v, *parts, loc, loc.stride(0), *k.stride(), *v.stride(),
             *(stride for part in parts for stride in part.stride()[:2]),
-            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, BLOCKS=blocks,
+            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, BLOCKS=blocks, num_warps=FP4_WARPS,
         )  # fmt: skip
 
 
@@ -104,7 +104,8 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     head, first = block * 16 // DIM, block * 16 % DIM  # a block never spans heads: DIM is a multiple of 16
     pair, element = tl.arange(0, 8), tl.arange(0, 16)
     at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None] + element[None, :] * stride_d
-    values = saturate(tl.load(at, mask=inside[:, None]).to(tl.float32), _LIMIT)
+    values = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
+    values = tl.where(values == values, values, 0.0)
     even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))
     scale = fp4_scale(even, odd)
     byte = encode_fp4(even, scale) | (encode_fp4(odd, scale) << 4)

@@ -64,8 +64,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:
-        """`scales` as fp32 on the device, for kernels, always at one address, so that a captured graph sees new ones;
-        None where they are 1 for good."""
+        """`scales` of keys and of values, fp32 `[2]` on the device (one kind of row is both), for kernels, always
+        at one address, so that a captured graph sees new ones; None where they are 1 for good."""
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:

@@ -45,7 +45,8 @@ class Codec(ABC):
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> torch.Tensor | None:
-        """The same as fp32 `[kinds]` on the device, always at one address; None where they are 1 for good."""
+        """The same as fp32 `[2]` on the device, of keys and of values (one kind of row is both), always at one address;
+        None where they are 1 for good."""
         return None
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
@@ -84,9 +85,8 @@ class FP8Codec(Codec):
         self.accepts = (config.dtype, *_FLOATS)
         kinds = len(config.rows)
         self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
-        self._device_scales = torch.ones((config.num_layers, kinds), device=config.device)
-        # always two, as two kinds of rows are written at once
-        self._inverse = torch.ones((config.num_layers, 2), device=config.device)
+        # always two: keys and values are read, and two kinds of rows written, at once
+        self._device_scales, self._inverse = torch.ones((2, config.num_layers, 2), device=config.device)
 
     def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
         return (Part(name=name, row=(heads, width), dtype=torch.uint8),)
@@ -120,10 +120,9 @@ class FP8Codec(Codec):
                 f"scales {tuple(scales)} of layer {layer} must be one finite number > 0 for each of {names}"
             )
         self._scales[layer] = tuple(exact.tolist())
-        for nth in range(2):
-            value, at = inverse[min(nth, len(exact) - 1)], min(nth, len(exact) - 1)
-            self._inverse[layer, nth].fill_(float(value))  # an argument of a launch: nothing waits
-            self._device_scales[layer, at].fill_(float(exact[at]))
+        for nth, at in enumerate((0, len(exact) - 1)):
+            self._inverse[layer, nth].fill_(float(inverse[at]))  # an argument of a launch: nothing waits
+            self._device_scales[layer, nth].fill_(float(exact[at]))
 
 
 class FP4Codec(Codec):

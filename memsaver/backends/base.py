@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memsaver.allocator import shim
 from memsaver.errors import BackendError
+from memsaver.rounding import round_up
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ class ShimBackend:
 
     def round_up(self, nbytes: int) -> int:
         """To whole pages."""
-        return -(-nbytes // self.granularity) * self.granularity
+        return round_up(nbytes, self.granularity)
 
     def create(self, nbytes: int) -> shim.Extent:
         """A new extent, for which the page pool makes room where it must; raises ``ShortOfMemory``."""

@@ -140,7 +140,9 @@ class CudaBackend(ShimBackend):
         """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._check("copy", shim.copy(self.phys, transfers, stream.cuda_stream))
+        if code := shim.copy(self.phys, transfers, stream.cuda_stream):
+            stream.synchronize()  # what was queued before the one that failed: the caller unmaps its memory
+        self._check("copy", code)
         return stream.record_event()
 
     def reclaim(self) -> None:

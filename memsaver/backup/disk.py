@@ -17,6 +17,7 @@ from memsaver.backup.disk_file import BLOCK, DiskFile
 from memsaver.backup.host_arena import HostArena, Piece
 from memsaver.backup.ranges import Ranges, cut
 from memsaver.backup.workers import workers
+from memsaver.rounding import round_up
 
 _CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
@@ -113,5 +114,5 @@ def _placed(address: int, parts: Sequence[tuple[int, int]]) -> list[Transfer]:
 
 def _memory(buffer: Piece, nbytes: int) -> memoryview:
     """The buffer's first bytes, in whole blocks."""
-    size = -(-nbytes // BLOCK) * BLOCK
+    size = round_up(nbytes, BLOCK)
     return memoryview((ctypes.c_char * size).from_address(buffer.address)).cast("B")

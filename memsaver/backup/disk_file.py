@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memsaver.errors import BackendError, format_bytes
+from memsaver.rounding import round_up
 
 BLOCK = 4096  # bytes: what direct I/O wants addresses, offsets and lengths to be multiples of
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
@@ -30,7 +31,7 @@ class BlockFile:
     """
 
     def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:
-        self.nbytes = -(-nbytes // BLOCK) * BLOCK
+        self.nbytes = round_up(nbytes, BLOCK)
         self._fd, self._place, self._advice = fd, place, advice
         self._close = weakref.finalize(self, os.close, fd)
         self._close.atexit = False

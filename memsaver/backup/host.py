@@ -12,6 +12,7 @@ import torch
 from memsaver.backends.base import Backend
 from memsaver.backup.host_arena import HostArena
 from memsaver.backup.ranges import Ranges, joined
+from memsaver.rounding import round_up
 
 _ALIGNMENT = 64
 Run = tuple[int, int, int]
@@ -42,12 +43,8 @@ class HostBackup:
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
-        found: list[tuple[int, int]] = []
-        for start, host, size in self.runs():
-            first, last = max(start, offset), min(start + size, offset + nbytes)
-            if first < last:
-                found.append((host + first - start, last - first))
-        return [_view(address, size, self) for address, size in joined(found)]
+        found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
+        return [_view(address, size, self) for address, size in found]
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
@@ -65,10 +62,17 @@ class HostBackup:
                 offset, nbytes = offset + size, nbytes - size
                 host, room = host + _aligned(size), room - _aligned(size)
 
+    def part(self, first: int, nbytes: int) -> Iterator[Run]:
+        """What of the runs lies in these bytes of the tag."""
+        for offset, host, size in self.runs():
+            start, end = max(offset, first), min(offset + size, first + nbytes)
+            if start < end:
+                yield start, host + start - offset, end - start
+
 
 def _aligned(nbytes: int) -> int:
     """So that every range begins where a tensor may."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(nbytes, _ALIGNMENT)
 
 
 def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:

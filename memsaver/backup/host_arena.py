@@ -12,6 +12,7 @@ from memsaver.backup import host_pages
 from memsaver.backup.host_pages import HUGE_PAGE, Pinner
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.host_limits import available_memory
+from memsaver.rounding import round_up
 
 _SHARE = 0.8  # of the memory that is available: others want some, too
 UNIT = 4096  # bytes: what direct I/O asks for
@@ -66,7 +67,7 @@ class HostArena:
         taken: list[Piece] = []
         with self._lock:
             self._collect()
-            left = -(-nbytes // UNIT) * UNIT
+            left = round_up(nbytes, UNIT)
             try:
                 while left and (piece := self._take_free(left, whole)):
                     taken.append(piece)
@@ -105,7 +106,7 @@ class HostArena:
         return Piece(piece.address, size)
 
     def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
-        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+        size = round_up(nbytes, HUGE_PAGE)
         self._check_budget(size)
         most = size if whole else _SEGMENT
         sizes = [min(most, size - at) for at in range(0, size, most)]

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from memsaver.backup.workers import workers
 from memsaver.libc import MAP_FAILED, libc
+from memsaver.rounding import round_up
 
 HUGE_PAGE = 2 << 20
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
@@ -55,7 +56,7 @@ def _map(nbytes: int) -> int:
     )
     if raw == MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
-    address: int = -(-raw // HUGE_PAGE) * HUGE_PAGE
+    address = round_up(raw, HUGE_PAGE)
     for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):  # whole huge pages only
         if end > start:
             libc().munmap(start, end - start)

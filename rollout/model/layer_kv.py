@@ -132,15 +132,17 @@ class SparseKV(PlainKV):
 
 
 def layer_kv(cache: Cache, layer: int) -> LayerKV:
-    """How the cache keeps this layer. Slots are those of the pool that holds it."""
+    """How the cache keeps this layer. Slots are those of the pool that holds it. Latent rows are written by their
+    mixer."""
     pool, kept = cache.pool, cache.layout
     if cache.sparsity is not None:
         assert isinstance(pool, DoubleSparseTokenToKVPool)
         return SparseKV(pool, layer, cache.sparsity)
     if isinstance(pool, RoutedKVPool):
         pool, layer = pool.route(layer)
+    value_dim = kept.kv_lora_rank or kept.rows["v"][1]
     if kept.dtype == FP4_DTYPE:
-        return FP4KV(pool, layer, kept.rows["v"][1])
+        return FP4KV(pool, layer, value_dim)
     if kept.dtype in FP8_DTYPES:
-        return FP8KV(pool, layer, kept.rows["v"][1])
+        return FP8KV(pool, layer, value_dim)
     return PlainKV(pool, layer)

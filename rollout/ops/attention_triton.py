@@ -8,13 +8,14 @@ is the "tail", multiplied by itself: so no block is padded from rank + rope to a
 
 Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with peaks, sums and
 accumulators in fp32. Anything else, and everything in the interpreter, which is wrong on bf16, is widened to fp32 right
-after the load ("wide"). fp8 is loaded as bytes and decoded by its bits, so any GPU and the interpreter will do; bf16
-and fp16 hold every value of it. Its scales are read on the device: that of the keys joins the softmax scale.
+after the load ("wide"). fp8 is loaded as bytes and converted by the hardware that can (Ada, Hopper), elsewhere and in
+the interpreter by its bits; bf16 and fp16 hold every value of it. Its scales are read on the device: that of the keys
+joins the softmax scale.
 """
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) ->
 
 def triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float) -> Tensor:
     """Same contract as `attend`, over what is stored."""
-    fp8 = _MANTISSA.get(stored.k.dtype, 0)
+    fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
     k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
@@ -118,6 +119,11 @@ def triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float
     if plan.num_prefill:
         _launch_prefill(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
     return out
+
+
+@cache
+def _converts_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _launch_decode(
@@ -199,7 +205,8 @@ def decode_blocks(
     if wide:
         block_n, warps = 32 if constants["BLOCK_V"] <= 256 else 16, 4 if rows * constants["BLOCK_V"] <= 1024 else 8
         return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
-    return {**constants, "BLOCK_G": MAX_HEADS, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+    block_n = 32 if fp8 and latent else 64  # more latent rows at once are spilled while they are converted
+    return {**constants, "BLOCK_G": MAX_HEADS, "BLOCK_N": block_n, "num_warps": 4, "num_stages": stages}
 
 
 def combine_warps(block_v: int) -> int:
@@ -213,7 +220,7 @@ def prefill_blocks(
     """Compile-time arguments of `_prefill`. A program computes BLOCK_M rows (query token, head), whatever the batch."""
     constants = _dims(group, dim, value_dim, wide, latent, fp8)
     if latent and constants["BLOCK_D"] > 128:  # sums of 512 elements a row: what is just not spilled
-        block_m, block_n = (16, 16) if wide else (32, 32)
+        block_m, block_n = (16, 16) if wide else (16 if fp8 > 0 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:  # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
         block_m, block_n = 64 if constants["BLOCK_D"] <= 64 else 32, 64 if constants["BLOCK_D"] == 128 else 32
@@ -242,12 +249,15 @@ def _dims(group: int, dim: int, value_dim: int, wide: bool, latent: bool, fp8: i
 def _gather(  # type: ignore[no-untyped-def]
     base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr = 0
 ):
-    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros; FP8: bits of mantissa or 0."""
+    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros. FP8: bits of mantissa or 0,
+    negative where the hardware converts."""
     dims = tl.arange(0, BLOCK)
     at = base + rows[:, None] * stride + dims[None, :]
     values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0)
-    if FP8:
+    if FP8 > 0:
         values = decode_fp8(values, FP8)
+    elif FP8 < 0:
+        values = values.to(tl.float8e4nv if FP8 == -3 else tl.float8e5, bitcast=True).to(tl.float16)
     return values.to(tl.float32) if WIDE else values
 
 

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,20 +18,12 @@ from typing import Any
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import Sampler, conditions, others_write, print_table, save
+from tests.benchmarks.common import Sampler, conditions, others_write, print_table, save, timed
+from tests.benchmarks.rival_tms import in_its_process
 
 COUNT, MIB = 182, 45  # 8 GiB
 GIB, MEGA = 1 << 30, 1 << 20
 REPEATS, WARMUP = 5, 2
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Milliseconds."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3
 
 
 def cycles(
@@ -216,25 +206,6 @@ def dd(directory: Path) -> tuple[float, float]:
         file.unlink(missing_ok=True)
 
 
-def rival(retain: bool) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.benchmarks.rival_tms",
-        str(COUNT),
-        str(MIB),
-        str(REPEATS),
-        "freed",
-        "backup",
-    ]
-    done = subprocess.run(command + ["retain"] * retain, capture_output=True, text=True, timeout=240)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise RuntimeError(f"torch_memory_saver failed: {done.stderr[-500:]}")
-    result: dict[str, float] = json.loads(lines[-1])
-    return result
-
-
 def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
     from tests.benchmarks.plots import stacked_bars
 
@@ -247,19 +218,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"))
+    rival = partial(in_its_process, COUNT, MIB, REPEATS, "freed", "backup")
     cases: dict[str, Callable[[], dict[str, float]]] = {
         "pinned copy": floor,
         "host, extents kept": lambda: to_the_host("keep"),
         "host, extents to the driver, resumed at once": lambda: to_the_host("driver"),
         "the same, resumed a second later": lambda: to_the_host("driver", lambda: others_write(0)),
         "the same, written by others meanwhile": lambda: to_the_host("driver", lambda: others_write(COUNT * MIB << 20)),
-        "torch_memory_saver, retain_cpu_backup": lambda: rival(True),
-        "torch_memory_saver": lambda: rival(False),
+        "torch_memory_saver, retain_cpu_backup": lambda: in_its_process(
+            COUNT, MIB, REPEATS, "freed", "backup", "retain"
+        ),
+        "torch_memory_saver": rival,
         "marked clean": clean,
         "half of the blocks freed": half_freed,
         "200 cycles": many_cycles,
         "swap 16 GiB": swap,
-        "disk": lambda: disk(parser.parse_args().disk),
+        "disk": lambda: disk(args.disk),
     }
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     args = parser.parse_args()

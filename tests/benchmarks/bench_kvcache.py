@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.common import conditions, print_table, save
-from tests.benchmarks.kvcache import blocks, expand, groups, radix, resize, rows, sharing
+from tests.benchmarks.kvcache import blocks, expand, groups, radix, reads, resize, rows, sharing
 from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
 Case = Callable[[Scale], list[Figure]]
@@ -23,13 +23,14 @@ GPU_CASES: dict[str, Case] = {
     "write": rows.write,
     "move": rows.move,
     "fp8 and FP4": rows.quantised,
+    "attention reads": reads.read,
     "resize": resize.resize,
     "group prefill": groups.prefill,
 }
-# on the host, and on the GPU too where there is one
+# on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
 CPU_CASES: dict[str, Case] = {"radix": radix.radix, **sharing.CASES}  # no device is involved
-CASES = {**GPU_CASES, **HOST_CASES, **CPU_CASES}
+CASES = {**HOST_CASES, **GPU_CASES, **CPU_CASES}
 
 
 def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
@@ -52,6 +53,17 @@ def measure(names: list[str], tiny: bool) -> dict[str, list[Figure]]:
     return results
 
 
+def draw(path: Path, results: dict[str, list[Figure]]) -> None:
+    """Everything that moves bytes, beside the device's copy."""
+    from tests.benchmarks.plots import stacked_bars
+
+    part = "bytes read and written, % of the rate of one large copy"
+    figures = [(name, figure) for name, case in results.items() for figure in case]
+    rows = {f"{name}: {figure.what}": {part: figure.value} for name, figure in figures if figure.unit == "% of copy"}
+    if rows:
+        stacked_bars(path, "KV cache pools", rows, unit="%")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -65,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     head = ["case", "what", "value", "unit", "target"]
     print_table(head, [[name, f.what, f.value, f.unit, f.target] for name, case in results.items() for f in case])
     save(args.out, "bench_kvcache", {name: [asdict(figure) for figure in case] for name, case in results.items()})
+    if args.out is not None:
+        draw(args.out / "bench_kvcache.png", results)
 
 
 if __name__ == "__main__":

@@ -6,33 +6,21 @@ Every case checks content where content is kept, and that freed memory was reall
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
-import subprocess
-import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from memsaver import MemorySaver
 from memsaver.backends.base import Backend
-from tests.benchmarks.common import conditions, free_bytes, median_ms, others_write, print_table, save
+from tests.benchmarks.common import conditions, free_bytes, median_ms, others_write, print_table, save, timed
+from tests.benchmarks.rival_tms import in_its_process
 
 COUNT, MIB = 340, 45  # 14.9 GiB
 GIB = 1 << 30
 REPEATS = 7
-
-
-def timed(run: Any) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3
 
 
 def middle(values: list[float]) -> float:
@@ -183,13 +171,7 @@ def allocating() -> dict[str, float]:
 
 
 def rival(written: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.benchmarks.rival_tms", str(COUNT), str(MIB), str(REPEATS), written]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise RuntimeError(f"torch_memory_saver failed: {done.stderr[-500:]}")
-    result: dict[str, float] = json.loads(lines[-1])
-    return result
+    return in_its_process(COUNT, MIB, REPEATS, written)
 
 
 CASES = {

@@ -87,6 +87,15 @@ def median_ms(run: Callable[[], object], repeats: int = 10, warmup: int = 3) -> 
     return statistics.median(times)
 
 
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds, the device's work included."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
 def free_bytes() -> int:
     """Bytes of the device that another can take, less some for itself."""
     return torch.cuda.mem_get_info()[0] - (2 << 30)

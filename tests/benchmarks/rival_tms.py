@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 
@@ -41,6 +42,17 @@ def main(count: int, mib: int, repeats: int, written: str, backup: bool, retain:
     medians = {key: statistics.median(values[2:]) for key, values in rows.items()}
     print(json.dumps({"first pause": rows["pause"][0], **medians}), flush=True)
     os._exit(0)
+
+
+def in_its_process(count: int, mib: int, repeats: int, written: str, *flags: str) -> dict[str, float]:
+    """What it prints. flags: "backup", "retain"; the rest as in ``main``."""
+    command = [sys.executable, "-m", __name__, str(count), str(mib), str(repeats), written, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"torch_memory_saver failed: {done.stderr[-500:]}")
+    result: dict[str, float] = json.loads(lines[-1])
+    return result
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Blocks:
             self.manager._lens.tolist(),
             self.table.req_to_token.tolist(),
             list(self.table._free_rows),
-            self.table._generation.tolist(),
+            list(self.table._generation),
         )
 
 

@@ -87,7 +87,7 @@ def test_writes() -> None:
     table = ReqToTokenPool(2, 4, DEVICE)
     table.write((1, slice(0, 3)), torch.tensor([7, 8, 9], device=DEVICE))
     table.write((torch.tensor([2, 1]), torch.tensor([0, 3])), torch.tensor([5, 6], device=DEVICE))
-    table.write_flat(torch.tensor([9, 11], device=DEVICE), torch.tensor([40, 41], device=DEVICE))
+    table.write_flat(torch.tensor([9, 11], device=DEVICE), torch.tensor([40, 41], dtype=torch.int32, device=DEVICE))
     assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
 
 

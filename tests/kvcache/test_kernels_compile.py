@@ -20,8 +20,8 @@ KERNELS = [
     (kv_write_triton._set_kernel, "*u8", PLAIN),
     (kv_write_triton._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
     (quant_triton._read_fp8_kernel, "*bf16", dict(HEADS=8, DIM=128, BLOCK=1024, LIMIT=65504.0, MANTISSA=3)),
-    (move_triton._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512)),
-    (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512)),
+    (move_triton._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
+    (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
     (quant_triton._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
 ]
 for kernel, element, constants in KERNELS:
@@ -29,7 +29,7 @@ for kernel, element, constants in KERNELS:
     types |= {"loc": "*i64", "tgt": "*i64", "src": "*i64", "scale": "*fp32", "inverse_scales": "*fp32"}
     signature = {}
     for name in kernel.arg_names:
-        number = "i64" if "stride" in name or name.endswith(("_slot", "_head")) else "*u8"
+        number = "i64" if "stride" in name or name.endswith(("_slot", "_head", "count")) else "*u8"
         signature[name] = "constexpr" if name in constants else types.get(name, number)
     ptx = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32)).asm["ptx"]
     print(kernel.__name__, len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))

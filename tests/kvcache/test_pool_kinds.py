@@ -73,6 +73,9 @@ def test_device_scales_stay_at_one_address() -> None:
     seen = pool.device_scales(1)
     pool.set_scales(1, 0.1, 3.0)
     assert seen is not None and tuple(seen.tolist()) == pool.scales(1)
+    latent = MLATokenToKVPool(mla(FP8))
+    latent.set_scales(0, 0.25)
+    assert latent.scales(0) == (0.25,) and latent._codec.device_scales(0).tolist() == [0.25, 0.25]
     assert MHATokenToKVPool(mha()).device_scales(1) is None
     with pytest.raises(ValueError, match="layer 2 is not in this pool"):
         pool.device_scales(2)

@@ -212,6 +212,7 @@ def test_a_silent_peer_is_named_and_nothing_changes(device: str, monkeypatch: py
         other.ask("detach")
         assert other.process.pid is not None
         os.kill(other.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, other.process.pid, os.WSTOPPED)  # until then its threads may still answer
         with pytest.raises(memsaver.LeaseError, match=f"process {other.process.pid} does not let go of 1 extents"):
             saver.pause()
         assert not saver.is_paused("kv") and bool((mine == 7).all())

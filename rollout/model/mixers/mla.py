@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvcache import MLATokenToKVPool
 from rollout.model.config import RopeConfig
+from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
-from rollout.ops.attention import paged_attention
 from rollout.ops.norm import rms_norm
 from rollout.ops.rotary import rotate_heads
 
@@ -132,7 +132,7 @@ class LatentAttention:
         self._o_bias = store.tensor(name + "o_proj.bias") if config.bias else None
         self._rotary = parts.rotary(config.rope, config.rope_dim)
         assert isinstance(parts.cache.pool, MLATokenToKVPool)
-        self._layer, self._pool = index, parts.cache.pool
+        self._layer, self._pool, self._kv = index, parts.cache.pool, layer_kv(parts.cache, index)
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -146,7 +146,7 @@ class LatentAttention:
     def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
         """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads, rank]."""
         self._pool.set_mla_kv_buffer(self._layer, batch.slots, latent.unsqueeze(1), key)
-        return paged_attention(q, *self._pool.get_kv_buffer(self._layer), batch.plan, self._scale)
+        return self._kv.attend(q, batch.plan, self._scale)
 
     def _absorb(self, queries: Tensor, batch: Batch) -> Tensor:
         """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside what meets their rotary
