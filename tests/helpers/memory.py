@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -53,6 +54,14 @@ def memfd_bytes(pids: list[int]) -> int:
                     if "/memfd:memsaver" in os.readlink(link):
                         sizes[str(link.stat().st_ino)] = link.stat().st_size
     return sum(sizes.values())
+
+
+def family_bytes(device: str) -> int:
+    """Memfds of memsaver that this process and its descendants hold (host), or the device's used memory (GPU)."""
+    if device != "cpu":
+        return process_bytes(device)
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return memfd_bytes([process.pid for process in family])
 
 
 def open_fds() -> int:

@@ -19,10 +19,19 @@ def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     committed = saver.report().tags["kv_cache"].committed_bytes
     live = sum(tensor.nbytes for tensor in tensors)
     assert live <= committed < live + 2 * saver._backend.granularity + 64 * 1024
-    before, machine = process_bytes(device), machine_bytes(device)
-    saver.pause("kv_cache")
-    assert before - process_bytes(device) == committed
-    assert machine - machine_bytes(device) == pytest.approx(committed, abs=256 * 1024)  # others use Shmem, too
+    before = process_bytes(device)
+    fell = []
+    for _ in range(20 if device == "cpu" else 1):  # other processes use the machine's shared memory, too
+        saver.resume("kv_cache")
+        for tensor in tensors:
+            tensor.fill_(1)
+        machine = machine_bytes(device)
+        saver.pause("kv_cache")
+        assert before - process_bytes(device) == committed
+        fell.append(machine - machine_bytes(device))
+        if abs(fell[-1] - committed) <= 256 * 1024:
+            break
+    assert fell[-1] == pytest.approx(committed, abs=256 * 1024), fell
     assert saver.report().tags["kv_cache"].committed_bytes == 0
     saver.resume("kv_cache")
     for tensor in tensors:
