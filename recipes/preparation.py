@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memsaver.rounding import round_up
 from recipes.config import Recipe
 from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
@@ -120,7 +121,7 @@ def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context:
     answer = recipe.sampling.max_tokens
     need = longest_prompt + answer
     page = recipe.engine.page_size
-    rounded = -(-need // page) * page
+    rounded = round_up(need, page)
     if rounded > kv_tokens:
         key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
         remedy = f"set engine.kv_tokens={rounded} or more"

@@ -7,6 +7,7 @@ import torch
 
 from kvcache import kv_dtype
 from memsaver.ops.dispatch import Impl
+from memsaver.rounding import round_up
 from rollout.double_sparsity import DoubleSparsity
 from rollout.tiers import KVTiers
 
@@ -99,5 +100,5 @@ class EngineConfig:
 
     def _check_whole_pages(self, key: str, tokens: int) -> None:
         if tokens % self.page_size:
-            rounded = -(-tokens // self.page_size) * self.page_size
+            rounded = round_up(tokens, self.page_size)
             raise ValueError(f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}")

@@ -10,8 +10,9 @@ import torch
 from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_LEN, expand_pages
 
 Int64Array = npt.NDArray[np.int64]
-_PINNED_FROM = 1 << 16  # bytes: from here on a copy from pageable memory waits for the kernels under way
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
+
+_PINNED_FROM = 1 << 16  # bytes: from here on a copy from pageable memory waits for the kernels under way
 
 
 class KVAllocator(ABC):

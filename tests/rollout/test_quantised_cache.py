@@ -1,5 +1,6 @@
 """fp8 and FP4 pools driven by the engine: exact where arithmetic says so, measured agreement where it can't be."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,11 @@ def poison(engine: Engine, *_: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poisoned_free_slots_change_nothing(tmp_path: Path, dtype: str, device: str) -> None:
-    engine = engine_of(tmp_path, device, dtype, max_prefill_tokens=24, prefix_cache=False)  # would hold computed tokens
+    # No prefix cache: it would hold tokens that were computed.
+    assert_poison_changes_nothing(engine_of(tmp_path, device, dtype, max_prefill_tokens=24, prefix_cache=False))
+
+
+def assert_poison_changes_nothing(engine: Engine) -> None:
     clean = answers(engine)
     poison(engine)
     out = engine.generate(PROMPTS, GREEDY, on_progress=partial(poison, engine))
@@ -285,16 +290,21 @@ BOUNDS = {"fp8_e4m3": (0.16, 0.8), "fp8_e5m2": (0.3, 0.65), "fp4_e2m1": (0.6, 0.
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_agreement_with_the_unquantised_engine(tmp_path: Path, kind: str) -> None:
-    """200 sampled tokens, put into both engines' mouths."""
-    plain = engine_of(tmp_path, "cpu", "auto", kind, kv_tokens=1024)
+    save_tiny(tmp_path, kind, **MODELS[kind])
+    assert_agreement(lambda dtype: engine_of(tmp_path, "cpu", dtype, kv_tokens=1024), BOUNDS)
+
+
+def assert_agreement(make: Callable[[str], Engine], bounds: dict[str, tuple[float, float]]) -> None:
+    """200 sampled tokens, put into both engines' mouths. bounds: see `BOUNDS`."""
+    plain = make("auto")
     prompts = random_prompts((5, 40, 90, 150))
     out = plain.generate(prompts, SamplingParams(max_tokens=50, seed=1))
     means = []
-    for dtype, (most, least) in BOUNDS.items():
-        engine = engine_of(tmp_path, "cpu", dtype, kv_tokens=1024)
+    for dtype, (most, least) in bounds.items():
+        engine = make(dtype)
         pairs = [agreement(plain, engine, prompt, each.token_ids) for prompt, (each,) in zip(prompts, out, strict=True)]
         gap, same = (torch.cat(each) for each in zip(*pairs, strict=True))
-        print(kind, dtype, len(gap), gap.mean(), same.float().mean())
+        print(dtype, len(gap), gap.mean(), same.float().mean())
         means.append(gap.mean())
         assert len(gap) == 200 and 1e-3 < gap.mean() <= most and same.float().mean() >= least
     assert means == sorted(means)

@@ -1,6 +1,5 @@
 """fp8 and FP4 latent rows driven by the engine: what it answers is exactly what rounded rows give."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,16 @@ import torch
 
 from kvcache import MLACacheConfig, MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.config import FP4_DTYPE, kv_dtype
-from rollout import Engine, SamplingParams
-from tests.helpers.forcing import agreement
+from rollout import Engine
 from tests.helpers.models import MLA, save_tiny
-from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_quantised_cache import DTYPES, GREEDY, PROMPTS, answers, assert_same, poison
+from tests.rollout.test_quantised_cache import (
+    DTYPES,
+    PROMPTS,
+    answers,
+    assert_agreement,
+    assert_poison_changes_nothing,
+    assert_same,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
 RANK, ROPE = 32, 16
@@ -78,11 +82,8 @@ def test_triton_equals_an_engine_with_rounded_rows(tmp_path: Path, dtype: str) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_poisoned_free_slots_change_nothing(tmp_path: Path, dtype: str, device: str) -> None:
-    engine = engine_of(tmp_path, device, dtype, max_prefill_tokens=24, prefix_cache=False)  # would hold computed tokens
-    clean = answers(engine)
-    poison(engine)
-    out = engine.generate(PROMPTS, GREEDY, on_progress=partial(poison, engine))
-    assert_same([(each.token_ids, torch.tensor(each.logprobs)) for (each,) in out], clean)
+    # No prefix cache: it would hold tokens that were computed.
+    assert_poison_changes_nothing(engine_of(tmp_path, device, dtype, max_prefill_tokens=24, prefix_cache=False))
 
 
 def test_bytes_of_a_token(tmp_path: Path) -> None:
@@ -95,18 +96,7 @@ BOUNDS = {"fp8_e4m3": (0.12, 0.8), "fp8_e5m2": (0.25, 0.65), "fp4_e2m1": (0.6, 0
 
 
 def test_agreement_with_the_unquantised_engine(tmp_path: Path) -> None:
-    plain = engine_of(tmp_path, "cpu", "auto", kv_tokens=1024)
-    prompts = random_prompts((5, 40, 90, 150))
-    out = plain.generate(prompts, SamplingParams(max_tokens=50, seed=1))
-    means = []
-    for dtype, (most, least) in BOUNDS.items():
-        engine = engine_of(tmp_path, "cpu", dtype, kv_tokens=1024)
-        pairs = [agreement(plain, engine, prompt, each.token_ids) for prompt, (each,) in zip(prompts, out, strict=True)]
-        gap, same = (torch.cat(each) for each in zip(*pairs, strict=True))
-        print(dtype, len(gap), gap.mean(), same.float().mean())
-        means.append(gap.mean())
-        assert len(gap) == 200 and 1e-4 < gap.mean() <= most and same.float().mean() >= least
-    assert means == sorted(means)
+    assert_agreement(lambda dtype: engine_of(tmp_path, "cpu", dtype, kv_tokens=1024), BOUNDS)
 
 
 def test_latent_and_rotary_key_must_be_whole_blocks(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from kvcache import KVCacheConfig, KVPool, MHATokenToKVPool, MHATokenToKVPoolFP4, MLACacheConfig, MLATokenToKVPool
+from kvcache import KVCacheConfig, KVPool, MLACacheConfig, MLATokenToKVPool
 from kvcache.config import FP4_DTYPE, TokenConfig
 from rollout.model.layer_kv import FP4KV, FP8KV
 from rollout.ops.attention import BatchShape, KVReader, StoredKV, attend, plan_attention
 from tests.benchmarks.kvcache.base import Figure, Scale, device_us, share, shuffled_slots
+from tests.benchmarks.kvcache.rows import pool_of
 
 PAGE_SIZE, LAYERS, LAYER = 16, 4, 2
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of Llama-3.1-8B
@@ -72,7 +73,7 @@ def _filled(scale: Scale, config: TokenConfig) -> tuple[KVPool, torch.Tensor]:
         latent.set_kv_buffer(LAYER, slots, rows[0])
         return latent, slots
     assert isinstance(config, KVCacheConfig)
-    pool = (MHATokenToKVPoolFP4 if config.dtype == FP4_DTYPE else MHATokenToKVPool)(config)
+    pool = pool_of(config)
     pool.set_kv_buffer(LAYER, slots, *rows)
     return pool, slots
 

@@ -17,7 +17,6 @@ CHECKED = 1024  # tokens that are compared with a reference
 
 
 def make_pool(scale: Scale, dtype: torch.dtype, pages: int, layers: int = 1) -> MHATokenToKVPool:
-    kind = MHATokenToKVPoolFP4 if dtype == FP4_DTYPE else MHATokenToKVPool
     config = KVCacheConfig(
         num_layers=layers,
         size=pages * PAGE_SIZE,
@@ -27,7 +26,11 @@ def make_pool(scale: Scale, dtype: torch.dtype, pages: int, layers: int = 1) -> 
         num_kv_heads=HEADS,
         head_dim=DIM,
     )
-    return kind(config)
+    return pool_of(config)
+
+
+def pool_of(config: KVCacheConfig) -> MHATokenToKVPool:
+    return (MHATokenToKVPoolFP4 if config.dtype == FP4_DTYPE else MHATokenToKVPool)(config)
 
 
 def random_rows(scale: Scale, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
