@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums
 
 CONTENTS = ("discard", "host", "disk")
+_forgotten: deque[tuple[Backend, Reservation, int]] = deque()  # what is left of arenas that nobody refers to
 
 
 class Reservation:
@@ -213,9 +215,18 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
 
 
 def _give_back(backend: Backend, reservation: Reservation, slot: int) -> None:
-    """Undo of an arena that nobody refers to; where a region's tensors outlive it, their memory stays."""
+    """Undo of an arena that nobody refers to: now, or with the next one where a graph capture forbids to wait."""
+    _forgotten.append((backend, reservation, slot))
+    with contextlib.suppress(IndexError):  # finalizers run in any thread: another one took the last
+        while not backend.capturing:
+            _undo(*_forgotten.popleft())
+
+
+def _undo(backend: Backend, reservation: Reservation, slot: int) -> None:
+    """Where a region's tensors outlive the arena, their memory stays."""
     if shim.stats(slot).blocks:
         return
+    backend.synchronize()  # kernels that use it may be queued on any stream
     _decommit(backend, reservation.address, slot)
     if shim.library().ms_arena_free(slot) == 0:
         reservation.close()

@@ -121,6 +121,11 @@ class CudaBackend(ShimBackend):
         with self._call(Operation.SYNCHRONIZE):
             torch.cuda.synchronize(self.device)
 
+    @property
+    def capturing(self) -> bool:
+        """Is this thread capturing a graph, so that waiting for the device would end it in an error?"""
+        return torch.cuda.is_current_stream_capturing()
+
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
         owner = _Span(address, nbytes)

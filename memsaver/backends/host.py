@@ -76,6 +76,11 @@ class HostBackend(ShimBackend):
         with self._call(Operation.SYNCHRONIZE):
             pass
 
+    @property
+    def capturing(self) -> bool:
+        """There are no graphs."""
+        return False
+
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
         owner = (ctypes.c_char * nbytes).from_address(address)

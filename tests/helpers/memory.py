@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -40,8 +41,10 @@ def machine_bytes(device: str) -> int:
 def memfd_bytes(pids: list[int]) -> int:
     """Bytes of all memfds of memsaver that these processes have open or mapped, each counted once.
 
-    Unlike what the machine's kernel counts, this is not disturbed by others.
+    Unlike what the machine's kernel counts, this is not disturbed by others. Savers of earlier tests that only cycles
+    keep go first.
     """
+    gc.collect()
     sizes: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -129,6 +129,37 @@ def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
+def test_a_dropped_saver_unmaps_nothing_under_a_running_kernel() -> None:
+    for _ in range(3):
+        saver = MemorySaver("cuda:0")
+        tensor = saver.empty(64 << 20, torch.uint8, tag="t")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        tensor.fill_(1)
+        del saver, tensor
+        gc.collect()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_saver_dropped_during_a_capture_is_given_back_later() -> None:
+    numbers = torch.zeros(8, device="cuda:0").add_(0)
+    saver = MemorySaver("cuda:0")
+    tensor = saver.empty(64 << 20, torch.uint8, tag="t")
+    backend, graph = saver._backend, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+        del saver, tensor
+        gc.collect()
+        assert backend.committed_bytes == 64 << 20
+    del graph
+    other = MemorySaver("cuda:0").empty(1, torch.uint8, tag="t")
+    del other
+    gc.collect()
+    assert backend.committed_bytes == 0
+
+
 def _wake(fraction: float, pipe: Connection) -> None:
     saver = MemorySaver("cuda:0")
     nbytes = int(torch.cuda.mem_get_info()[1] * fraction) >> 21 << 21
