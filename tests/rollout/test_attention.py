@@ -291,7 +291,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-import rollout.ops.attention_triton as kernels
+from rollout.ops import attention_blocks as blocks
+from rollout.ops import attention_kernels_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -319,15 +320,15 @@ for dim, value_dim, group in ((64, 64, 4), (128, 128, 4), (576, 512, 16)):
     kinds = [("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*bf16", False, -3), ("*fp16", False, -2)]
     for dtype, wide, fp8 in kinds:
         shape = (group, dim, value_dim, wide, latent, fp8)
-        warps = kernels.combine_warps(value_dim)
+        warps = blocks.combine_warps(value_dim)
         made_for = [
-            (kernels._decode_split, kernels.decode_blocks(*shape) | dict(mapping=None)),
-            (kernels._decode_combine, dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=warps)),
-            (kernels._prefill, kernels.prefill_blocks(*shape) | dict(mapping=None)),
+            (kernels.decode_split, blocks.decode_blocks(*shape) | dict(mapping=None)),
+            (kernels.decode_combine, dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=warps)),
+            (kernels.prefill, blocks.prefill_blocks(*shape) | dict(mapping=None)),
         ]
         if not latent and not fp8:
-            windowed = kernels.prefill_blocks(*shape, windowed=True)
-            made_for += [(kernels._decode_split, kernels.decode_blocks(*shape)), (kernels._prefill, windowed)]
+            windowed = blocks.prefill_blocks(*shape, windowed=True)
+            made_for += [(kernels.decode_split, blocks.decode_blocks(*shape)), (kernels.prefill, windowed)]
         for kernel, settings in made_for:
             made = compiled(kernel, dtype, fp8, settings)
             print(kernel.__name__, dim, dtype, fp8, made.metadata.shared, spilled(made.asm["cubin"]))
