@@ -64,6 +64,12 @@ def test_compute_of_the_same_or_a_later_layer_does_not_count() -> None:
     assert trace.beside([load], compute) == [set()]
 
 
+def test_figures_of_a_trace(tmp_path: Path) -> None:
+    found = trace.figures(*trace.read(write(tmp_path / "trace.json", step(1000)), LAYERS))
+    assert [each.value for each in found] == pytest.approx([2, 2, 3.0, 2.4, 3.8, 3.8 / 5.4])
+    assert found[0].unit == "of 2 layers"
+
+
 def test_another_trace_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.json", [each for each in step(1000) if each["name"] != "copy_rows_kernel"])
     with pytest.raises(

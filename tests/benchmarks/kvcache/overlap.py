@@ -53,7 +53,11 @@ def overlap(scale: Scale) -> list[Figure]:
             figures = [Figure(what="answer as without tiers", value=float(ANSWER), unit="tokens")]
             figures += _times(scale, engine, prefix, prompts)
             if scale.on_gpu:
-                figures += _trace(scale, engine, next(prompts))
+                try:
+                    figures += _trace(scale, engine, next(prompts))
+                except Exception as error:  # such as kernels that have other names
+                    error.add_note(f"measured before: {figures}")
+                    raise
     return figures
 
 
@@ -93,7 +97,8 @@ def _define_weights(scale: Scale, engine: Engine) -> None:
 
 
 def _lengths(scale: Scale) -> tuple[int, int]:
-    """Tokens of the prefix and behind it: a layer's load, 48 MiB, takes about as long as its compute on an H100."""
+    """Tokens of the prefix and behind it: by calculation a layer's load, 48 MiB, is about as long as its compute on an
+    H100."""
     return scale.choose(24_576, 64), scale.choose(256, 16)
 
 
@@ -149,20 +154,7 @@ def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> list[Figure]:
         if scale.out is not None:
             trace.draw(scale.out / "load_overlap.png", loads, computes)
             trace.shrink(path)
-    earlier = trace.beside(loads, computes)
-    hidden = sum(bool(each) for each in earlier)
-    assert scale.tiny or hidden >= layers // 2, f"only {hidden} of {layers} layers were loaded beside compute"
-    following = sum(load.layer - 1 in each for load, each in zip(loads, earlier, strict=True))
-    busy = {
-        lane: sum(each.end - each.start for each in kernels)
-        for lane, kernels in (("load", loads), ("compute", computes))
-    }
-    whole = max(each.end for each in (*loads, *computes)) - min(each.start for each in (*loads, *computes))
-    unit = f"of {layers - 1} layers"
-    return [
-        Figure(what="trace, loaded beside the compute of an earlier layer", value=float(hidden), unit=unit),
-        Figure(what="trace, beside that of the layer before", value=float(following), unit=unit),
-        *(Figure(what=f"trace, kernels of {lane}", value=value, unit="ms") for lane, value in busy.items()),
-        Figure(what="trace, first to last of both", value=whole, unit="ms"),
-        Figure(what="trace, first to last, of both sums", value=whole / sum(busy.values()), unit="x", target="< 1"),
-    ]
+    figures = trace.figures(loads, computes)
+    beside = figures[0].value
+    assert scale.tiny or beside >= layers // 2, f"only {beside:.0f} of {layers} layers were loaded beside compute"
+    return figures

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.kvcache.base import MIB
+from tests.benchmarks.kvcache.base import MIB, Figure
 
 LOAD, NORM = "copy_rows_kernel", "_rms_norm"
 LARGEST = 10 * MIB  # of a trace that is kept as it is
@@ -72,6 +72,23 @@ def beside(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> list[set[int]
     return [
         {each.layer for each in computes if each.layer < load.layer and each.start < load.end and load.start < each.end}
         for load in loads
+    ]
+
+
+def figures(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> list[Figure]:
+    """First of all: how many layers were loaded while an earlier one was computed. The first has none before it."""
+    earlier, unit = beside(loads, computes), f"of {len(loads) - 1} layers"
+    following = sum(load.layer - 1 in each for load, each in zip(loads, earlier, strict=True))
+    both = [*loads, *computes]
+    load, compute = (sum(each.end - each.start for each in kernels) for kernels in (loads, computes))
+    whole = max(each.end for each in both) - min(each.start for each in both)
+    return [
+        Figure(what="trace, loaded beside the compute of an earlier layer", value=sum(map(bool, earlier)), unit=unit),
+        Figure(what="trace, beside that of the layer before", value=following, unit=unit),
+        Figure(what="trace, kernels of loads", value=load, unit="ms"),
+        Figure(what="trace, kernels of compute", value=compute, unit="ms"),
+        Figure(what="trace, first to last of both", value=whole, unit="ms"),
+        Figure(what="trace, first to last, of both sums", value=whole / (load + compute), unit="x", target="< 1"),
     ]
 
 
