@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -28,5 +28,25 @@ def stacked_bars(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.08)
     axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def timeline(path: Path, title: str, lanes: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
+    """A lane for each row of (number, start, end) in ms, the first on top. A number has one colour in all lanes, and
+    stands in the middle of its bars."""
+    figure, axes = pyplot.subplots(figsize=(13, 0.9 + 0.7 * len(lanes)), layout="constrained")
+    colours = pyplot.get_cmap("tab10")
+    for height, bars in enumerate(lanes.values()):
+        spans = [(start, end - start) for _, start, end in bars]
+        axes.broken_barh(spans, (height - 0.4, 0.8), facecolors=[colours(number % 10) for number, _, _ in bars])
+        for number in dict.fromkeys(number for number, _, _ in bars):
+            mine = [(start, end) for each, start, end in bars if each == number]
+            middle = (min(start for start, _ in mine) + max(end for _, end in mine)) / 2
+            axes.text(middle, height, str(number), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

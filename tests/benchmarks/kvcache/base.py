@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,11 +21,13 @@ class Scale:
     """tiny: sizes that the interpreter gets through, so that a test can run the script; its times mean nothing.
 
     bandwidth: bytes a second of the same run's device copy, read and written bytes both counted.
+    out: folder for what a case keeps beside its figures.
     """
 
     device: torch.device
     tiny: bool
     bandwidth: float
+    out: Path | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -42,13 +45,13 @@ class Figure:
     target: str = ""
 
 
-def make_scale(device: str, tiny: bool) -> Scale:
+def make_scale(device: str, tiny: bool, out: Path | None = None) -> Scale:
     where = torch.device(device)
     bandwidth = 1e9  # the CPU has no such figure
     if where.type == "cuda":
         bandwidth = copy_bandwidth(MIB) if tiny else copy_bandwidth()
         torch.cuda.empty_cache()
-    return Scale(device=where, tiny=tiny, bandwidth=bandwidth)
+    return Scale(device=where, tiny=tiny, bandwidth=bandwidth, out=out)
 
 
 def share(scale: Scale, what: str, nbytes: int, us: float, target: str = "") -> list[Figure]:
@@ -68,6 +71,22 @@ def host_us(run: Callable[[], object], before: Callable[[], object] = lambda: No
         run()
         times.append((time.perf_counter() - started) * 1e6)
     return statistics.median(times[5:])
+
+
+def elapsed_ms(scale: Scale, run: Callable[[], object]) -> float:
+    """Milliseconds of `run`, from an idle device to an idle device."""
+    if scale.on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if scale.on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each row, the first two values left out."""
+    return {key: statistics.median(values[2:]) for key, values in times.items()}
 
 
 def device_us(scale: Scale, run: Callable[[], object], launches: int = 25) -> float:

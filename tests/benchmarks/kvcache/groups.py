@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from rollout import Engine, SamplingParams
-from tests.benchmarks.kvcache.base import REPEATS, Figure, Scale
+from tests.benchmarks.kvcache.base import REPEATS, Figure, Scale, elapsed_ms
 
 GROUP = 8
 
@@ -58,12 +57,6 @@ def _model(scale: Scale, directory: Path) -> Path:
 
 def _timed(scale: Scale, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, int]:
     """Median milliseconds of a call, and the tokens that it computes."""
-    times = []
     before = engine.stats.computed_tokens
-    for _ in range(REPEATS + 2):
-        if scale.on_gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        engine.generate(prompts, params)  # its sampled tokens come to the host, so it ends with the device
-        times.append((time.perf_counter() - started) * 1e3)
+    times = [elapsed_ms(scale, lambda: engine.generate(prompts, params)) for _ in range(REPEATS + 2)]
     return median(times[2:]), (engine.stats.computed_tokens - before) // (REPEATS + 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ import torch
 
 from kvcache import KVCacheConfig, MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.benchmarks.kvcache.base import GIB, MIB, REPEATS, Figure, Scale
+from tests.benchmarks.kvcache.base import GIB, MIB, REPEATS, Figure, Scale, elapsed_ms, medians
 
 PAGE_SIZE, LAYERS = 16, 28  # the Qwen2.5-7B shape: 56 KiB a token
 TOKENS = 64  # that the graph writes and reads
@@ -40,15 +39,15 @@ def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: in
     whole = saver.report().committed_bytes
     times: dict[str, list[float]] = {"shrink": [], "grow": []}
     for _ in range(REPEATS + 2):
-        times["shrink"].append(_timed(scale, lambda: pool.resize(half)))
+        times["shrink"].append(elapsed_ms(scale, lambda: pool.resize(half)))
         left = saver.report().committed_bytes
         step.check(PAGE_SIZE, pool.size)
         _settle(scale)
-        times["grow"].append(_timed(scale, lambda: pool.resize(full)))
+        times["grow"].append(elapsed_ms(scale, lambda: pool.resize(full)))
         assert pool.size == full and saver.report().committed_bytes == whole
         step.check(half, full)
     saver.check_integrity()
-    return _medians(times), whole - left
+    return medians(times), whole - left
 
 
 def _pool(scale: Scale, saver: MemorySaver, nbytes: int) -> MHATokenToKVPool:
@@ -114,29 +113,14 @@ def _floor(scale: Scale, nbytes: int) -> dict[str, float]:
 
     times: dict[str, list[float]] = {"shrink": [], "grow": []}
     for _ in range(REPEATS + 2):
-        times["grow"].append(_timed(scale, grow))
-        times["shrink"].append(_timed(scale, shrink))
+        times["grow"].append(elapsed_ms(scale, grow))
+        times["shrink"].append(elapsed_ms(scale, shrink))
         _settle(scale)
     backend.unreserve(address, nbytes)
     saver.close()
-    return _medians(times)
-
-
-def _medians(times: dict[str, list[float]]) -> dict[str, float]:
-    return {key: statistics.median(values[2:]) for key, values in times.items()}
+    return medians(times)
 
 
 def _settle(scale: Scale) -> None:
     """The driver clears what was released meanwhile, else the next create waits for it."""
     time.sleep(1.0 if scale.on_gpu and not scale.tiny else 0.0)
-
-
-def _timed(scale: Scale, run: Callable[[], object]) -> float:
-    """Milliseconds."""
-    if scale.on_gpu:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if scale.on_gpu:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3

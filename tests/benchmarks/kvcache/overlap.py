@@ -1,0 +1,160 @@
+"""A cached prefix comes back from the host while the tokens behind it are computed: how much of the load is hidden.
+
+Qwen2.5-7B's shape in bf16 with random weights; one prompt, so that a step has one load. On a GPU a trace of one step
+shows which layers were loaded and computed at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rollout import Engine, KVTiers, SamplingParams
+from tests.benchmarks.common import write_config
+from tests.benchmarks.kvcache import trace
+from tests.benchmarks.kvcache.base import REPEATS, Figure, Scale, elapsed_ms, medians
+from tests.helpers.tiers import blocks_of
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+}
+ANSWER = 8  # tokens that are compared
+LOAD, COMPUTE, BOTH = "load alone", "compute alone", "load and compute in one step"
+Prompts = Iterator[list[int]]
+
+
+def overlap(scale: Scale) -> list[Figure]:
+    """A prefix on the host with new tokens behind it, answers compared with those of an engine without tiers."""
+    tiers = KVTiers(host_ratio=1.5, write_policy="write_back")  # no copies out in the steps that are measured
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(Path(folder), "7b", **(TINY if scale.tiny else {}))
+        with _engine(scale, path, None) as plain:
+            prefix, prompts = _prompts(scale, plain.model.vocab_size)
+            first = next(prompts)
+            _answer(plain, prefix)
+            expected = _answer(plain, first, ANSWER)
+        with _engine(scale, path, tiers) as engine:
+            _answer(engine, prefix)
+            engine.sleep(tags=["kv_cache"])
+            engine.wake_up(["kv_cache"])
+            assert _answer(engine, first, ANSWER) == expected, "other tokens than without tiers"
+            assert engine.stats.loaded_tokens == len(prefix)
+            figures = [Figure(what="answer as without tiers", value=float(ANSWER), unit="tokens")]
+            figures += _times(scale, engine, prefix, prompts)
+            if scale.on_gpu:
+                try:
+                    figures += _trace(scale, engine, next(prompts))
+                except Exception as error:  # such as kernels that have other names
+                    error.add_note(f"measured before: {figures}")
+                    raise
+    return figures
+
+
+@contextmanager
+def _engine(scale: Scale, path: Path, tiers: KVTiers | None) -> Iterator[Engine]:
+    """The same random weights every time, made on the device: reading 15 GB takes longer than all the rest."""
+    prefix, tail = _lengths(scale)
+    engine = Engine.from_pretrained(
+        path,
+        device=scale.device,
+        dtype=torch.bfloat16 if scale.on_gpu else torch.float32,
+        kv_tokens=prefix + 16 * tail,
+        max_prefill_tokens=8192,
+        cuda_graphs=False,
+        tiers=tiers,
+        load_weights=False,
+    )
+    try:
+        _define_weights(scale, engine)
+        yield engine
+    finally:
+        engine.saver.close()
+
+
+def _define_weights(scale: Scale, engine: Engine) -> None:
+    """Norms of 1, and else what keeps the size of activations."""
+    dice = torch.Generator(scale.device).manual_seed(0)
+    deviation = 1 / math.sqrt(engine.model.hidden_size)
+
+    def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shape)
+        return torch.randn(shape, generator=dice, device=scale.device, dtype=torch.bfloat16).mul_(deviation)
+
+    shapes = {piece.name: piece.global_shape for piece in engine.manifest.slices}
+    engine._store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random weights")
+
+
+def _lengths(scale: Scale) -> tuple[int, int]:
+    """Tokens of the prefix and behind it: by calculation a layer's load, 48 MiB, is about as long as its compute on an
+    H100."""
+    return scale.choose(24_576, 64), scale.choose(256, 16)
+
+
+def _prompts(scale: Scale, vocabulary: int) -> tuple[list[int], Prompts]:
+    """The prefix, and prompts that begin with it, each with other tokens behind."""
+    prefix, tail = _lengths(scale)
+    dice = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, vocabulary, (count,), generator=dice).tolist()
+
+    common = draw(prefix)
+    return common, iter(lambda: common + draw(tail), None)
+
+
+def _answer(engine: Engine, prompt: list[int], tokens: int = 1) -> list[int]:
+    """One token is one step, which ends with it on the host."""
+    ((completion,),) = engine.generate([prompt], SamplingParams(max_tokens=tokens, temperature=0))
+    return completion.token_ids
+
+
+def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) -> list[Figure]:
+    """By turns. Steps from the call of `generate` to its answer, loads by the events of their stream."""
+    blocks, before = blocks_of(engine), engine.stats
+    times: dict[str, list[float]] = {LOAD: [], COMPUTE: [], BOTH: []}
+    rounds = REPEATS + 2
+    for _ in range(rounds):
+        blocks.park(keep=True)  # what a sleep does before it gives memory back
+        times[BOTH].append(elapsed_ms(scale, partial(_answer, engine, next(prompts))))
+        blocks.park(keep=True)
+        load = blocks.tiers.match_prefix(prefix).transfer
+        load.synchronize()
+        times[LOAD].append(load.seconds * 1e3)
+        times[COMPUTE].append(elapsed_ms(scale, partial(_answer, engine, next(prompts))))
+    loaded, computed = (
+        getattr(engine.stats, key) - getattr(before, key) for key in ("loaded_tokens", "computed_tokens")
+    )
+    assert (loaded, computed) == (rounds * len(prefix), 2 * rounds * _lengths(scale)[1]), "other steps than meant"
+    ms = medians(times)
+    figures = [Figure(what=key, value=value, unit="ms") for key, value in ms.items()]
+    share = ms[BOTH] / (ms[LOAD] + ms[COMPUTE])
+    return [*figures, Figure(what="in one step, of one after the other", value=share, unit="x", target="< 1")]
+
+
+def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> list[Figure]:
+    """AssertionError unless most layers are loaded while an earlier one is computed; the trace is kept even then."""
+    blocks_of(engine).park(keep=True)
+    layers = engine.model.num_layers
+    with tempfile.TemporaryDirectory() as folder:
+        path = (scale.out or Path(folder)) / "load_overlap.json"
+        trace.record(lambda: _answer(engine, prompt), path)
+        loads, computes = trace.read(path, layers)
+        if scale.out is not None:
+            trace.draw(scale.out / "load_overlap.png", loads, computes)
+            trace.shrink(path)
+    figures = trace.figures(loads, computes)
+    beside = figures[0].value
+    assert scale.tiny or beside >= layers // 2, f"only {beside:.0f} of {layers} layers were loaded beside compute"
+    return figures
