@@ -1,7 +1,8 @@
-"""The Triton kernel of `host_copy.py`: a program a block of units of one part and layer.
+"""The Triton kernel of `host_copy.py`: programs that go over blocks of units, each of one part and layer.
 
 Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are multiples of. Reading
-and writing pinned memory from the kernel itself needs no packed copy of scattered slots on either side.
+and writing pinned memory from the kernel itself needs no packed copy of scattered slots on either side. There are no
+more programs than keep the link busy: more of them would only wait, in the place of kernels that compute.
 """
 
 import math
@@ -16,8 +17,9 @@ from kvcache.ops.units_triton import WORDS, unit_pointer
 if TYPE_CHECKING:
     from kvcache.ops.host_copy import HostCopyPlan
 
-BLOCK = 1024  # units a program
-WARPS = 8
+BLOCK = 4096  # units
+PROGRAMS = 8
+WARPS = 32
 FIELDS = tl.constexpr(6)  # of a row of the plan's table
 
 
@@ -27,10 +29,11 @@ def copy_rows_triton(
     """Same contract as `copy_rows`."""
     unit = _unit(plan)
     parts, n = len(plan.parts), len(host_rows)
+    blocks = triton.cdiv(n * plan.widest // unit, BLOCK)
     with torch.cuda.device_of(plan.table):
-        copy_rows_kernel[(triton.cdiv(n * plan.widest // unit, BLOCK), len(layers) * parts)](
-            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0), n,
-            layers.start * parts, plan.page_size,
+        copy_rows_kernel[(min(blocks * len(layers) * parts, PROGRAMS),)](
+            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0), n, blocks,
+            layers.start * parts, layers.stop * parts, plan.page_size,
             UNIT=unit, WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host, num_warps=WARPS,
         )  # fmt: skip
 
@@ -43,16 +46,29 @@ def _unit(plan: "HostCopyPlan") -> int:
     return unit
 
 
-@triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "first"])
+@triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "blocks", "first", "end"])
 def copy_rows_kernel(  # type: ignore[no-untyped-def]
-    table, host_rows, device_slots, host_stride, device_stride, n, first, page_size,
+    table, host_rows, device_slots, host_stride, device_stride, n, blocks, first, end, page_size,
     UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
 ):  # fmt: skip
-    row = table + (first + tl.program_id(1)).to(tl.int64) * FIELDS
+    """Rows first..end - 1 of the table, of `blocks` blocks each."""
+    at = tl.program_id(0).to(tl.int64)
+    while at < (end - first) * blocks.to(tl.int64):
+        _copy_block(
+            table + (first + at // blocks) * FIELDS, at % blocks * BLOCK,
+            host_rows, device_slots, host_stride, device_stride, n, page_size, UNIT, WORD, VECTOR, BLOCK, TO_HOST,
+        )  # fmt: skip
+        at += tl.num_programs(0)
+
+
+@triton.jit
+def _copy_block(  # type: ignore[no-untyped-def]
+    row, start, host_rows, device_slots, host_stride, device_stride, n, page_size,
+    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
+):  # fmt: skip
     device, host = unit_pointer(tl.load(row), WORD, VECTOR), unit_pointer(tl.load(row + 1), WORD, VECTOR)
     slot_step, page_step, token_step = tl.load(row + 2) // UNIT, tl.load(row + 3) // UNIT, tl.load(row + 4) // UNIT
     columns = tl.load(row + 5) // UNIT
-    start = tl.program_id(0).to(tl.int64) * BLOCK
     # offsets in the block are int32, whose division is cheap; all that addresses memory is int64
     inside = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)
     token = start // columns + inside // columns.to(tl.int32)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from kvcache.allocators.base import Indices, Int64Array, as_int64
+from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
 from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
@@ -153,8 +153,7 @@ class HostKVCache:
         """One launch and one event a group of layers."""
         events: dict[int, torch.cuda.Event] = {}
         with torch.cuda.stream(stream):
-            # sent first: from pageable memory the host waits for what the stream has queued
-            rows, slots = (each.to(self.pool.device, non_blocking=True) for each in (host_rows, device_slots))
+            rows, slots = (self._on_device(each) for each in (host_rows, device_slots))
             slots.record_stream(stream)  # it may be the caller's, who may drop it
         stream.wait_stream(torch.cuda.current_stream(self.pool.device))
         layers = range(groups[0].start, groups[-1].stop)
@@ -164,6 +163,9 @@ class HostKVCache:
                 copy_rows(self._plan, rows, slots, group, to_host, self._impl)
                 events |= dict.fromkeys(group, stream.record_event(torch.cuda.Event(enable_timing=True)))
         return Transfer(layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start))
+
+    def _on_device(self, slots: torch.Tensor) -> torch.Tensor:
+        return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots
 
     def _host_rows(self, host_slots: Indices) -> torch.Tensor:
         """Rows of the block, where page 1 is the first: the padding page has no host memory."""
