@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.common import conditions, print_table, save
-from tests.benchmarks.kvcache import blocks, expand, groups, radix, reads, resize, rows, sharing
+from tests.benchmarks.kvcache import blocks, expand, groups, radix, reads, resize, rows, sharing, staging, transfer
 from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
 Case = Callable[[Scale], list[Figure]]
@@ -26,6 +26,8 @@ GPU_CASES: dict[str, Case] = {
     "attention reads": reads.read,
     "resize": resize.resize,
     "group prefill": groups.prefill,
+    "staging": staging.staging,
+    "split transfer": transfer.transfer,
 }
 # on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
