@@ -1,7 +1,7 @@
 """Four prefill ranks to two decode ranks without engines: staged, against one copy a token, layer, and key or value.
 
-Every rank is a process with a pool of its own heads; ranks share GPUs where there are fewer than ranks. The floor is a
-plain copy of as many bytes by each pair of ranks, from a contiguous buffer into the ring.
+Every rank is a process with a pool of its own heads; ranks share GPUs where there are fewer than ranks. The floor,
+"plain copy", takes as many bytes by each pair of ranks from a contiguous buffer into the ring.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from tests.benchmarks.kvcache.base import MIB, Figure, Scale
 from tests.benchmarks.kvcache.transfer_ranks import Plan, Seen, run
 from tests.helpers.ranks import results, start_ranks
 
 
 def transfer(scale: Scale) -> list[Figure]:
-    """A prompt of 4,096 tokens, and one of 256, which the single copies get through in time."""
+    """A prompt of 4,096 tokens, and one of 256, which copies per token get through in time."""
     plan = Plan(
         writers=scale.choose(4, 2),
         readers=scale.choose(2, 1),
@@ -32,7 +34,7 @@ def transfer(scale: Scale) -> list[Figure]:
         meet = Path(folder) / "store"
         seen: list[Seen] = results(start_ranks(run, plan.writers + plan.readers, meet, plan))
     name = f"TP{plan.writers} -> TP{plan.readers}"
-    figures = []
+    figures = [Figure(what="GPUs of all ranks", value=float(torch.cuda.device_count()), unit="GPUs")]
     for tokens in (plan.long, plan.short):
         figures += _requests(f"{name}, {tokens:,} tokens", plan, tokens, seen)
         figures += _times(f"{name}, {tokens:,} tokens", plan, tokens, seen)
@@ -41,7 +43,7 @@ def transfer(scale: Scale) -> list[Figure]:
 
 
 def _ways(plan: Plan, tokens: int) -> tuple[str, ...]:
-    return ("staged", "floor", "per token") if tokens == plan.short else ("staged", "floor")
+    return ("staged", "plain copy", "per token") if tokens == plan.short else ("staged", "plain copy")
 
 
 def _requests(name: str, plan: Plan, tokens: int, seen: Sequence[Seen]) -> list[Figure]:

@@ -164,7 +164,7 @@ def write(me: Rank) -> Seen:
     me.rounds(f"per token {plan.short}", partial(_copy_each, me, copies))
     me.seen[f"per token {plan.short}"].requests = len(copies)
     for tokens in (plan.long, plan.short):
-        _counted(me, writer, f"floor {tokens}", partial(_send, me, writer, peers, buffer, tokens, gather=False))
+        _counted(me, writer, f"plain copy {tokens}", partial(_send, me, writer, peers, buffer, tokens, gather=False))
     me.rounds("idle")
     copies.clear()  # they and the peers' pools dangle when the leases end
     peers.clear()
@@ -256,7 +256,7 @@ def read(me: Rank) -> Seen:
     me.rounds(f"per token {plan.short}")
     _check(me, plan.short)
     for tokens in (plan.long, plan.short):
-        me.rounds(f"floor {tokens}")
+        me.rounds(f"plain copy {tokens}")
     me.rounds("idle")
     dist.barrier()
     return me.seen
