@@ -101,6 +101,8 @@ def owner_of(socket_name: str) -> Owner:
 class Lease:
     """A tag of another saver, mapped at an address of this process.
 
+    Where the GPU that is current is another one than the tag's, both can use the address, if they reach each other;
+    ``close`` waits for the work of the tag's GPU only.
     Tensors from ``tensor`` dangle after ``close``. Errors: ``LeaseError`` when the owner refuses or is gone, or the
     tag's GPU is not visible here.
     """
@@ -123,6 +125,7 @@ class Lease:
                     mapped.callback(self._backend.unmap, self._address + offset, nbytes)
                 if self.nbytes:
                     self._backend.set_access(self._address, self.nbytes)
+                    self._backend.set_peer_access(self._address, self.nbytes)
                 mapped.pop_all()
             self._undo = undo.pop_all()
         self._closed = False

@@ -113,6 +113,12 @@ class CudaBackend(ShimBackend):
         with self._call(Operation.UNRESERVE, nbytes):
             _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
 
+    def set_peer_access(self, address: int, nbytes: int) -> None:
+        here, own = torch.cuda.current_device(), self.device.index
+        if here != own and torch.cuda.can_device_access_peer(here, own):
+            with self._call(Operation.SET_ACCESS, nbytes):
+                _value("access of another GPU", driver.cuMemSetAccess(address, nbytes, [_access_desc(here)], 1))
+
     def bind_thread(self) -> None:
         """Make the device's primary context current in a thread of our own."""
         torch.cuda.set_device(self.device)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvcache import ReqHandle
@@ -64,7 +65,8 @@ class Outbox:
                 total = sum(each.num_heads for each in writers)
                 buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
                 self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
-                writer.open(peer, hello.ring_bytes, hello.ticket)
+                with torch.cuda.device_of(self._k):  # which copies into a ring that may be on another GPU
+                    writer.open(peer, hello.ring_bytes, hello.ticket)
 
     def add(self, parcel: Parcel) -> None:
         self._queue.append(parcel)

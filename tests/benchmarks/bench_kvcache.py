@@ -14,7 +14,20 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.common import conditions, print_table, save
-from tests.benchmarks.kvcache import blocks, expand, groups, overlap, radix, reads, resize, rows, sharing, tiers
+from tests.benchmarks.kvcache import (
+    blocks,
+    expand,
+    groups,
+    overlap,
+    radix,
+    reads,
+    resize,
+    rows,
+    sharing,
+    staging,
+    tiers,
+    transfer,
+)
 from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
 Case = Callable[[Scale], list[Figure]]
@@ -29,6 +42,8 @@ GPU_CASES: dict[str, Case] = {
     "group prefill": groups.prefill,
     "host tier": tiers.host,
     "load overlap": overlap.overlap,
+    "staging": staging.staging,
+    "split transfer": transfer.transfer,
 }
 # on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}

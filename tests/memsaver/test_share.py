@@ -64,6 +64,24 @@ def test_a_peer_reads_and_writes_the_same_pages(device: str) -> None:
     assert peer.exitcode == 0
 
 
+def _copy_from_another_gpu(pipe: Connection, ticket: memsaver.Ticket) -> None:
+    torch.cuda.set_device(1)
+    with memsaver.attach(ticket) as lease:
+        lease.tensor((8,), torch.int64, byte_offset=4096).copy_(torch.full((8,), 9, device="cuda:1"))
+        torch.cuda.synchronize("cuda:1")
+    pipe.send("written")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_peer_copies_from_another_gpu() -> None:
+    saver, tensor = _shared("cuda:0")
+    peer = Peer(_copy_from_another_gpu, saver.share("weights", writable=True))
+    assert peer.hear() == "written"
+    assert tensor[510:522].tolist() == [510, 511, *[9] * 8, 520, 521]
+    peer.kill()
+
+
 def test_a_dead_peer_ends_its_lease(device: str) -> None:
     saver, _ = _shared(device)
     ours, theirs = spawn.Pipe()

@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: tensor parallel under CUDA graphs, and prefill and decode on a GPU each."""
+"""Several GPUs over NCCL: tensor parallel under CUDA graphs, prefill and decode on a GPU each or of different sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout.split import (
 )
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.rollout.split.ranks import KEY
+from tests.rollout.split.ranks import KEY, Split, run_placed
 from tests.rollout.split.test_split import CONFIG, MODEL, TOKEN
 from tests.rollout.test_greedy import random_prompts
 
@@ -77,3 +77,34 @@ def test_prefill_and_decode_on_a_gpu_each(tmp_path: Path, mapped: bool) -> None:
     sent, found = results(start_ranks(split, 2, tmp_path / "store", str(tmp_path), mapped, backend="nccl"))
     assert found == (alone(tmp_path), len(PROMPTS))
     assert sent == (3 + 1 + 1 + 2, sum(map(len, PROMPTS)) * TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gpus"),
+    [
+        (2, 1, 2),
+        (1, 2, 2),
+        pytest.param(4, 2, 4, marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")),
+    ],
+    ids=["2to1", "1to2", "4to2"],
+)
+def test_prefill_and_decode_of_different_sizes(tmp_path: Path, prefill: int, decode: int, gpus: int) -> None:
+    """More processes than GPUs: a prefill and a decode rank share one, the ranks of an engine never do."""
+    save_tiny(tmp_path, "qwen3", **MODEL)
+    split = Split(
+        path=str(tmp_path), prefill=prefill, decode=decode, mapped=True, ring_bytes=40 * TOKEN // decode,
+        calls=[(PROMPTS, GREEDY)], prefill_config=CONFIG, decode_config=CONFIG,
+    )  # fmt: skip
+    devices = [f"cuda:{i}" for i in range(gpus)]
+    ranks = start_ranks(run_placed, prefill + decode, tmp_path / "store", split, str(tmp_path), devices, "nccl")
+    seen = results(ranks)
+    expected = alone(tmp_path)
+    for each in seen[prefill:]:
+        assert each["error"] is None and each["reason"] is None
+        (answers,) = each["answers"]
+        assert [request[0].token_ids for request in answers] == expected
+        assert (each["split"].arrived, each["split"].recomputed) == (len(PROMPTS), 0)
+        assert each["outstanding"] == 0
+    ranges, pairs = 3 + 1 + 1 + 2, max(prefill, decode)
+    assert sum(each["requests"] for each in seen[:prefill]) == ranges * pairs
+    assert sum(each["bytes"] for each in seen[:prefill]) == sum(map(len, PROMPTS)) * TOKEN

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rollout import SamplingParams
@@ -44,21 +45,34 @@ class Split:
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
     """What this rank saw of each topology: None where it had no part."""
     groups = [_groups(split) for split in splits]
-    found = []
-    for i, (split, (prefill, decode)) in enumerate(zip(splits, groups, strict=True)):
-        addresses = [f"{sockets}/{i}.{peer}" for peer in range(split.decode)]
-        if rank < split.prefill:
-            found.append(serve(split, prefill, addresses, make_writer(split)))
-        elif rank < split.prefill + split.decode:
-            found.append(generate(split, decode, addresses[rank - split.prefill]))
-        else:
-            found.append(None)
-    return found
+    return [_take_part(rank, split, *groups[i], f"{sockets}/{i}") for i, split in enumerate(splits)]
 
 
-def _groups(split: Split) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    prefill = dist.new_group(list(range(split.prefill)))
-    decode = dist.new_group(list(range(split.prefill, split.prefill + split.decode)))
+def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:
+    """One topology, tensor-parallel rank n of either side on `devices[n]`; the sides' groups are of `backend`."""
+    device = torch.device(devices[rank if rank < split.prefill else rank - split.prefill])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL, which takes the current one
+    placed = replace(
+        split,
+        prefill_config=split.prefill_config | {"device": device},
+        decode_config=split.decode_config | {"device": device},
+    )
+    return _take_part(rank, placed, *_groups(split, backend), f"{sockets}/0")
+
+
+def _take_part(rank: int, split: Split, prefill: Any, decode: Any, sockets: str) -> Any:
+    addresses = [f"{sockets}.{peer}" for peer in range(split.decode)]
+    if rank < split.prefill:
+        return serve(split, prefill, addresses, make_writer(split))
+    if rank < split.prefill + split.decode:
+        return generate(split, decode, addresses[rank - split.prefill])
+    return None
+
+
+def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    prefill = dist.new_group(list(range(split.prefill)), backend=backend)
+    decode = dist.new_group(list(range(split.prefill, split.prefill + split.decode)), backend=backend)
     return prefill, decode  # type: ignore[return-value]
 
 
