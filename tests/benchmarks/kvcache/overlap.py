@@ -6,29 +6,20 @@ shows which layers were loaded and computed at the same time.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from rollout import Engine, KVTiers, SamplingParams
-from tests.benchmarks.common import write_config
 from tests.benchmarks.kvcache import trace
 from tests.benchmarks.kvcache.base import REPEATS, Figure, Scale, elapsed_ms, medians
+from tests.benchmarks.kvcache.engines import random_engine
 from tests.helpers.tiers import blocks_of
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 199,
-}
 ANSWER = 8  # tokens that are compared
 LOAD, COMPUTE, BOTH = "load alone", "compute alone", "load and compute in one step"
 Prompts = Iterator[list[int]]
@@ -37,69 +28,37 @@ Prompts = Iterator[list[int]]
 def overlap(scale: Scale) -> list[Figure]:
     """A prefix on the host with new tokens behind it, answers compared with those of an engine without tiers."""
     tiers = KVTiers(host_ratio=1.5, write_policy="write_back")  # no copies out in the steps that are measured
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(Path(folder), "7b", **(TINY if scale.tiny else {}))
-        with _engine(scale, path, None) as plain:
-            prefix, prompts = _prompts(scale, plain.model.vocab_size)
-            first = next(prompts)
-            _answer(plain, prefix)
-            expected = _answer(plain, first, ANSWER)
-        with _engine(scale, path, tiers) as engine:
-            _answer(engine, prefix)
-            engine.sleep(tags=["kv_cache"])
-            engine.wake_up(["kv_cache"])
-            assert _answer(engine, first, ANSWER) == expected, "other tokens than without tiers"
-            assert engine.stats.loaded_tokens == len(prefix)
-            figures = [Figure(what="answer as without tiers", value=float(ANSWER), unit="tokens")]
-            figures += _times(scale, engine, prefix, prompts)
-            if scale.on_gpu:
-                try:
-                    figures += _trace(scale, engine, next(prompts))
-                except Exception as error:  # such as kernels that have other names
-                    error.add_note(f"measured before: {figures}")
-                    raise
+    with _engine(scale, None) as plain:
+        prefix, prompts = _prompts(scale, plain.model.vocab_size)
+        first = next(prompts)
+        _answer(plain, prefix)
+        expected = _answer(plain, first, ANSWER)
+    with _engine(scale, tiers) as engine:
+        _answer(engine, prefix)
+        engine.sleep(tags=["kv_cache"])
+        engine.wake_up(["kv_cache"])
+        assert _answer(engine, first, ANSWER) == expected, "other tokens than without tiers"
+        assert engine.stats.loaded_tokens == len(prefix)
+        figures = [Figure(what="answer as without tiers", value=float(ANSWER), unit="tokens")]
+        figures += _times(scale, engine, prefix, prompts)
+        if scale.on_gpu:
+            try:
+                figures += _trace(scale, engine, next(prompts))
+            except Exception as error:  # such as kernels that have other names
+                error.add_note(f"measured before: {figures}")
+                raise
     return figures
 
 
-@contextmanager
-def _engine(scale: Scale, path: Path, tiers: KVTiers | None) -> Iterator[Engine]:
-    """The same random weights every time, made on the device: reading 15 GB takes longer than all the rest."""
+def _engine(scale: Scale, tiers: KVTiers | None) -> AbstractContextManager[Engine]:
     prefix, tail = _lengths(scale)
-    engine = Engine.from_pretrained(
-        path,
-        device=scale.device,
-        dtype=torch.bfloat16 if scale.on_gpu else torch.float32,
-        kv_tokens=prefix + 16 * tail,
-        max_prefill_tokens=8192,
-        cuda_graphs=False,
-        tiers=tiers,
-        load_weights=False,
-    )
-    try:
-        _define_weights(scale, engine)
-        yield engine
-    finally:
-        engine.saver.close()
-
-
-def _define_weights(scale: Scale, engine: Engine) -> None:
-    """Norms of 1, and else what keeps the size of activations."""
-    dice = torch.Generator(scale.device).manual_seed(0)
-    deviation = 1 / math.sqrt(engine.model.hidden_size)
-
-    def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if "norm" in name:
-            return torch.ones(shape)
-        return torch.randn(shape, generator=dice, device=scale.device, dtype=torch.bfloat16).mul_(deviation)
-
-    shapes = {piece.name: piece.global_shape for piece in engine.manifest.slices}
-    engine._store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random weights")
+    return random_engine(scale, "7b", kv_tokens=prefix + 16 * tail, max_prefill_tokens=8192, tiers=tiers)
 
 
 def _lengths(scale: Scale) -> tuple[int, int]:
-    """Tokens of the prefix and behind it: by calculation a layer's load, 48 MiB, is about as long as its compute on an
-    H100."""
-    return scale.choose(24_576, 64), scale.choose(256, 16)
+    """Tokens of the prefix and behind it: a layer's load, 48 MiB, takes an H100 somewhat longer than its compute, so
+    that compute follows loads closely."""
+    return scale.choose(24_576, 64), scale.choose(64, 16)
 
 
 def _prompts(scale: Scale, vocabulary: int) -> tuple[list[int], Prompts]:
