@@ -236,7 +236,7 @@ def test_victims_are_those_of_a_full_scan(policy: str) -> None:
         elif cache.total_size < 150:
             put(cache, key, priority=dice.randint(0, 3))
         if dice.random() < 0.3 and cache.total_size:
-            leaves = {n: POLICIES[policy](n.usage) for n in cache._current.nodes() if not n.children}
+            leaves = {n: POLICIES[policy](n) for n in cache._current.nodes() if not n.children}
             cache.evict(1)
             gone = [node for node in leaves if node.parent is None]
             assert len(gone) == 1 and leaves[gone[0]] == min(leaves.values())
