@@ -126,7 +126,8 @@ class PrefixTree:
 
     def evict(self, num_tokens: int) -> int:
         """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens are gone or nothing is
-        left to drop; the number of tokens dropped. Costs O(log n) a node, besides freeing its pages."""
+        left to drop; the number of tokens dropped. Costs O(log n) a node that goes, besides freeing its pages, and a
+        leaf that comes up having been used since it was queued: at most all of them, once."""
         if num_tokens < 0:
             raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
