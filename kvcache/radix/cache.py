@@ -13,7 +13,7 @@ from kvcache.radix.node import EMPTY, RadixNode
 from kvcache.radix.tree import PrefixTree
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that takes three times as long to make
 class PrefixMatch:
     """The longest cached prefix of a key: `length` tokens (whole pages) in `pages`, int64 on the CPU.
 
@@ -71,5 +71,6 @@ class RadixCache(PrefixTree):
             return len(run) // TOKEN_BYTES
         self._now += 1
         walk = self._split_end(self._walk(run, extra_key))
-        self._touch(self._extend(walk, run, ids).path, priority)
+        self._extend(walk, run, ids)
+        self._touch(walk.path, priority)
         return walk.length

@@ -15,7 +15,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]  # lists, tuples, array('i'), a
 
 TOKEN_BYTES = 4
 _BOUNDS = np.iinfo(np.int32)
-_NO_TOKENS = memoryview(b"")
+_NO_TOKENS = memoryview(b"")  # an empty view can't be cast
 
 
 def as_ids(values: Tokens, name: str) -> Int64Array:
@@ -26,14 +26,12 @@ def as_ids(values: Tokens, name: str) -> Int64Array:
 def as_run(values: Tokens, name: str) -> memoryview:
     """The bytes of ids as int32, a view of array('i') and of a dense int32 array. ValueError as of `as_ids`, and for
     ids of more than 32 bits."""
-    if isinstance(values, array) and values.typecode == "i":
-        run = memoryview(values)
-    else:
-        ids = _integers(values, name, "i")
-        if ids.dtype != np.int32 and not _fit(ids):
-            raise ValueError(f"{name} must be integers of 32 bits, got {ids.min()} to {ids.max()}")
-        run = np.ascontiguousarray(ids, dtype=np.int32).data
-    return run.cast("B") if run.nbytes else _NO_TOKENS  # an empty view can't be cast
+    if isinstance(values, array) and values.typecode == "i" and values:
+        return memoryview(values).cast("B")
+    ids = _integers(values, name, "i")
+    if ids.dtype != np.int32 and not _fit(ids):
+        raise ValueError(f"{name} must be integers of 32 bits, got {ids.min()} to {ids.max()}")
+    return np.ascontiguousarray(ids, dtype=np.int32).data.cast("B") if len(ids) else _NO_TOKENS
 
 
 def common_prefix(run: bytes, key: memoryview) -> int:

@@ -18,7 +18,7 @@ class StatePool(Protocol):
     def free(self, slots: Sequence[int]) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class MambaMatch(PrefixMatch):
     """`state` is the slot with the states after `length` tokens; clone it before writing. None where length is 0."""
 
@@ -90,9 +90,9 @@ class MambaRadixCache(PrefixTree):
             return MambaInsert(len(key), False)
         self._now += 1
         walk = self._split_end(self._walk(run, extra_key))
-        grown = self._extend(walk, run, ids)
-        taken = self._put_state(grown.end, state, priority)
-        self._touch(grown.path, priority)
+        self._extend(walk, run, ids)
+        taken = self._put_state(walk.end, state, priority)
+        self._touch(walk.path, priority)
         return MambaInsert(walk.length, taken)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
@@ -134,23 +134,19 @@ class MambaRadixCache(PrefixTree):
         super()._check_node(node)
         assert node.children or node.state, f"{node} is a leaf without a state"
         assert node.state or not node.own_lock_ref, f"the state of {node} is locked and gone"
-        rank = None
-        if node.state and not node.own_lock_ref:
-            assert node.state_usage is not None
-            rank = self._policy(node.state_usage)
-        queued = node.generation.states.rank(node)
-        assert queued == rank, f"the state of {node} is queued as {queued}"
+        wanted = node.state and not node.own_lock_ref
+        assert node.generation.states.is_right(node, bool(wanted)), f"the state of {node} is queued wrongly"
 
     def _use_state(self, node: RadixNode, priority: int | None = None) -> None:
         # only the state that was used, not those above it: a longer prefix makes the shorter one's state idle
-        assert node.state_usage is not None
-        node.state_usage.touch(self._now, priority)
+        node.use_of_state().touch(self._now, priority)
 
     def _put_state(self, node: RadixNode, state: int, priority: int) -> bool:
         taken = not node.state
         if taken:
             node.state, node.state_usage = state, Usage(self._now, self._now)
             self._num_states += 1
+            self._requeue(node)
         self._use_state(node, priority)
         return taken
 
@@ -164,8 +160,7 @@ class MambaRadixCache(PrefixTree):
     def _requeue(self, node: RadixNode) -> None:
         super()._requeue(node)
         if node.state and not node.own_lock_ref:
-            assert node.state_usage is not None
-            node.generation.states.push(node, self._policy(node.state_usage))
+            node.generation.states.push(node)
         else:
             node.generation.states.discard(node)
 

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array
-from kvcache.radix.queue import EvictionQueue
+from kvcache.radix.queue import EvictionQueue, Rank
 
 EMPTY = np.empty(0, dtype=np.int64)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Usage:
     """What policies rank by. Times are ticks of the cache's own clock: one match or insert is one tick."""
 
     created: int
     last_access: int
-    hits: int = 0
-    priority: int = 0
+    hits: int = field(default=0, kw_only=True)
+    priority: int = field(default=0, kw_only=True)
 
     def touch(self, now: int, priority: int | None = None) -> None:
         self.last_access = now
         self.hits += 1
-        if priority is not None:
-            self.priority = max(self.priority, priority)
-
-    def copy(self) -> Usage:
-        return Usage(self.created, self.last_access, self.hits, self.priority)
+        if priority is not None and priority > self.priority:
+            self.priority = priority
 
 
 @dataclass(slots=True, eq=False)
-class RadixNode:
+class RadixNode(Usage):
     """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and read nothing else.
 
     `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
@@ -46,7 +43,6 @@ class RadixNode:
     run: bytes  # int32 token ids
     pages: Int64Array  # replaced and never written, so that matches may keep it
     parent: RadixNode | None
-    usage: Usage
     extra_key: Hashable = None  # of a root
     is_root: bool = False
     children: dict[bytes, RadixNode] = field(default_factory=dict)  # by the bytes of a child's first page of tokens
@@ -65,6 +61,10 @@ class RadixNode:
         """The token ids."""
         return np.frombuffer(self.run, dtype=np.int32)
 
+    def use_of_state(self) -> Usage:
+        assert self.state_usage is not None
+        return self.state_usage
+
     def path(self) -> Iterator[RadixNode]:
         """This node and its ancestors, without the root."""
         node: RadixNode | None = self
@@ -80,17 +80,17 @@ class RadixNode:
 class Generation:
     """All trees of one weight version, and what of them can be evicted."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, policy: Callable[[Usage], Rank]) -> None:
         self.version = version
         self.roots: dict[Hashable, RadixNode] = {}  # only those with children
         self.tokens = 0
-        self.leaves: EvictionQueue[RadixNode] = EvictionQueue()
-        self.states: EvictionQueue[RadixNode] = EvictionQueue()  # Mamba states that nobody locks
+        self.leaves: EvictionQueue[RadixNode] = EvictionQueue(policy)
+        self.states: EvictionQueue[RadixNode] = EvictionQueue(lambda node: policy(node.use_of_state()))  # not locked
 
     def root(self, extra_key: Hashable) -> RadixNode:
         """The root of a namespace; an empty one is made up and not kept, so that misses leave nothing behind."""
         found = self.roots.get(extra_key)
-        return found or RadixNode(self, b"", EMPTY, None, Usage(0, 0), extra_key=extra_key, is_root=True)
+        return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 
     def nodes(self) -> Iterator[RadixNode]:
         """Every node but the roots, parents first."""

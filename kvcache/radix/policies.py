@@ -17,6 +17,8 @@ POLICIES: dict[str, Policy] = {
     "priority": lambda usage: (usage.priority, usage.last_access),
 }
 
+FALLING = frozenset({"mru"})  # where use lowers the rank; everywhere else it never does
+
 
 def policy(name: str) -> Policy:
     if name not in POLICIES:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from kvcache.radix.integrity import check_generation, check_pages
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
-from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
-from kvcache.radix.policies import policy
+from kvcache.radix.node import EMPTY, Generation, RadixNode
+from kvcache.radix.policies import FALLING, policy
 
 
 class PageLedger(Protocol):
@@ -24,7 +25,8 @@ class PageLedger(Protocol):
     def ref_counts(self, pages: Int64Array) -> Int64Array: ...
 
 
-class Walk(NamedTuple):
+@dataclass(slots=True)
+class Walk:
     """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into `child`."""
 
     root: RadixNode
@@ -52,11 +54,12 @@ class PrefixTree:
 
     def __init__(self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0) -> None:
         self._policy = policy(eviction_policy)
+        self._rank_falls = eviction_policy in FALLING
         self.eviction_policy = eviction_policy
         self.allocator = allocator
         self.page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES  # of token ids
-        self._current = Generation(version)
+        self._current = Generation(version, self._policy)
         self._garbage: dict[int, Generation] = {}  # older versions that still hold tokens, oldest first
         self._now = 0
         self._evictable = 0
@@ -92,7 +95,7 @@ class PrefixTree:
             raise ValueError(f"version {version} is not above {self.version}; weight versions only grow")
         if self._current.tokens:
             self._garbage[self.version] = self._current
-        self._current = Generation(version)
+        self._current = Generation(version, self._policy)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
         """Keeps a match's node and all above it until `dec_lock_ref`. ValueError for a node that was evicted."""
@@ -123,7 +126,8 @@ class PrefixTree:
 
     def evict(self, num_tokens: int) -> int:
         """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens are gone or nothing is
-        left to drop; the number of tokens dropped. Costs O(log n) a node, besides freeing its pages."""
+        left to drop; the number of tokens dropped. Costs O(log n) a node that goes, besides freeing its pages, and a
+        leaf that comes up having been used since it was queued: at most all of them, once."""
         if num_tokens < 0:
             raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
@@ -141,7 +145,7 @@ class PrefixTree:
             raise ValueError(f"{self._protected} tokens are locked; end the requests that use them before reset()")
         gone = [node for generation in self._generations() for node in generation.nodes()]
         self._garbage.clear()
-        self._current = Generation(self.version)
+        self._current = Generation(self.version, self._policy)
         self._evictable = 0
         self._release(gone)
 
@@ -159,8 +163,8 @@ class PrefixTree:
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""
-        rank = self._policy(node.usage) if not node.children and node.lock_ref == 0 else None
-        assert node.generation.leaves.rank(node) == rank, f"{node} is queued as {node.generation.leaves.rank(node)}"
+        wanted = not node.children and node.lock_ref == 0
+        assert node.generation.leaves.is_right(node, wanted), f"{node} is queued though used, or not, or too late"
 
     def _generations(self) -> list[Generation]:
         return [*self._garbage.values(), self._current]
@@ -188,7 +192,7 @@ class PrefixTree:
         path: list[RadixNode] = []
         at, size = 0, self._page_bytes
         last = len(key) - size
-        while at <= last:
+        while at <= last and node.children:
             child = node.children.get(key[at : at + size].tobytes())
             if child is None:
                 break
@@ -213,36 +217,40 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut, byte = at // self.page_size, at * TOKEN_BYTES
-        upper = RadixNode(node.generation, node.run[:byte], node.pages[:cut].copy(), parent, node.usage.copy())
-        upper.lock_ref = node.lock_ref
+        upper = RadixNode(
+            node.created, node.last_access, node.generation, node.run[:byte], node.pages[:cut].copy(), parent
+        )
+        upper.hits, upper.priority, upper.lock_ref = node.hits, node.priority, node.lock_ref
         parent.children[self._edge(upper)] = upper
         node.run, node.pages, node.parent = node.run[byte:], node.pages[cut:].copy(), upper
         upper.children[self._edge(node)] = node
         return upper
 
-    def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> Walk:
-        """Adds what is left of a run below the end of a walk."""
+    def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> None:
+        """Adds what is left of a run below the end of a walk, and to its path; its length stays what was known."""
         known = walk.length * TOKEN_BYTES
         if known == len(key):
-            return walk
+            return
         parent, generation = walk.end, walk.root.generation
         # copies: the caller's arrays may change, and a view would keep all of them alive
         own_run, own_pages = key[known:].tobytes(), pages[walk.length // self.page_size :].copy()
-        leaf = RadixNode(generation, own_run, own_pages, parent, Usage(self._now, self._now))
+        leaf = RadixNode(self._now, self._now, generation, own_run, own_pages, parent)
         generation.roots[walk.root.extra_key] = walk.root
+        if not parent.children:
+            generation.leaves.discard(parent)
         parent.children[self._edge(leaf)] = leaf
-        self._requeue(parent)
+        generation.leaves.push(leaf)
         generation.tokens += leaf.length
         self._evictable += leaf.length
-        return Walk(walk.root, [*walk.path, leaf], len(key) // TOKEN_BYTES, None, 0)
+        walk.path.append(leaf)
 
     def _edge(self, node: RadixNode) -> bytes:
         return node.run[: self._page_bytes]
 
     def _touch(self, path: Sequence[RadixNode], priority: int | None = None) -> None:
         for node in path:
-            node.usage.touch(self._now, priority)
-        if path:
+            node.touch(self._now, priority)
+        if path and self._rank_falls:
             self._requeue(path[-1])  # those above have children, so that they are not queued
 
     def _requeue(self, node: RadixNode) -> None:
@@ -252,7 +260,7 @@ class PrefixTree:
         if node.children or node.lock_ref:
             node.generation.leaves.discard(node)
         else:
-            node.generation.leaves.push(node, self._policy(node.usage))
+            node.generation.leaves.push(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
         """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be released."""
@@ -264,11 +272,13 @@ class PrefixTree:
         generation.tokens -= length
         self._evictable -= length
         generation.leaves.discard(leaf)
-        if parent.is_root and not parent.children:
-            del generation.roots[parent.extra_key]
         if not generation.tokens:
             self._garbage.pop(generation.version, None)
-        self._requeue(parent)
+        if parent.children:
+            return [leaf]
+        if parent.is_root:
+            del generation.roots[parent.extra_key]
+        self._requeue(parent)  # a leaf now
         return [leaf]
 
     def _release(self, gone: list[RadixNode]) -> None:

@@ -23,7 +23,7 @@ from kvcache.tiers.transfer import Transfer
 _log = logging.getLogger("kvcache")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TieredMatch(PrefixMatch):
     """As PrefixMatch; its pages may be on their way: `transfer.wait(layer)` before a layer's rows are read. `loaded`
     tokens of `length` were not on the device."""

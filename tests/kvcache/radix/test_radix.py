@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
-from kvcache.radix.policies import POLICIES
+from kvcache.radix.policies import FALLING, POLICIES
 from tests.kvcache.radix.support import held, make_cache, put
 
 
@@ -236,7 +236,7 @@ def test_victims_are_those_of_a_full_scan(policy: str) -> None:
         elif cache.total_size < 150:
             put(cache, key, priority=dice.randint(0, 3))
         if dice.random() < 0.3 and cache.total_size:
-            leaves = {n: POLICIES[policy](n.usage) for n in cache._current.nodes() if not n.children}
+            leaves = {n: POLICIES[policy](n) for n in cache._current.nodes() if not n.children}
             cache.evict(1)
             gone = [node for node in leaves if node.parent is None]
             assert len(gone) == 1 and leaves[gone[0]] == min(leaves.values())
@@ -244,13 +244,26 @@ def test_victims_are_those_of_a_full_scan(policy: str) -> None:
 
 
 def test_the_heap_stays_in_proportion_to_the_leaves() -> None:
-    cache = make_cache(50)
+    cache = make_cache(50, policy="mru")  # the only one whose entries are replaced by matches
     for token in range(50):
         put_quietly(cache, token)
     for _ in range(200):
         for token in range(50):
             cache.match_prefix([token])
-    assert len(cache._current.leaves._heap) <= 2 * 50 + 64
+    assert 50 < len(cache._current.leaves._heap) <= 2 * 50 + 64
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in FALLING])
+def test_a_match_leaves_the_heap_alone(policy: str) -> None:
+    cache = make_cache(3, policy=policy)
+    for token in range(3):
+        put(cache, [token])
+    before = list(cache._current.leaves._heap)
+    cache.match_prefix([0])
+    assert cache._current.leaves._heap == before
+    assert cache.evict(1) == 1
+    assert held(cache, [0]) == (policy != "fifo")  # put right when it came up
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 2304, 2305, 50_000])
@@ -277,7 +290,7 @@ def test_keys_of_any_layout_and_type() -> None:
     assert cache.match_prefix(every[::2]).node is node
 
 
-@pytest.mark.parametrize("break_it", ["counter", "lock", "page", "queue", "free"])
+@pytest.mark.parametrize("break_it", ["counter", "lock", "page", "queue", "rank", "free"])
 def test_check_integrity_notices(break_it: str) -> None:
     cache = make_cache(9)
     put(cache, [1, 2, 3])
@@ -291,6 +304,8 @@ def test_check_integrity_notices(break_it: str) -> None:
         node.pages[0] = cache.match_prefix([1]).pages[0]
     elif break_it == "queue":
         cache._current.leaves.discard(node)
+    elif break_it == "rank":
+        node.last_access = 0  # its entry would come up too late
     else:
         cache.allocator.free_pages(node.pages)
     with pytest.raises(AssertionError):
