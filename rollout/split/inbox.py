@@ -73,6 +73,8 @@ class Inbox:
         self._fits = len(ring) // staged_bytes(self._k, self._v, 1, self._writers.total)  # tokens
         if not self._fits:
             raise ValueError(f"ring_bytes={len(ring)} does not hold one token; raise it")
+        for peer in self._slices:
+            reader.open(peer)
 
     def ask(self, chunk: Chunk) -> None:
         """Promise ranges for the rest of a prompt, and ask all prefill ranks for it."""

@@ -66,7 +66,7 @@ class Outbox:
                 buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
                 self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
                 with torch.cuda.device_of(self._k):  # which copies into a ring that may be on another GPU
-                    writer.open(peer, hello.ring_bytes, hello.ticket)
+                    writer.open(peer, hello.ring_bytes, hello.ticket, self._k.device)
 
     def add(self, parcel: Parcel) -> None:
         self._queue.append(parcel)

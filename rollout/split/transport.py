@@ -30,8 +30,8 @@ class Writer(ABC):
         self._put(peer, staged, offset)
 
     @abstractmethod
-    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
-        """Get to know a peer's ring."""
+    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
+        """Get to know a peer's ring; what is put there comes from `device`. The peer opens this rank meanwhile."""
 
     @abstractmethod
     def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
@@ -50,6 +50,10 @@ class Reader(ABC):
     @abstractmethod
     def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
         """The bytes, uint8, and what a writer needs to reach them."""
+
+    def open(self, peer: int) -> None:
+        """Get to know a peer that opens this rank's ring; in the order of peers, as they do."""
+        return
 
     @abstractmethod
     def take(self, peer: int, part: Tensor) -> None:
@@ -76,7 +80,7 @@ class MappedWriter(Writer):
         self._leases: list[Lease] = []
         self._rings: dict[int, Tensor] = {}
 
-    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
+    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         share, offset = ticket
         self._leases.append(attach(share))
         self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
@@ -106,7 +110,11 @@ class GroupReader(Reader):
         self._ranks, self._group = list(ranks), group
 
     def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        return StagingBuffer(nbytes, saver.device).tensor, None
+        self._ring = StagingBuffer(nbytes, saver.device).tensor
+        return self._ring, None
+
+    def open(self, peer: int) -> None:
+        self.take(peer, self._ring[:1])
 
     def take(self, peer: int, part: Tensor) -> None:
         dist.recv(part, src=self._ranks[peer], group=self._group)
@@ -120,8 +128,10 @@ class GroupWriter(Writer):
         self._ranks, self._group = list(ranks), group
         self._sending: dict[int, dist.Work] = {}
 
-    def open(self, peer: int, ring_bytes: int, ticket: Any) -> None:
-        return
+    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
+        """One byte: NCCL connects two ranks when they first exchange something, and both have to wait for it then. In
+        `put` only this rank would, as the other one is told afterwards."""
+        dist.send(torch.zeros(1, dtype=torch.uint8, device=device), dst=self._ranks[peer], group=self._group)
 
     def _put(self, peer: int, staged: Tensor, offset: int) -> None:
         work = dist.isend(staged, dst=self._ranks[peer], group=self._group)

@@ -180,7 +180,7 @@ def _peers(me: Rank, writer: MappedWriter, leases: contextlib.ExitStack) -> list
         parts = head_writers(plan.writers, plan.readers, number, HEADS)
         for part in parts:
             if part.src_tp_rank == me.number:
-                writer.open(number, target.ring_bytes, target.ring)
+                writer.open(number, target.ring_bytes, target.ring, me.device)
                 lease = leases.enter_context(attach(target.pool))
                 k, v = (lease.tensor(target.shape, torch.bfloat16, offset) for offset in target.offsets)
                 before = sum(each.num_heads for each in parts if each.src_tp_rank < me.number)

@@ -49,6 +49,13 @@ class DyingGroup(GroupWriter):
         super()._put(peer, staged, offset)
 
 
+class Unheard(GroupWriter):
+    """To a rank that is in no group with this one; nothing is put."""
+
+    def open(self, *_: Any) -> None:
+        return
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     how: str = ""
@@ -191,7 +198,7 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
     """After it has asked for a prompt, and died before its ring was ready for it: no page stays taken."""
     engine = PrefillEngine.from_pretrained(path, **CONFIG)
     mine, theirs = greeted(engine, ring_bytes=1 << 12)
-    engine.connect([mine], GroupWriter([0]))
+    engine.connect([mine], Unheard([0]))
     later = Range(first=0, tokens=2, offset=0, nbytes=2 * TOKEN, round=1)
     theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
     theirs.close()
