@@ -17,10 +17,9 @@ from kvcache.ops.units_triton import WORDS, unit_pointer
 if TYPE_CHECKING:
     from kvcache.ops.host_copy import HostCopyPlan
 
-BLOCK = 1024  # units
-WARPS = 8
-# as few as keep the link busy: reads of host memory have to be many at a time, writes fill the device's queues
-PROGRAMS_IN, PROGRAMS_OUT = 64, 8
+BLOCK = 4096  # units
+PROGRAMS = 8
+WARPS = 32
 FIELDS = tl.constexpr(6)  # of a row of the plan's table
 
 
@@ -32,8 +31,7 @@ def copy_rows_triton(
     parts, n = len(plan.parts), len(host_rows)
     blocks = triton.cdiv(n * plan.widest // unit, BLOCK)
     with torch.cuda.device_of(plan.table):
-        most = PROGRAMS_OUT if to_host else PROGRAMS_IN
-        copy_rows_kernel[(min(blocks * len(layers) * parts, most),)](
+        copy_rows_kernel[(min(blocks * len(layers) * parts, PROGRAMS),)](
             plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0), n, blocks,
             layers.start * parts, layers.stop * parts, plan.page_size,
             UNIT=unit, WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host, num_warps=WARPS,
