@@ -1,6 +1,8 @@
 """The prefix cache in the engine: the same answers for less work, never under older weights, no page or lock lost."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -284,21 +286,27 @@ def test_fp8_rows_of_other_scales_are_not_hit(tmp_path: Path) -> None:
     assert spent(engine, prompts)[1] == 48
 
 
+@contextmanager
+def failing(engine: Engine, what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The runner's method `what` raises in its call number `at`, which comes within."""
+    steps, right = iter(range(at)), getattr(engine._runner, what)
+
+    def fail(*args: Any) -> Any:
+        if next(steps, None) is None:
+            raise ZeroDivisionError
+        return right(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine._runner, what, fail)
+        yield
+
+
 @pytest.mark.parametrize("what", ["forward", "sample"])
 def test_a_failing_step_leaves_nothing_locked(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make(path, max_prefill_tokens=16), conversations()
     expected = run(make(path, prefix_cache=False), prompts)
     for at in (1, 3, 6):
-        steps = iter(range(at))
-        right = getattr(engine._runner, what)
-
-        def fail(*args: Any, steps: Any = steps, right: Any = right) -> Any:
-            if next(steps, None) is None:
-                raise ZeroDivisionError
-            return right(*args)
-
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(engine._runner, what, fail)
+        with failing(engine, what, at, monkeypatch):
             engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0, n=2))
         engine.check_integrity()
         assert engine._prefixes.cache is not None and engine._prefixes.cache.protected_size == 0

@@ -15,7 +15,7 @@ from tests.helpers.models import build_tiny, greedy
 from tests.helpers.tiers import blocks_of, poison, tiered
 from tests.rollout.test_greedy import random_prompts
 from tests.rollout.test_lifecycle import TINY, write
-from tests.rollout.test_prefix_cache import assert_same, make, path, run
+from tests.rollout.test_prefix_cache import assert_same, failing, make, path, run
 
 __all__ = ["path"]  # a fixture
 LONG = SamplingParams(max_tokens=40, temperature=0)
@@ -152,16 +152,7 @@ def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch
     engine, plain = tiered(path, 96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
     expected = run(plain, crowd(), LONG)
     for at in (1, 20, 35, 50):
-        steps = iter(range(at))
-        right = getattr(engine._runner, what)
-
-        def fail(*args: Any, steps: Any = steps, right: Any = right) -> Any:
-            if next(steps, None) is None:
-                raise ZeroDivisionError
-            return right(*args)
-
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(engine._runner, what, fail)
+        with failing(engine, what, at, monkeypatch):
             engine.generate(crowd(), LONG)
         engine.check_integrity()
         assert blocks_of(engine).swapped_pages() == 0
