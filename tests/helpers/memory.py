@@ -71,6 +71,15 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def open_files_in(directory: Path) -> int:
+    """Files below a directory that this process has open, nameless ones too; a test runner's own don't count."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(link.startswith(f"{directory}/") for link in links)
+
+
 def memory_maps() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
 

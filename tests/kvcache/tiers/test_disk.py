@@ -16,6 +16,7 @@ import torch
 from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
 from memsaver.backup import disk_file
+from tests.helpers.memory import open_files_in
 
 PAGE = 5000  # bytes: a file of three blocks
 FILE = 3 * 4096
@@ -253,11 +254,11 @@ def test_one_holder_a_directory(tmp_path: Path) -> None:
 
 def test_nothing_stays_open(tmp_path: Path) -> None:
     disk = filled(tmp_path, 1)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files_in(tmp_path)
     for seed in range(20):
         disk.put(KEYS[seed], page(seed))
         assert is_stored(disk, seed)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files_in(tmp_path) == before
 
 
 def test_wrong_pages(tmp_path: Path) -> None:

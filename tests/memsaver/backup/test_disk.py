@@ -16,13 +16,9 @@ import torch
 import memsaver
 from memsaver.backup import disk, disk_file
 from memsaver.backup.ranges import cut, joined
+from tests.helpers.memory import open_files_in
 
 MIB = 1 << 20
-
-
-def open_files_in(directory: Path) -> int:
-    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    return sum(str(directory) in os.readlink(link) for link in links if link.is_symlink())
 
 
 def fill(saver: memsaver.MemorySaver, *sizes: int) -> list[torch.Tensor]:
@@ -148,12 +144,12 @@ def test_many_cycles_use_no_more(device: str, tmp_path: Path) -> None:
     saver.pause()
     saver.resume()
     gc.collect()
-    before = saver.host_arena.committed_bytes, len(os.listdir("/proc/self/fd"))
+    before = saver.host_arena.committed_bytes, open_files_in(tmp_path)
     for _ in range(50):
         saver.pause()
         saver.resume()
     gc.collect()
-    assert (saver.host_arena.committed_bytes, len(os.listdir("/proc/self/fd"))) == before
+    assert (saver.host_arena.committed_bytes, open_files_in(tmp_path)) == before
     del piece
 
 
