@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rollout.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from rollout.scheduler import Sample
+    from rollout.samples import Sample
 
 Candidates = Sequence[Sequence[tuple[int, float]]]
 """[branch][(token, log-probability)], likeliest first."""

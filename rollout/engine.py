@@ -24,7 +24,8 @@ from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
-from rollout.scheduler import Sample, Scheduler, Stats, Step
+from rollout.samples import Sample, Stats, Step
+from rollout.scheduler import Scheduler
 from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, Completion, Manifest, SamplingParams, WeightOffer, WriteReceipt
 from rollout.update import WeightUpdate

@@ -20,7 +20,7 @@ from rollout.model.mixers.base import Batch, Parts, Sliding
 from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
 from rollout.parallel import TensorParallel
 from rollout.sampler import SamplingBatch, likeliest, sample
-from rollout.scheduler import Sample, Step
+from rollout.samples import Sample, Step
 from rollout.weights import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]

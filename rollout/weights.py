@@ -69,7 +69,7 @@ def build_manifest(groups: Sequence[Group], aliases: dict[str, str], dtype: torc
 
 
 def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) -> list[ParamSlice]:
-    strides = tuple(math.prod(param.shape[i + 1 :]) for i in range(len(param.shape)))
+    strides = _row_major(param.shape)
     return [
         ParamSlice(
             name=param.name,
@@ -83,6 +83,11 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
         )
         for piece in param.whole.pieces
     ]
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
@@ -178,13 +183,13 @@ class WeightStore:
     def _box(self, piece: ParamSlice) -> Tensor:
         """View of a slice, with its strides."""
         dtype: torch.dtype = getattr(torch, piece.dtype)
-        strides = piece.strides or tuple(math.prod(piece.shape[i + 1 :]) for i in range(len(piece.shape)))
+        strides = piece.strides or _row_major(piece.shape)
         return self._arena[piece.offset - self._base :].view(dtype).as_strided(piece.shape, strides)
 
 
 def _runs(piece: ParamSlice, box: Tensor) -> Iterator[tuple[Tensor, int]]:
     """The elements of a slice as contiguous tensors of adjacent numbers, each with the number of its first element."""
-    strides = [math.prod(piece.global_shape[i + 1 :]) for i in range(len(piece.shape))]
+    strides = _row_major(piece.global_shape)
     first = piece.index_base + sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
     outer = len(piece.shape) - 1  # leading dimensions that a run does not go on over
     while outer > 0 and piece.shape[outer:] == piece.global_shape[outer:]:

@@ -4,6 +4,7 @@ Everything is moved as bytes. A slot's row of one part and layer is contiguous o
 any number of layers and parts, and reads or writes the host memory itself: it has to be pinned.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,22 @@ class HostCopyPlan:
             for part in self.parts
         ]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def unit(self) -> int:
+        """Bytes that are moved at once: the most, up to 16, that all addresses, strides and rows are multiples of."""
+        numbers = [
+            number
+            for part in self.parts
+            for number in (
+                part.device.data_ptr(),
+                part.host.data_ptr(),
+                part.device.shape[2],
+                *part.device.stride()[:2],
+                *part.host.stride()[:3],
+            )
+        ]
+        return math.gcd(16, *numbers)
 
     @property
     def widest(self) -> int:

@@ -5,7 +5,6 @@ and writing pinned memory from the kernel itself needs no packed copy of scatter
 more programs than keep the link busy: more of them would only wait, in the place of kernels that compute.
 """
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +26,7 @@ def copy_rows_triton(
     plan: "HostCopyPlan", host_rows: torch.Tensor, device_slots: torch.Tensor, layers: range, to_host: bool
 ) -> None:
     """Same contract as `copy_rows`."""
-    unit = _unit(plan)
-    parts, n = len(plan.parts), len(host_rows)
+    unit, parts, n = plan.unit, len(plan.parts), len(host_rows)
     blocks = triton.cdiv(n * plan.widest // unit, BLOCK)
     with torch.cuda.device_of(plan.table):
         copy_rows_kernel[(min(blocks * len(layers) * parts, PROGRAMS),)](
@@ -36,14 +34,6 @@ def copy_rows_triton(
             layers.start * parts, layers.stop * parts, plan.page_size,
             UNIT=unit, WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host, num_warps=WARPS,
         )  # fmt: skip
-
-
-def _unit(plan: "HostCopyPlan") -> int:
-    unit = 16
-    for part in plan.parts:
-        numbers = (part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2])
-        unit = math.gcd(unit, *numbers, *part.device.stride()[:2], *part.host.stride()[:3])
-    return unit
 
 
 @triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "blocks", "first", "end"])

@@ -11,7 +11,7 @@ from typing import Literal
 from kvcache.staging import heads_per_rank
 from rollout.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.scheduler import Sample, Step
+from rollout.samples import Sample, Step
 from rollout.split.channel import Peers
 from rollout.split.geometry import geometry, kv_heads, staged_layers
 from rollout.split.inbox import Inbox, Transfer

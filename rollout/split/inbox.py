@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcache.ops.staging import Writers, scatter_staged, staged_bytes
 from kvcache.staging import StagingAllocator, head_writers
-from rollout.scheduler import Chunk, Sample
+from rollout.samples import Chunk, Sample
 from rollout.split.channel import Peers
 from rollout.split.messages import Ask, Filled, First, Freed, Range, Refused
 from rollout.split.transport import Reader

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from kvcache.staging import heads_per_rank
 from rollout.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.scheduler import Sample, Step
+from rollout.samples import Sample, Step
 from rollout.split.channel import Peers
 from rollout.split.geometry import geometry, kv_heads, staged_layers
 from rollout.split.messages import Ask, Closed, First, Freed, Hello

@@ -1,9 +1,6 @@
 """Paged attention: the reference against plain attention in double, the Triton kernels against the reference."""
 
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +8,8 @@ import torch
 from rollout.ops import attention as attention_module
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention, plan_decode
 from rollout.ops.attention_triton import TritonPlan
+from tests.helpers.compiler import compile_alone
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
 
 
@@ -338,10 +335,8 @@ for dim, value_dim, group in ((64, 64, 4), (128, 128, 4), (576, 512, 16)):
 def test_kernels_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler; the compiler needs no GPU. Several programs fit on a
     multiprocessor, and no register is spilled (a few bytes are left to other compiler versions)."""
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    print(done.stdout)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    printed = compile_alone(COMPILE)
+    print(printed)
+    lines = [line.split() for line in printed.splitlines()]
     assert len(lines) == 53
     assert max(int(shared) for *_, shared, _ in lines) < 110 * 1024 and max(int(stack) for *_, stack in lines) <= 64

@@ -1,10 +1,6 @@
 """The fused kernels compile for Hopper: the interpreter accepts more than the compiler, which needs no GPU."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.compiler import compile_alone
 
 COMPILE = """
 import triton
@@ -43,8 +39,5 @@ for kernel, constants in KERNELS:
 
 
 def test_kernels_compile_for_hopper() -> None:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared = [int(line.split()[2]) for line in done.stdout.splitlines()]
+    shared = [int(line.split()[2]) for line in compile_alone(COMPILE).splitlines()]
     assert len(shared) == 18 and max(shared) < 48 * 1024

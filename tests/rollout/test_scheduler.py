@@ -14,7 +14,8 @@ from kvcache import (
     ReqToTokenPool,
 )
 from rollout.prefix import PrefixBlocks
-from rollout.scheduler import Sample, Scheduler, Step
+from rollout.samples import Sample, Step
+from rollout.scheduler import Scheduler
 from rollout.types import SamplingParams
 from tests.kvcache.support import make_windowed
 

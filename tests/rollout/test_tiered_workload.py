@@ -26,7 +26,8 @@ from kvcache import (
 from kvcache.tiers import WritePolicy
 from rollout import KVTiers, SamplingParams
 from rollout.preemption import Swapped, Victim
-from rollout.scheduler import Sample, Scheduler
+from rollout.samples import Sample
+from rollout.scheduler import Scheduler
 from rollout.tiered_blocks import TieredBlocks
 from tests.helpers.soak import rounds
 

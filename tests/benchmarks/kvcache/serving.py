@@ -20,7 +20,8 @@ from kvcache import (
     ReqToTokenPool,
 )
 from rollout.prefix import PrefixBlocks
-from rollout.scheduler import Sample, Scheduler
+from rollout.samples import Sample
+from rollout.scheduler import Scheduler
 from rollout.types import SamplingParams
 
 PAGE_SIZE = 16

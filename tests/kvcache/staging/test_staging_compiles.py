@@ -1,10 +1,6 @@
 """The staging kernels compile for a GPU, with accesses as wide as their unit and no spills."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[3]
+from tests.helpers.compiler import compile_alone
 
 COMPILE = """
 import re
@@ -26,7 +22,4 @@ for unit in (16, 2):
 
 
 def test_kernels_store_whole_units() -> None:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["16 False st.global.v2.b64"] * 2 + ["2 False st.global.b16"] * 2
+    assert compile_alone(COMPILE).splitlines() == ["16 False st.global.v2.b64"] * 2 + ["2 False st.global.b16"] * 2

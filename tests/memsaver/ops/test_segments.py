@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,7 @@ import torch
 from memsaver.ops import segments as segments_module
 from memsaver.ops.digest import digest
 from memsaver.ops.segments import Segment, SegmentTable
-
-ROOT = Path(__file__).parents[3]
+from tests.helpers.compiler import compile_alone
 
 
 def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +147,7 @@ print(json.dumps(found))
 
 
 def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = json.loads(compile_alone(COMPILE))
     for kind, loads in {"bfloat16 True": 8, "float32 True": 16, "None True": 8}.items():
         memory, stores = found[kind]["memory"], 0 if kind.startswith("None") else 8
         assert memory["ld.global.v4.b32"] == loads and memory.get("st.global.v4.b32", 0) == stores, kind

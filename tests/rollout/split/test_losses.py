@@ -23,8 +23,10 @@ from rollout.split.messages import Ask, Hello, Range
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.rollout.split.ranks import KEY, Split, generate, serve
-from tests.rollout.split.test_split import CONFIG, MODEL, TOKEN, tokens
+from tests.rollout.split.test_split import CONFIG, TOKEN, path, tokens
 from tests.rollout.test_greedy import random_prompts
+
+__all__ = ["path"]  # a fixture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
@@ -103,13 +105,6 @@ def prefill(split: Split, addresses: list[str], how: str) -> Any:
     if how == "dies":
         writer = HalfMapped() if split.mapped else DyingGroup([0, 1])
     return serve(split, None, addresses, writer, version=1 if how == "newer" else 0)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = str(tmp_path_factory.mktemp("model"))
-    save_tiny(made, "qwen3", **MODEL)
-    return made
 
 
 @pytest.fixture(scope="module")
