@@ -12,6 +12,7 @@ from rollout.types import CommitReceipt, Completion, SamplingParams, WeightOffer
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import ActorDied, ActorTimeout
+from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ class TrainerActor:
     def empty_cache(self) -> None:
         self.trainer.empty_cache()
 
-    def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
-        return self.trainer.sync_weights(offer)
+    def connect(self, rollout: RemoteRollout) -> None:
+        self.trainer.connect([rollout])
+
+    def sync_weights(self, version: int) -> SyncReceipt:
+        return self.trainer.sync_weights(version)
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         self.trainer.save_checkpoint(directory, extra)
@@ -117,8 +121,11 @@ class RemoteTrainer(RemoteActor):
     def empty_cache(self) -> None:
         self.call("empty_cache")
 
-    def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
-        return self.call("sync_weights", offer)
+    def connect(self, rollout: RemoteRollout) -> None:
+        self.call("connect", rollout)
+
+    def sync_weights(self, version: int) -> SyncReceipt:
+        return self.call("sync_weights", version)
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         self.call("save_checkpoint", directory, extra)

@@ -1,9 +1,9 @@
-"""The safetensors files of a Hugging Face directory, read by rows of named tensors."""
+"""The safetensors files of a Hugging Face directory, read by boxes of named tensors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ def check_directory(path: str) -> None:
 
 
 class CheckpointFiles:
-    """Names, shapes and rows of the tensors in `path`. Files are mapped, not read, until rows are asked for."""
+    """Names, shapes and boxes of the tensors in `path`. Files are mapped, not read, until a box is asked for."""
 
     def __init__(self, path: str) -> None:
         from safetensors import safe_open
@@ -42,6 +42,7 @@ class CheckpointFiles:
         if problems:
             raise ValueError(f"weights in {self.path!r} do not fit its config.json: {'; '.join(sorted(problems)[:20])}")
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype."""
-        return self._files[name].get_slice(name)[start:stop]
+    def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The elements from `start` to `start + shape` of a tensor, on the CPU, in the file's dtype."""
+        ranges = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        return self._files[name].get_slice(name)[ranges]

@@ -45,6 +45,7 @@ def open_inprocess(trainer: TrainerConfig, engine: Mapping[str, Any]) -> Iterato
         undo.callback(saver.close)
         side = Trainer(trainer, saver)
         undo.callback(side.close)
+        side.connect([rollout])
         yield side, rollout
 
 
@@ -84,6 +85,7 @@ def open_ray(
         side = RemoteTrainer(handle, "trainer", timeout)
         rollout.sleep(level=2)
         side.call("build")
+        side.connect(rollout)
         yield side, rollout
 
 

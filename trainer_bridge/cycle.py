@@ -23,8 +23,8 @@ from typing import Protocol
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
-from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
 from trainer_bridge.errors import CycleError
+from trainer_bridge.session import SyncReceipt
 from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 
 
@@ -37,7 +37,7 @@ class TrainerSide(Protocol):
 
     def restore(self, *tags: str) -> None: ...
 
-    def sync_weights(self, offer: WeightOffer) -> WriteReceipt: ...
+    def sync_weights(self, version: int) -> SyncReceipt: ...
 
 
 OnStage = Callable[[str, float, float], None]
@@ -50,7 +50,7 @@ TRANSITIONS = {
     "failed": {},
 }
 KEEPABLE = (*TRAINER_TAGS, *TAGS)
-POISONING = ("begin_update", "sync_weights", "commit_update")  # from the first to the last the weights are undefined
+POISONING = ("sync_weights",)  # the weights may be undefined when it fails
 
 
 class Cycle:
@@ -82,20 +82,19 @@ class Cycle:
         self._sleep_level = sleep_level
         self._failure: CycleError | None = None
 
-    def to_rollout(self, version: int) -> CommitReceipt:
-        """Hand the memory to the rollout, which then serves the trainer's weights as `version`."""
+    def to_rollout(self, version: int) -> SyncReceipt:
+        """Hand the memory to the rollout, which then serves the trainer's weights as `version`.
+
+        The trainer is connected to the rollout (`Trainer.connect`): it speaks with the engines itself.
+        """
         after = self._enter("to_rollout")
         self._make_room()
         with self._stage("wake_weights"):
             self._rollout.wake_up([WEIGHTS])
-        with self._stage("begin_update"):
-            offer = self._rollout.begin_update(version)
         with self._stage("sync_weights"):
-            written = self._trainer.sync_weights(offer)
-        with self._stage("commit_update"):
-            committed = self._rollout.commit_update(written)
+            committed = self._trainer.sync_weights(version)
         if PARAMS in self._parked:
-            with self._stage("park_params"):  # not before the rollout has confirmed what it holds
+            with self._stage("park_params"):  # not before all engines have committed what they hold
                 self._trainer.park(PARAMS)
         with self._stage("wake_kv_cache"):
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])

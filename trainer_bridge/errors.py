@@ -42,3 +42,15 @@ class ActorDied(ActorError):
 
 class ActorTimeout(ActorError):
     """The actor's process may be alive, but gave no answer in time."""
+
+
+class SyncError(RuntimeError):
+    """A weight sync ended on all ranks because of one of them; `stage` names where, `reason` which rank and why."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"the weight sync failed in stage {stage!r}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.stage, self.reason)

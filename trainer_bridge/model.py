@@ -7,33 +7,43 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from memsaver.ops.hash import hash_text
+from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.memory import side_by_side
+from trainer_bridge.sources import local_box
 from trainer_bridge.tags import PARAMS
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 
-def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None) -> nn.Module:
+def build_model(
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    saver: MemorySaver | None,
+    shard_dims: Mapping[str, int] | None = None,
+) -> nn.Module:
     """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
 
-    A ValueError names a missing file, and parameters that are missing, unknown or of another shape.
+    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). A ValueError names a
+    missing file, and parameters that are missing, unknown, of another shape, or not to be sharded so.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config)
-    _shard(model, config, mesh)
+    _shard(model, config, mesh, shard_dims or {})
     _allocate_shards(model, device, saver)
     _finish_fsdp(model, saver)
     _rebuild_buffers(model, device)
@@ -72,15 +82,30 @@ def _meta_model(config: TrainerConfig) -> nn.Module:
     return model
 
 
-def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]) -> None:
+    named = dict(model.named_parameters())
+    _check_dims(named, shard_dims, mesh.size())
+    chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
     policy = MixedPrecisionPolicy()
     if config.param_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32)
     layers = set(getattr(model, "_no_split_modules", None) or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+
+
+def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int], world: int) -> None:
+    problems = [f"{name} is no parameter" for name in shard_dims.keys() - named.keys()]
+    for name in shard_dims.keys() & named.keys():
+        shape, dim = tuple(named[name].shape), shard_dims[name]
+        if not 0 <= dim < len(shape):
+            problems.append(f"{name}: {shape} has no dimension {dim}")
+        elif dim and shape[dim] % world:
+            problems.append(f"{name}: FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only")
+    if problems:
+        raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
 
 
 def _allocate_shards(model: nn.Module, device: torch.device, saver: MemorySaver | None) -> None:
@@ -117,8 +142,10 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _is_padded(param: Tensor) -> bool:
+    """By FSDP, which shares the first dimension as `torch.chunk` does, others in equal parts."""
     assert isinstance(param, DTensor)
-    return _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
+    shards_rows = param.placements[0].is_shard(0)
+    return shards_rows and _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None) -> None:
@@ -143,16 +170,14 @@ def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _load_weights(model: nn.Module, files: CheckpointFiles) -> None:
-    """Copy each rank's rows from the files into its shards, cast to the shards' dtype."""
+    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype."""
     params = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - params.keys()
     files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=tied)
     for name, param in params.items():
-        assert isinstance(param, DTensor)
         shard = local_shard(param)
-        first = first_row(param)
         if shard.numel():
-            shard.copy_(files.rows(name, first, first + shard.shape[0]))
+            shard.copy_(files.box(name, *shard_box(param)))
 
 
 def _randomise_weights(model: nn.Module, seed: int) -> None:
@@ -170,7 +195,7 @@ def _randomise_weights(model: nn.Module, seed: int) -> None:
             shard.fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            shard, row = local_shard(module.weight), module.padding_idx - first_row(module.weight)
+            shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
             if 0 <= row < shard.shape[0]:
                 shard[row] = 0.0
 
@@ -181,8 +206,10 @@ def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:
     return torch.Generator(param.device).manual_seed(hash_text(text) >> 1)
 
 
-def first_row(param: Tensor) -> int:
-    """Number of the first row of this rank's shard in the whole parameter (dim 0 is split as by `torch.chunk`)."""
+def shard_box(param: Tensor) -> Box:
+    """(start, shape) of this rank's shard in the whole parameter."""
     assert isinstance(param, DTensor)
-    rows, world = param.shape[0], param.device_mesh.size()
-    return min(rows, param.device_mesh.get_local_rank() * math.ceil(rows / world))
+    mesh = param.device_mesh
+    at = mesh.get_coordinate()
+    assert at is not None
+    return local_box(param.shape, param.placements, mesh.mesh.shape, at)

@@ -28,13 +28,3 @@ def sum_ranks(values: list[float], device: torch.device) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.tolist()
-
-
-def sum_ranks_mod64(values: list[int], device: torch.device) -> list[int]:
-    """Element by element over the ranks, modulo 2**64; values: in [0, 2**64)."""
-    if dist.get_world_size() == 1:
-        return values
-    signed = [value - (1 << 64) if value >> 63 else value for value in values]
-    total = torch.tensor(signed, dtype=torch.int64, device=device)  # int64 wraps: the same bits as uint64
-    dist.all_reduce(total)
-    return [value % (1 << 64) for value in total.tolist()]

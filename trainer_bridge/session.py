@@ -1,119 +1,229 @@
-"""One weight update, seen from the writer: map the rollout's pages, write this rank's copies, say what was written."""
+"""One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody serves.
+
+    prepare   finite? newer? the shards where they were?            nothing is touched yet
+    open      every target offers its pages                         without shadow pages: undefined from here on
+    write     every rank writes its copies into all targets         both sides know digests
+    verify    every target reads its pages back                     digests are the same, or the sync ends
+    commit    every target serves the version                       only now may the trainer give its shards away
+
+After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
+stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 import memsaver
-from rollout.types import WeightOffer, WriteReceipt
-from trainer_bridge.ops.cast_copy import CastCopy, OnPart, Placement, all_finite
-from trainer_bridge.plan import Copy, Plan, torch_dtype
+from rollout.protocols import SyncTarget
+from rollout.types import WeightLayout, WeightOffer, WriteReceipt
+from trainer_bridge.consensus import Alone, Consensus
+from trainer_bridge.derived import LowRank
+from trainer_bridge.ops.cast_copy import OnPart
+from trainer_bridge.plan import Plan, Target, make_plan
+from trainer_bridge.rank_copies import RankCopies, Written
+from trainer_bridge.sources import SourceShard
 
-OnCopy = OnPart
-"""Called before each batch of copies with (copies written, copies of this rank).
-
-On the CPU each copy is a batch, on a GPU up to 1 GiB of them are; one batch begins at half the copies. Without a hook a
-GPU gets all of them at once.
-"""
+T = TypeVar("T")
+_MASK64 = (1 << 64) - 1
 
 
-class RankCopies:
-    """What one rank writes under one plan, with the shards it comes from: checked once, written with every update.
+@dataclass(frozen=True, kw_only=True)
+class SyncReceipt:
+    """A version that all targets serve. The same on every rank, but for the seconds.
 
-    Good as long as the plan's layout is offered and the shards keep their addresses.
+    digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one device to another.
+    seconds: of the whole sync; copy_seconds: of this rank's copies; stages: seconds of each stage, waiting included.
     """
 
-    def __init__(self, plan: Plan, sources: Mapping[str, Tensor], *, rank: int = 0) -> None:
-        """sources: this rank's shards by name. A ValueError lists those that are missing or too small."""
-        copies = [copy for copy in plan.copies if copy.rank == rank]
-        if problems := [problem for copy in copies if (problem := _misfit(sources, copy))]:
-            raise ValueError(f"the shards of rank {rank} do not fit the plan, {_listed(problems)}")
-        self.layout_hash = plan.layout_hash
-        self.sources = sources
-        self.nbytes = sum(copy.nbytes for copy in copies)
-        self._rows = [(copy.name, _rows(sources, copy)) for copy in copies]
-        self._cast_copy = CastCopy(
-            [
-                Placement(source=rows, offset=copy.offset, dtype=torch_dtype(copy.dtype), index_base=copy.index_base)
-                for copy, (_, rows) in zip(copies, self._rows, strict=True)
-            ]
-        )
-
-    def write(self, target: Tensor, on_copy: OnCopy | None = None) -> int:
-        """Write all copies into the rollout's bytes (uint8, from the start of the tag). Returns their digest."""
-        return self._cast_copy.run(target, on_copy)
-
-    def not_finite(self) -> list[str]:
-        """Names of shards with NaN or infinite values in the rows to be written; reads all of them."""
-        return [name for name, rows in self._rows if not all_finite(rows)]
+    version: int
+    digests: tuple[int, ...]
+    nbytes: int
+    link_bytes: int
+    seconds: float
+    copy_seconds: float
+    stages: dict[str, float]
 
 
-class WriteSession:
-    """Writes the copies of one rank for one offer. Everything that can be refused is refused before the first byte."""
+@dataclass
+class _Round:
+    """One sync under way. opened: targets that are to be told if it fails."""
+
+    version: int
+    opened: list[SyncTarget] = field(default_factory=list)
+    copies: RankCopies | None = None
+    derived: Mapping[str, LowRank] = field(default_factory=dict)
+    copy_seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class _Joined(NamedTuple):
+    """What a rank brings along."""
+
+    place: str
+    shards: Sequence[SourceShard]
+    layouts: Sequence[WeightLayout]
+
+
+class WeightSync:
+    """Writes shards of all ranks into the pages of all targets, version by version; plans and tables are made once.
+
+    All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that this rank speaks
+    for: each is one rank's, and in the order of the ranks they are the plan's targets 0, 1, ...
+    """
 
     def __init__(
         self,
-        offer: WeightOffer,
-        copies: RankCopies,
+        shards: Sequence[SourceShard],
+        sources: Callable[[], Mapping[str, Tensor]],
+        targets: Sequence[SyncTarget],
+        consensus: Consensus | None = None,
         *,
-        on_copy: OnCopy | None = None,
-        check_finite: bool = False,
+        place: str,
+        derived: Callable[[], Mapping[str, LowRank]] = dict,
     ) -> None:
-        """check_finite: refuse weights with NaN or infinity, at the cost of reading them twice."""
-        if copies.layout_hash != offer.manifest.layout_hash:
-            raise ValueError(
-                f"stale plan for version {offer.version}: made for layout {copies.layout_hash}, "
-                f"the rollout offers {offer.manifest.layout_hash}; plan again"
-            )
-        self.offer = offer
-        self._copies = copies
-        self._on_copy = on_copy
-        self._check_finite = check_finite
+        """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard moves. place: of this
+        rank's device, as in `WeightLayout`. derived: asked
+        for with every sync, the parameters that are written as a function of this rank's shard of them. A ValueError
+        lists what does not fit; nothing has been touched then."""
+        self._consensus = consensus or Alone()
+        self._targets = tuple(targets)
+        self._shards = tuple(shards)
+        self._sources = sources
+        self._derived = derived
+        self._version: int | None = None
+        said = self._consensus.agree("connect", lambda: _Joined(place, shards, [t.weight_layout() for t in targets]))
+        self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
+        plans: list[Plan] = []  # a rank's own: they are the same, and too large to be exchanged
+        self._consensus.agree("plan", lambda: plans.append(_plan(said)))
+        (self.plan,) = plans
+        self._copies: dict[object, RankCopies] = {}  # of the last kind of sync
 
-    def write(self) -> WriteReceipt:
-        """Returns the receipt of this rank's part; the lease is over on return."""
-        start = time.perf_counter()
-        if self._check_finite and (names := self._copies.not_finite()):
-            problems = [f"{name} has NaN or infinite values" for name in names]
-            raise ValueError(f"version {self.offer.version} refused, {_listed(problems)}")
-        with memsaver.attach(self.offer.ticket) as lease:
-            if lease.nbytes < self.offer.manifest.nbytes:
-                raise ValueError(
-                    f"the rollout shares {lease.nbytes} bytes, its manifest describes {self.offer.manifest.nbytes}; "
-                    "offer all of tag weights"
-                )
-            target = lease.tensor((lease.nbytes,), torch.uint8)
-            mapped = time.perf_counter()
-            digest = self._copies.write(target, self._on_copy)
-            written = time.perf_counter()
-            del target  # dangles when the lease ends
-        return WriteReceipt(
-            version=self.offer.version,
-            layout_hash=self.offer.manifest.layout_hash,
-            digest=digest,
-            nbytes=self._copies.nbytes,
-            seconds=time.perf_counter() - start,
-            copy_seconds=written - mapped,
+    def sync(
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        names: Collection[str] | None = None,
+        check_finite: bool = False,
+        on_part: OnPart | None = None,
+    ) -> SyncReceipt:
+        """Write the shards as they are now, verify them on both sides, and have every target serve them as `version`.
+
+        shadow: targets take pages for a second copy, and serve their old version until the commit. names: write these
+        parameters only, over weights that are defined (as `LowRank` needs after a first whole sync). check_finite:
+        refuse NaN and infinity in shards, at the cost of reading them twice. Raises what went wrong here, or a
+        `SyncError` that names the stage, the rank and its error.
+        """
+        started, state = time.perf_counter(), _Round(version)
+        chosen = None if names is None else tuple(sorted(names))
+        self._agree(state, "prepare", lambda: self._prepare(state, chosen, check_finite))
+        try:
+            offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
+            offers = [offer for each in offered for offer in each]
+            written = self._agree(state, "write", lambda: self._write(state, offers, on_part))
+            receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
+            self._agree(state, "verify", lambda: self._verify(receipts))
+            self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
+        except BaseException as error:
+            _abort(state.opened, error)
+            raise
+        self._version = version
+        return SyncReceipt(
+            version=version,
+            digests=tuple(receipt.digest for receipt in receipts),
+            nbytes=sum(receipt.nbytes for receipt in receipts),
+            link_bytes=sum(each.link_bytes for rank in written for each in rank.values()),
+            seconds=time.perf_counter() - started,
+            copy_seconds=state.copy_seconds,
+            stages=state.stages,
         )
 
+    def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
+        started = time.perf_counter()
+        answers = self._consensus.agree(stage, step)
+        state.stages[stage] = time.perf_counter() - started
+        return answers
 
-def _misfit(sources: Mapping[str, Tensor], copy: Copy) -> str | None:
-    source = sources.get(copy.name)
-    if source is None:
-        return f"no shard {copy.name}"
-    if source.shape[0] < copy.row + copy.shape[0] or source.shape[1:] != copy.shape[1:]:
-        return f"{copy.name}: shard {tuple(source.shape)} lacks rows {copy.row}+{copy.shape[0]}"
-    return None
+    def _prepare(self, state: _Round, names: tuple[str, ...] | None, check_finite: bool) -> None:
+        if self._version is not None and state.version < self._version:
+            raise ValueError(
+                f"version {state.version} is stale: version {self._version} has been written; use a higher one"
+            )
+        sources, state.derived = self._sources(), self._derived()
+        key = (names, frozenset(state.derived))
+        if key not in self._copies or self._copies[key].sources is not sources:
+            copies = RankCopies(self.plan, self._shards, sources, rank=self._consensus.rank, names=names, derived=state.derived)
+            self._copies = {key: copies}
+        state.copies = self._copies[key]
+        state.copies.check(state.derived, check_finite)
+
+    def _open(self, state: _Round, shadow: bool, names: tuple[str, ...] | None) -> list[WeightOffer]:
+        offers = []
+        for number, target in enumerate(self._targets, start=self._first):
+            offers.append(target.begin_update(state.version, shadow=shadow, names=names))
+            state.opened.append(target)
+            made, now = self.plan.targets[number].manifest.layout_hash, offers[-1].manifest.layout_hash
+            if made != now:
+                raise ValueError(
+                    f"stale plan for version {state.version}: made for layout {made}, the rollout offers {now}; "
+                    "connect anew"
+                )
+        return offers
+
+    def _write(self, state: _Round, offers: Sequence[WeightOffer], on_part: OnPart | None) -> dict[int, Written]:
+        copies = state.copies
+        assert copies is not None
+        with contextlib.ExitStack() as leases:
+            pages = {number: _mapped(offers[number], leases) for number in copies.targets}
+            started = time.perf_counter()
+            written = copies.write(pages, state.derived, on_part)
+            state.copy_seconds = time.perf_counter() - started
+            pages.clear()  # they dangle when the leases end
+        return written
+
+    def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:
+        """What all ranks together wrote into one target."""
+        parts = [each[number] for each in written if number in each]
+        return WriteReceipt(
+            version=offer.version,
+            layout_hash=offer.manifest.layout_hash,
+            digest=sum(part.digest for part in parts) & _MASK64,
+            nbytes=sum(part.nbytes for part in parts),
+        )
+
+    def _verify(self, receipts: Sequence[WriteReceipt]) -> None:
+        for number, target in enumerate(self._targets, start=self._first):
+            target.verify_update(receipts[number])
 
 
-def _listed(problems: list[str], limit: int = 20) -> str:
-    more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
-    return f"nothing was written: {'; '.join(problems[:limit])}{more}"
+def _plan(ranks: Sequence[_Joined]) -> Plan:
+    shards = [shard for rank in ranks for shard in rank.shards]
+    targets = [Target(manifest=each.manifest, place=each.place) for rank in ranks for each in rank.layouts]
+    return make_plan(shards, targets, [rank.place for rank in ranks])
 
 
-def _rows(sources: Mapping[str, Tensor], copy: Copy) -> Tensor:
-    return sources[copy.name][copy.row : copy.row + copy.shape[0]]
+def _mapped(offer: WeightOffer, leases: contextlib.ExitStack) -> Tensor:
+    """All bytes of the offered pages, as long as the leases are held."""
+    lease = leases.enter_context(memsaver.attach(offer.ticket))
+    if lease.nbytes < offer.manifest.nbytes:
+        raise ValueError(
+            f"the rollout shares {lease.nbytes} bytes, its manifest describes {offer.manifest.nbytes}; "
+            "offer all of tag weights"
+        )
+    return lease.tensor((lease.nbytes,), torch.uint8)
+
+
+def _abort(opened: Sequence[SyncTarget], error: BaseException) -> None:
+    for target in opened:
+        try:
+            target.abort_update(f"{type(error).__name__}: {error}")
+        except Exception as deaf:  # it may be what died; the first failure is the one to report
+            error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from memsaver.errors import StateError
-from rollout.types import WeightOffer, WriteReceipt
+from memsaver.places import place_of
+from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
 from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, deal, pad
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.consensus import Consensus, group_consensus
 from trainer_bridge.losses import ppo_clip, token_logprobs
 from trainer_bridge.model import build_model, local_shard, reshard
+from trainer_bridge.ops.cast_copy import OnPart
 from trainer_bridge.optimizer import build_optimizer
-from trainer_bridge.plan import Plan, Planner, dim0_shards
-from trainer_bridge.processes import ensure_process_group, sum_ranks, sum_ranks_mod64
-from trainer_bridge.session import OnCopy, RankCopies, WriteSession
+from trainer_bridge.processes import ensure_process_group, sum_ranks
+from trainer_bridge.session import SyncReceipt, WeightSync
+from trainer_bridge.sources import dtensor_shards
 from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 
 if TYPE_CHECKING:
@@ -39,7 +42,14 @@ class Trainer:
     computes its share of the sequences, all get the whole answer.
     """
 
-    def __init__(self, config: TrainerConfig, saver: MemorySaver | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        saver: MemorySaver | None = None,
+        *,
+        shard_dims: Mapping[str, int] | None = None,
+    ) -> None:
+        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first dimension."""
         self.config = config
         self.saver = saver
         self.device = _device(config.device)
@@ -49,21 +59,14 @@ class Trainer:
         self._owns_group = ensure_process_group(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
-        self.model = build_model(config, mesh, self.device, saver)
+        self.model = build_model(config, mesh, self.device, saver, shard_dims)
         self.optimizer = build_optimizer(list(self.model.parameters()), config, self.device, saver)
         self.step = 0
         self._parked: set[str] = set()
-        self._synced_version: int | None = None
         self._params = dict(self.model.named_parameters())
         self._shards: dict[str, Tensor] = {}
         self._addresses: list[int] = []
-        self._copies: RankCopies | None = None
-        shards = [
-            shard
-            for name, param in self._params.items()
-            for shard in dim0_shards(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), self.world)
-        ]
-        self._planner = Planner(shards)
+        self._sync: WeightSync | None = None
 
     def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
         """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's."""
@@ -135,34 +138,32 @@ class Trainer:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def sync_weights(
-        self, offer: WeightOffer, *, on_copy: OnCopy | None = None, check_finite: bool = False
-    ) -> WriteReceipt:
-        """Write the parameters into the pages the rollout offers. The receipt covers all ranks.
+    def connect(self, targets: Sequence[SyncTarget], consensus: Consensus | None = None) -> None:
+        """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights` replaces their weights.
 
-        Raises a ValueError before anything is written when the offer is older than the last one or does not fit.
+        consensus: how the ranks agree, by default over the store of their process group. A ValueError lists what does
+        not fit, a `SyncError` says which other rank found that; nothing has been touched then.
         """
+        if consensus is None:
+            assert dist.group.WORLD is not None
+            consensus = group_consensus(dist.group.WORLD)
+        mine = [
+            shard
+            for name, param in self._params.items()
+            for shard in dtensor_shards(name, param)
+            if shard.rank == self.rank
+        ]
+        self._sync = WeightSync(mine, self.shards, targets, consensus, place=place_of(self.device))
+
+    def sync_weights(
+        self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
+    ) -> SyncReceipt:
+        """Write the parameters into the engines' pages, verify them, and have them served as `version`: on all ranks,
+        or nowhere. See `WeightSync.sync`."""
         self._require("sync_weights", PARAMS)
-        if self._synced_version is not None and offer.version < self._synced_version:
-            raise ValueError(
-                f"stale offer of version {offer.version}: version {self._synced_version} has been written; begin anew"
-            )
-        plan = self._planner.plan(offer.manifest)
-        receipt, error = None, None
-        try:
-            copies = self._rank_copies(plan)
-            receipt = WriteSession(offer, copies, on_copy=on_copy, check_finite=check_finite).write()
-        except Exception as problem:  # the other ranks wait in the sum below: tell them, then raise
-            error = problem
-        parts = [receipt.digest, receipt.nbytes, 0] if receipt is not None else [0, 0, 1]
-        digest, nbytes, failed = sum_ranks_mod64(parts, self.device)
-        if error is not None:
-            raise error
-        if failed:
-            raise RuntimeError(f"writing version {offer.version} failed on {failed} other rank(s); see their errors")
-        assert receipt is not None
-        self._synced_version = offer.version
-        return dataclasses.replace(receipt, digest=digest, nbytes=nbytes)
+        if self._sync is None:
+            raise StateError("sync_weights() has no rollout to write to; call connect([engine]) first, on every rank")
+        return self._sync.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's rows of every parameter by checkpoint name; tied ones once. The same dict until a shard moves."""
@@ -240,13 +241,6 @@ class Trainer:
         self.zero_grad()
         self.step += 1
         return grad_norm
-
-    def _rank_copies(self, plan: Plan) -> RankCopies:
-        """Kept from update to update: made anew for another layout, or should a shard have moved."""
-        shards, made = self.shards(), self._copies
-        if made is None or made.layout_hash != plan.layout_hash or made.sources is not shards:
-            self._copies = made = RankCopies(plan, shards, rank=self.rank)
-        return made
 
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint holds, by name; the tensors are the trainer's own."""

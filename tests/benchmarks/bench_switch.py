@@ -15,7 +15,7 @@ from pathlib import Path
 from recipes.run import start_run
 from tests.benchmarks.common import conditions, print_table, save
 
-SYNC = ("begin_update", "sync_weights", "commit_update")
+SYNC = ("sync_weights",)
 TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
 TO_TRAIN = ("sleep", "restore_params", "restore_optim")
 WORK = ("generate_sequences", "compute_log_prob", "update_actor")

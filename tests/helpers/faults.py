@@ -7,25 +7,42 @@ import signal
 import time
 from pathlib import Path
 
-from rollout.types import WeightOffer, WriteReceipt
 from trainer_bridge.actor import TrainerActor
+from trainer_bridge.session import SyncReceipt
 
 
 def dying_trainer() -> type[TrainerActor]:
     """Kills its own process when half of the copies are written. (Made here, so that it is pickled by value.)"""
 
     class Dying(TrainerActor):
-        def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
+        def sync_weights(self, version: int) -> SyncReceipt:
             def die(done: int, total: int) -> None:
                 if done >= total // 2:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            return self.trainer.sync_weights(offer, on_copy=die)
+            return self.trainer.sync_weights(version, on_part=die)
 
         def nap(self) -> None:
             time.sleep(2)
 
     return Dying
+
+
+def killing_trainer() -> type[TrainerActor]:
+    """Kills the process it was told of when half of the copies are written."""
+
+    class Killing(TrainerActor):
+        def kill_in_sync(self, pid: int) -> None:
+            self.victim = pid
+
+        def sync_weights(self, version: int) -> SyncReceipt:
+            def kill(done: int, total: int) -> None:
+                if done >= total // 2 and (victim := self.__dict__.pop("victim", None)):
+                    os.kill(victim, signal.SIGKILL)
+
+            return self.trainer.sync_weights(version, on_part=kill)
+
+    return Killing
 
 
 def wait_gone(pids: list[int], seconds: float = 20.0) -> None:

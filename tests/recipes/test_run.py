@@ -27,9 +27,7 @@ OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory")
 STAGES = [
     "park_optim",
     "wake_weights",
-    "begin_update",
     "sync_weights",
-    "commit_update",
     "park_params",
     "wake_kv_cache",
     "generate_sequences",

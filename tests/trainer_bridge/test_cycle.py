@@ -11,24 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from memsaver import StateError
-from rollout.types import CommitReceipt, Manifest, ParamSlice, WeightOffer, WriteReceipt
 from tests.helpers.soak import rounds
 from trainer_bridge import ActorDied, Cycle, CycleError
 from trainer_bridge.cycle import POISONING, TRANSITIONS
+from trainer_bridge.session import SyncReceipt
 
-MANIFEST = Manifest(
-    nbytes=4,
-    slices=(ParamSlice(name="p", offset=0, shape=(1,), dtype="float32", global_shape=(1,), start=(0,), index_base=0),),
-    aliases={},
-    modules={},
-    layout_hash="layout",
-)
 TO_ROLLOUT = [
     "park_optim",
     "wake_weights",
-    "begin_update",
     "sync_weights",
-    "commit_update",
     "park_params",
     "wake_kv_cache",
 ]
@@ -77,10 +68,14 @@ class FakeTrainer:
         self.world.at(f"restore_{tag}")
         self.world.take(tag)
 
-    def sync_weights(self, offer: WeightOffer) -> WriteReceipt:
+    def sync_weights(self, version: int) -> SyncReceipt:
         assert {"params", "weights"} <= self.world.held
+        self.world.version, self.world.reason = None, "update not committed"
         self.world.at("sync_weights")
-        return WriteReceipt(version=offer.version, layout_hash="layout", digest=1, nbytes=4, seconds=0.0)
+        self.world.version, self.world.reason = version, None
+        return SyncReceipt(
+            version=version, digests=(1,), nbytes=4, link_bytes=0, seconds=0.0, copy_seconds=0.0, stages={}
+        )
 
 
 class FakeRollout:
@@ -97,17 +92,6 @@ class FakeRollout:
         self.world.at(f"wake_{tags[0]}")
         for tag in tags:
             self.world.take(tag)
-
-    def begin_update(self, version: int) -> WeightOffer:
-        assert "weights" in self.world.held
-        self.world.at("begin_update")
-        self.world.version, self.world.reason = None, "update not committed"
-        return WeightOffer(version=version, manifest=MANIFEST, ticket=None)  # type: ignore[arg-type]
-
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
-        self.world.at("commit_update")
-        self.world.version, self.world.reason = receipt.version, None
-        return CommitReceipt(version=receipt.version, digest=receipt.digest, seconds=0.0)
 
     def abort_update(self, reason: str) -> None:
         self.world.at("abort_update")
@@ -152,10 +136,10 @@ def test_the_sleep_level_is_passed_on() -> None:
 @pytest.mark.parametrize(
     ("keep", "stages"),
     [
-        (("params", "optim"), ["empty_cache", *TO_ROLLOUT[1:5], TO_ROLLOUT[6], "sleep"]),
-        (("params",), [*TO_ROLLOUT[:5], TO_ROLLOUT[6], "sleep", "restore_optim"]),
+        (("params", "optim"), ["empty_cache", *TO_ROLLOUT[1:3], TO_ROLLOUT[4], "sleep"]),
+        (("params",), [*TO_ROLLOUT[:3], TO_ROLLOUT[4], "sleep", "restore_optim"]),
         (("kv_cache", "cuda_graph"), TO_ROLLOUT + TO_TRAIN),
-        (("params", "optim", "weights", "kv_cache", "cuda_graph"), [*TO_ROLLOUT[1:5], TO_ROLLOUT[6], "sleep"]),
+        (("params", "optim", "weights", "kv_cache", "cuda_graph"), [*TO_ROLLOUT[1:3], TO_ROLLOUT[4], "sleep"]),
     ],
 )
 def test_what_is_kept_never_leaves_the_device(keep: tuple[str, ...], stages: list[str]) -> None:
@@ -217,10 +201,10 @@ def test_a_rollout_that_cannot_be_told_does_not_hide_the_first_failure() -> None
             raise ActorDied("rollout", "abort_update", "died")
 
     world = World()
-    world.fail_at = "commit_update"
+    world.fail_at = "sync_weights"
     world.error = ValueError("digests differ")
     cycle = Cycle(FakeTrainer(world), Deaf(world))
-    with pytest.raises(CycleError, match="commit_update.*digests differ") as caught:
+    with pytest.raises(CycleError, match="sync_weights.*digests differ") as caught:
         cycle.to_rollout(1)
     assert "the rollout could not be told" in caught.value.__notes__[0]
 

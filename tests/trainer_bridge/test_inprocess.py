@@ -65,7 +65,7 @@ def test_rounds_of_generating_and_learning(tied: bool, device: str, tmp_path: Pa
             advantages = [1.0 if i % 2 else -1.0 for i in range(len(batch))]
             trainer.update_actor(dataclasses.replace(batch, old_logprobs=ours, advantages=advantages))
         assert seen[0] != seen[1] != seen[2], "the rollout did not notice the updates"
-        assert len(stages) == 3 * 10
+        assert len(stages) == 3 * 8
 
 
 def test_greedy_output_is_that_of_the_synced_weights(tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
     with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
         write = trainer.sync_weights
 
-        def broken(offer: Any) -> Any:
+        def broken(version: int) -> Any:
             def stop(done: int, total: int) -> None:
                 if done == total // 2:
                     raise RuntimeError("cosmic ray")
 
-            return write(offer, on_copy=stop)
+            return write(version, on_part=stop)
 
         monkeypatch.setattr(trainer, "sync_weights", broken)
         with pytest.raises(CycleError, match="stage 'sync_weights' failed: RuntimeError: cosmic ray"):
@@ -109,11 +109,11 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
 
 def test_a_receipt_that_lies_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
-        write = trainer.sync_weights
-        monkeypatch.setattr(trainer, "sync_weights", lambda offer: dataclasses.replace(write(offer), digest=0))
-        with pytest.raises(CycleError, match="stage 'commit_update' failed.*digest"):
+        verify = engine.verify_update
+        monkeypatch.setattr(engine, "verify_update", lambda receipt: verify(dataclasses.replace(receipt, digest=0)))
+        with pytest.raises(CycleError, match="stage 'sync_weights' failed.*digest"):
             Cycle(trainer, engine).to_rollout(1)
-        assert "commit_update" in (engine.unavailable_reason() or "")
+        assert "digest" in (engine.unavailable_reason() or "")
         assert min(committed(trainer)["params"], 1) == 1, "the trainer gave its weights up"
 
 
@@ -133,7 +133,7 @@ def test_the_engine_may_be_narrower(model_path: str) -> None:
     with open_inprocess(config(model_path), {**ENGINE, "dtype": "bfloat16"}) as (trainer, engine):
         receipt = Cycle(trainer, engine).to_rollout(1)
         assert {piece.dtype for piece in engine.manifest.slices} == {"bfloat16"}
-        assert receipt.digest > 0
+        assert receipt.digests[0] > 0
         engine.generate(PROMPTS, SAMPLED)
 
 

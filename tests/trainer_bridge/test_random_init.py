@@ -134,7 +134,8 @@ def test_an_engine_without_weights_says_so_until_a_sync(model_path: str, tmp_pat
     with pytest.raises(StateError, match="weights undefined: the weights were never loaded; commit a weight update"):
         engine.generate([[1]], SamplingParams(max_tokens=1))
     trainer = make_trainer(path, random_init=True)
-    engine.commit_update(trainer.sync_weights(engine.begin_update(1)))
+    trainer.connect([engine])
+    trainer.sync_weights(1)
     assert engine.unavailable_reason() is None
     engine.generate([[1]], SamplingParams(max_tokens=1))
 

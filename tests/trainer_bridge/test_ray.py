@@ -57,7 +57,7 @@ def test_two_rounds_over_actors(device: str, model_path: str, tmp_path: Path) ->
             cycle.to_train()
             assert trainer.report().committed_bytes == full
             trainer.update_actor(dataclasses.replace(batch, old_logprobs=ours, advantages=[1.0, -1.0, 1.0, -1.0]))
-        assert len(stages) == 20
+        assert len(stages) == 16
         trainer.save_checkpoint(str(tmp_path / "step"), {"n": 2})
         assert trainer.load_checkpoint(str(tmp_path / "step")) == {"n": 2}
         assert {event.op for event in trainer.drain_events()} >= {"pause", "resume"}

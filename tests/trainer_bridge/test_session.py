@@ -1,58 +1,31 @@
-"""Writing an offer: what lies in the rollout's pages afterwards, and what is refused before the first byte."""
+"""A sync over all ranks: what lies in the rollouts' pages afterwards, who serves what, what is refused untouched."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trainer_bridge.sources import SourceShard
 
 import memsaver
-from memsaver.ops.digest import digest
-from rollout.types import Manifest, WeightOffer, WriteReceipt
+from rollout.types import Manifest
 from tests.trainer_bridge.layouts import manifest, piece
+from tests.trainer_bridge.targets import PageTarget, Rank, in_ranks
 from trainer_bridge import Trainer
+from trainer_bridge.errors import SyncError
 from trainer_bridge.model import local_shard
-from trainer_bridge.plan import dim0_shards, make_plan, torch_dtype
-from trainer_bridge.session import RankCopies, WriteSession
+from trainer_bridge.plan import torch_dtype
+from trainer_bridge.session import SyncReceipt, WeightSync
 
-UNTOUCHED = 0xA5
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (10, 4), "norm": (4,), "proj": (7, 3)}
 
 
-class Target:
-    """A rollout's pages: a tag of a saver, filled with a pattern, and its manifest."""
-
-    def __init__(self, layout: Manifest, device: str) -> None:
-        self.saver = memsaver.MemorySaver(device=device)
-        self.arena = self.saver.empty((layout.nbytes,), torch.uint8, tag="weights")
-        self.arena.fill_(UNTOUCHED)
-        self.layout = layout
-
-    def offer(self, version: int = 1, **changes: Any) -> WeightOffer:
-        ticket = self.saver.share("weights", writable=True)
-        return WeightOffer(version=version, manifest=dataclasses.replace(self.layout, **changes), ticket=ticket)
-
-    def read(self, name: str) -> Tensor:
-        (p,) = [p for p in self.layout.slices if p.name == name]
-        dtype = torch_dtype(p.dtype)
-        return self.arena[p.offset : p.offset + math.prod(p.shape) * dtype.itemsize].view(dtype).view(p.shape)
-
-    def digest(self) -> int:
-        return sum(digest(self.read(p.name), p.index_base) for p in self.layout.slices) % 2**64
-
-    def untouched(self) -> bool:
-        return bool((self.arena == UNTOUCHED).all())
-
-    def leases(self) -> int:
-        return self.saver.report().tags["weights"].leases
-
-
-def layout(dtype: str) -> Manifest:
+def whole(dtype: str = "float32") -> Manifest:
     size = torch_dtype(dtype).itemsize
     return manifest(
         piece("embed", 0, (10, 4), dtype),
@@ -61,97 +34,149 @@ def layout(dtype: str) -> Manifest:
     )
 
 
-@pytest.fixture
-def make_target(device: str) -> Iterator[Callable[..., Target]]:
-    made: list[Target] = []
+def columns(rank: int) -> Manifest:
+    """One of two: half of the columns of `embed`, the rest whole."""
+    return manifest(
+        piece("embed", 0, (10, 2), global_shape=(10, 4), start=(0, 2 * rank)),
+        piece("norm", 256, (4,), index_base=40),
+        piece("proj", 512, (7, 3), index_base=44),
+    )
 
-    def make(dtype: str = "float32") -> Target:
-        made.append(Target(layout(dtype), device))
+
+@pytest.fixture
+def make_target(device: str) -> Iterator[Callable[..., PageTarget]]:
+    made: list[PageTarget] = []
+
+    def make(layout: Manifest | None = None, **options: Any) -> PageTarget:
+        made.append(PageTarget(layout or whole(), device, **options))
         return made[-1]
 
     yield make
     for target in made:
-        assert target.leases() == 0, "a lease outlived its session"
+        assert target.leases() == 0, "a lease outlived its sync"
         target.saver.close()
 
 
-def sources(device: str) -> dict[str, Tensor]:
+def full(device: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
 
 
-def plan_for(target: Target, world: int = 1) -> Any:
-    shards = [s for name, shape in SHAPES.items() for s in dim0_shards(name, shape, "float32", world)]
-    return make_plan(shards, target.layout)
+def rows(name: str, shape: tuple[int, ...], world: int, rank: int) -> SourceShard:
+    each = math.ceil(shape[0] / world)
+    first, last = min(shape[0], rank * each), min(shape[0], (rank + 1) * each)
+    start, part = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    return SourceShard(name=name, global_shape=shape, dtype="float32", start=start, shape=part, rank=rank)
 
 
-def copies_for(target: Target, device: str) -> RankCopies:
-    return RankCopies(plan_for(target), sources(device))
+def shards(world: int) -> list[SourceShard]:
+    return [rows(name, shape, world, rank) for name, shape in SHAPES.items() for rank in range(world)]
+
+
+def ranks(device: str, world: int, targets: Sequence[Sequence[PageTarget]]) -> list[Rank]:
+    tensors = full(device)
+    made = []
+    for rank in range(world):
+        mine = {s.name: tensors[s.name][s.start[0] : s.start[0] + s.shape[0]] for s in shards(world) if s.rank == rank}
+        made.append(Rank(sources=mine, targets=targets[rank]))
+    return made
+
+
+def check(target: PageTarget, tensors: dict[str, Tensor]) -> None:
+    for number, p in enumerate(target.layout.slices):
+        box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
+        assert torch.equal(target.read(number), tensors[p.name][box].to(torch_dtype(p.dtype))), p.name
+
+
+def alone(target: PageTarget, device: str, **sources: Any) -> WeightSync:
+    mine = {name: tensor for name, tensor in {**full(device), **sources}.items() if tensor is not None}
+    return WeightSync(shards(1), lambda: mine, [target], place=target.place)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_target_holds_the_cast_source(
-    dtype: str, world: int, device: str, make_target: Callable[..., Target]
+def test_one_rank_and_one_target(dtype: str, device: str, make_target: Callable[..., PageTarget]) -> None:
+    target = make_target(whole(dtype))
+    sync = alone(target, device)
+    receipt = sync.sync(5)
+    check(target, full(device))
+    assert target.version == receipt.version == 5 and receipt.digests == (target.digest(),)
+    assert receipt.nbytes == sum(map(math.prod, SHAPES.values())) * torch_dtype(dtype).itemsize
+    assert receipt.link_bytes == 0
+    assert list(receipt.stages) == ["prepare", "open", "write", "verify", "commit"]
+    assert int((target.arena == 0xA5).sum()) >= target.layout.nbytes - receipt.nbytes, "padding was written"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_write_into_each_others_targets(world: int, device: str, make_target: Callable[..., PageTarget]) -> None:
+    """Two tensor-parallel targets of rank 0, one replica of the last rank."""
+    parts = [make_target(columns(rank), place="elsewhere" if rank else "here") for rank in range(2)]
+    replica = make_target(place="here")
+    made = ranks(device, world, [parts, *([[]] * (world - 2)), [replica]])
+
+    def run(number: int, rank: Rank) -> SyncReceipt:
+        assert rank.sync is not None
+        rank.sync.sync(1)
+        for tensor in rank.sources.values():
+            tensor.mul_(-2)
+        return rank.sync.sync(2)
+
+    results = in_ranks(made, run, shards(world))
+    tensors = {name: tensor * -2 for name, tensor in full(device).items()}
+    for target in (*parts, replica):
+        check(target, tensors)
+        assert target.version == 2
+    for result in results:
+        assert result.digests == tuple(target.digest() for target in (*parts, replica))
+        assert result.link_bytes == sum(parts[1].read(i).nbytes for i in range(3)), "all ranks are here"
+
+
+STAGES = ["begin", "verify", "commit"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_target_that_fails_ends_the_sync_on_all_ranks(
+    stage: str, failing: int, make_target: Callable[..., PageTarget], device: str
 ) -> None:
-    target, full = make_target(dtype), sources(device)
-    plan = plan_for(target, world)
-    receipts: list[WriteReceipt] = []
-    for rank in range(world):
-        local = {
-            s.name: full[s.name][s.start : s.start + s.shape[0]]
-            for name, shape in SHAPES.items()
-            for s in dim0_shards(name, shape, "float32", world)
-            if s.rank == rank
-        }
-        receipts.append(WriteSession(target.offer(5), RankCopies(plan, local, rank=rank)).write())
-    for name, tensor in full.items():
-        assert torch.equal(target.read(name), tensor.to(torch_dtype(dtype))), name
-    assert sum(receipt.digest for receipt in receipts) % 2**64 == target.digest()
-    written = sum(math.prod(shape) for shape in SHAPES.values()) * torch_dtype(dtype).itemsize
-    assert sum(receipt.nbytes for receipt in receipts) == plan.nbytes == written
-    assert int((target.arena == UNTOUCHED).sum()) >= target.layout.nbytes - written, "padding was written"
-    assert {(r.version, r.layout_hash) for r in receipts} == {(5, target.layout.layout_hash)}
+    targets = [make_target(), make_target()]
+    targets[failing].fail_at = stage
+    made = ranks(device, 2, [[targets[0]], [targets[1]]])
+
+    def run(number: int, rank: Rank) -> None:
+        assert rank.sync is not None
+        rank.sync.sync(1)
+
+    for number, error in enumerate(in_ranks(made, run, shards(2))):
+        text = f"cosmic ray in {stage}"
+        assert text in str(error) and isinstance(error, OSError if number == failing else SyncError)
+        if number != failing:
+            assert f"rank {failing}: OSError" in error.reason
+    for number, target in enumerate(targets):
+        begun = stage != "begin" or number != failing
+        assert target.version is (None if begun else 0), "some serve the new version, others do not"
+        assert target.reason == "" if not begun else "cosmic ray" in target.reason
 
 
-def test_the_digest_says_what_should_be_there_not_what_is(device: str, make_target: Callable[..., Target]) -> None:
+def test_a_writer_that_fails_half_way(device: str, make_target: Callable[..., PageTarget]) -> None:
     target = make_target()
-    receipt = WriteSession(target.offer(), copies_for(target, device)).write()
-    assert receipt.digest == target.digest()
-    target.read("proj")[3, 1] += 1
-    assert receipt.digest != target.digest()
 
-
-def test_progress_is_told_before_each_batch_of_copies(device: str, make_target: Callable[..., Target]) -> None:
-    target, seen = make_target(), list[tuple[int, int, bool]]()
-    session = WriteSession(
-        target.offer(),
-        copies_for(target, device),
-        on_copy=lambda done, total: seen.append((done, total, target.untouched())),
-    )
-    receipt = session.write()
-    per_copy = [(0, 3, True), (1, 3, False), (2, 3, False)]
-    assert seen == (per_copy if device == "cpu" else per_copy[:2]), "a GPU's batches begin at none and at half of them"
-    assert receipt.digest == target.digest()
-
-
-def test_a_writer_that_fails_half_way_gives_the_lease_back(device: str, make_target: Callable[..., Target]) -> None:
-    def fail(done: int, total: int) -> None:
+    def stop(done: int, total: int) -> None:
         assert target.leases() == 1
         if done == 1:
             raise RuntimeError("cosmic ray")
 
-    target = make_target()
     with pytest.raises(RuntimeError, match="cosmic ray"):
-        WriteSession(target.offer(), copies_for(target, device), on_copy=fail).write()
-    assert target.leases() == 0
+        alone(target, device).sync(1, on_part=stop)
+    assert target.version is None and "cosmic ray" in target.reason
     target.saver.pause("weights")
 
 
-def test_a_plan_for_another_layout_is_refused(device: str, make_target: Callable[..., Target]) -> None:
+def test_a_layout_that_changed_is_refused(device: str, make_target: Callable[..., PageTarget]) -> None:
     target = make_target()
+    sync = alone(target, device)
+    target.layout = dataclasses.replace(target.layout, layout_hash="newer")
     with pytest.raises(ValueError, match="stale plan for version 9: made for layout layout, the rollout offers newer"):
-        WriteSession(target.offer(9, layout_hash="newer"), copies_for(target, device))
+        sync.sync(9)
     assert target.untouched()
 
 
@@ -159,59 +184,65 @@ def test_a_plan_for_another_layout_is_refused(device: str, make_target: Callable
     ("change", "message"),
     [
         ({"proj": None}, "no shard proj"),
-        ({"proj": torch.zeros(6, 3)}, r"proj: shard \(6, 3\) lacks rows 0\+7"),
+        ({"proj": torch.zeros(6, 3)}, r"proj: shard \(6, 3\), \(7, 3\) in the plan"),
         ({"norm": torch.tensor([0.0, math.nan, 0.0, 0.0])}, "norm has NaN or infinite values"),
         ({"norm": torch.tensor([0.0, math.inf, 0.0, 0.0])}, "norm has NaN or infinite values"),
     ],
 )
-def test_sources_that_do_not_do_leave_the_target_untouched(
-    change: dict[str, Tensor | None], message: str, device: str, make_target: Callable[..., Target]
+def test_sources_that_do_not_do_leave_the_target_as_it_was(
+    change: dict[str, Any], message: str, device: str, make_target: Callable[..., PageTarget]
 ) -> None:
     target = make_target()
-    local = {name: tensor for name, tensor in {**sources(device), **change}.items() if tensor is not None}
-    with pytest.raises(ValueError, match=f"nothing was written: {message}"):
-        copies = RankCopies(plan_for(target), local)
-        WriteSession(target.offer(), copies, check_finite=True).write()
-    assert target.untouched()
+    change = {name: tensor if tensor is None else tensor.to(device) for name, tensor in change.items()}
+    with pytest.raises(ValueError, match=f"nothing was written: .*{message}"):
+        alone(target, device, **change).sync(1, check_finite=True)
+    assert target.untouched() and target.version == 0, "it was not even begun"
 
 
-def test_pages_smaller_than_the_manifest_are_refused(device: str, make_target: Callable[..., Target]) -> None:
+def test_names_that_do_not_fit_are_refused_when_connecting(
+    model_path: str, make_trainer: Callable[..., Trainer], make_target: Callable[..., PageTarget], device: str
+) -> None:
+    trainer, target = make_trainer(model_path, device=device), make_target()
+    with pytest.raises(memsaver.StateError, match=r"call connect\(\[engine\]\) first"):
+        trainer.sync_weights(1)
+    with pytest.raises(ValueError, match="nothing was written: missing in the trainer: embed") as caught:
+        trainer.connect([target])
+    assert "unknown to the rollout: model.layers.0.input_layernorm.weight" in str(caught.value)
+    assert target.untouched() and target.version == 0
+
+
+def test_pages_smaller_than_the_manifest_are_refused(device: str, make_target: Callable[..., PageTarget]) -> None:
     target = make_target()
-    offer = target.offer(nbytes=1 << 30)
+    target.layout = dataclasses.replace(target.layout, nbytes=1 << 30)
     with pytest.raises(ValueError, match="its manifest describes 1073741824"):
-        WriteSession(offer, copies_for(target, device)).write()
+        alone(target, device).sync(1)
     assert target.untouched()
 
 
-def test_a_trainer_refuses_versions_that_go_back_and_names_that_do_not_fit(
-    model_path: str, make_trainer: Callable[..., Trainer], make_target: Callable[..., Target], device: str
+def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
+    model_path: str, make_trainer: Callable[..., Trainer], make_target: Callable[..., PageTarget], device: str
 ) -> None:
     trainer = make_trainer(model_path, device=device)
-    target = make_target()
-    with pytest.raises(ValueError, match="nothing was written: missing in the trainer: embed") as caught:
-        trainer.sync_weights(target.offer(1))
-    assert "unknown to the rollout: model.layers.0.input_layernorm.weight" in str(caught.value)
-    assert target.untouched()
     slices, offset, index = [], 0, 0
     for name, shard in trainer.shards().items():
         slices.append(piece(name, offset, tuple(shard.shape), "bfloat16", index_base=index))
         offset += shard.numel() * 2
         index += shard.numel()
-    whole = Target(manifest(*slices), device)
-    receipt = trainer.sync_weights(whole.offer(3))
-    assert (receipt.version, receipt.digest, receipt.nbytes) == (3, whole.digest(), offset)
-    for name, shard in trainer.shards().items():
-        assert torch.equal(whole.read(name), shard.bfloat16())
-    made = trainer._copies
+    target = make_target(manifest(*slices))
+    trainer.connect([target])
+    receipt = trainer.sync_weights(3)
+    assert (receipt.version, receipt.nbytes, target.version) == (3, offset, 3)
+    check(target, dict(trainer.shards()))
+    made = trainer._sync._copies  # type: ignore[union-attr]
     for param in trainer.model.parameters():
         local_shard(param).mul_(-2)
-    again = trainer.sync_weights(whole.offer(3))
-    assert trainer._copies is made and again.digest == whole.digest() != receipt.digest, "tables last, values do not"
-    before = whole.arena.clone()
-    with pytest.raises(ValueError, match="stale offer of version 2: version 3 has been written"):
-        trainer.sync_weights(whole.offer(2))
-    assert torch.equal(whole.arena, before)
+    again = trainer.sync_weights(3)
+    check(target, dict(trainer.shards()))
+    assert trainer._sync._copies is made and again.digests != receipt.digests, "tables last, values do not"  # type: ignore[union-attr]
+    before = target.arena.clone()
+    with pytest.raises(ValueError, match="version 2 is stale: version 3 has been written"):
+        trainer.sync_weights(2)
+    assert torch.equal(target.arena, before) and target.version == 3
     trainer.park("params")
     with pytest.raises(memsaver.StateError, match=r"sync_weights\(\) needs tag 'params'"):
-        trainer.sync_weights(whole.offer(4))
-    whole.saver.close()
+        trainer.sync_weights(4)

@@ -1,0 +1,134 @@
+"""A rollout's pages without an engine, as a sync sees them, and ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trainer_bridge.sources import SourceShard
+
+import memsaver
+from memsaver.ops.digest import digest
+from memsaver.places import place_of
+from rollout.types import CommitReceipt, Manifest, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from trainer_bridge.consensus import StoreConsensus
+from trainer_bridge.plan import torch_dtype
+from trainer_bridge.session import WeightSync
+
+UNTOUCHED = 0xA5
+
+
+class PageTarget:
+    """A tag of a saver, filled with a pattern, with the contract of an engine. fail_at: a stage in which it raises."""
+
+    def __init__(self, layout: Manifest, device: str = "cpu", place: str | None = None) -> None:
+        self.saver = memsaver.MemorySaver(device=device)
+        self.arena = self.saver.empty((layout.nbytes,), torch.uint8, tag="weights").fill_(UNTOUCHED)
+        self.layout = layout
+        self.place = place or place_of(torch.device(device))
+        self.version: int | None = 0
+        self.reason = ""
+        self.state = "closed"
+        self.fail_at: str | None = None
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout(manifest=self.layout, place=self.place)
+
+    def begin_update(self, version: int, *, shadow: bool = False, names: Any = None) -> WeightOffer:
+        self._at("begin")
+        self.version, self.reason, self.state = None, "begun", "open"
+        ticket = self.saver.share("weights", writable=True)
+        return WeightOffer(version=version, manifest=self.layout, ticket=ticket)
+
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        self._at("verify")
+        assert self.state == "open" and self.leases() == 0
+        read = self.digest()
+        if receipt.digest != read:
+            raise ValueError(f"digest {receipt.digest} is {read} here")
+        assert receipt.nbytes == sum(self.read(i).nbytes for i in range(len(self.layout.slices)))
+        self.state = "verified"
+        return VerifyReceipt(version=receipt.version, digest=read, seconds=0.0)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        self._at("commit")
+        assert self.state == "verified", self.state
+        self.version, self.state = version, "closed"
+        return CommitReceipt(version=version, digest=0, seconds=0.0)
+
+    def abort_update(self, reason: str) -> None:
+        self.version, self.reason, self.state = None, reason, "closed"
+
+    def read(self, number: int) -> Tensor:
+        """A slice as it lies there."""
+        p = self.layout.slices[number]
+        dtype = torch_dtype(p.dtype)
+        strides = p.strides or tuple(torch.empty(p.shape, device="meta").stride())
+        return (
+            self.arena[p.offset :]
+            .view(torch.uint8)[: self._room(p.offset, dtype)]
+            .view(dtype)
+            .as_strided(p.shape, strides)
+        )
+
+    def _room(self, offset: int, dtype: torch.dtype) -> int:
+        return (self.layout.nbytes - offset) // dtype.itemsize * dtype.itemsize
+
+    def digest(self) -> int:
+        total = 0
+        for number, p in enumerate(self.layout.slices):
+            numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
+            box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
+            flat = self.read(number).reshape(-1).cpu()
+            for at, index in enumerate(numbers[box].reshape(-1).tolist()):
+                total += digest(flat[at : at + 1], p.index_base + index)
+        return total % 2**64
+
+    def untouched(self) -> bool:
+        return bool((self.arena == UNTOUCHED).all())
+
+    def leases(self) -> int:
+        return self.saver.report().tags["weights"].leases
+
+    def _at(self, stage: str) -> None:
+        if self.fail_at == stage:
+            raise OSError(f"cosmic ray in {stage}")
+
+
+@dataclasses.dataclass
+class Rank:
+    """What one trainer rank has."""
+
+    sources: Mapping[str, Tensor]
+    targets: Sequence[Any] = ()
+    place: str = "here"
+    sync: WeightSync | None = None
+
+
+def in_ranks(
+    ranks: Sequence[Rank], run: Callable[[int, Rank], Any], shards: Sequence[SourceShard], timeout: float = 30.0
+) -> list[Any]:
+    """What `run(number, rank)` returned or raised in every rank, after all were connected (once)."""
+    store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
+    results: list[Any] = [None] * len(ranks)
+
+    def body(number: int, rank: Rank) -> None:
+        try:
+            consensus = StoreConsensus(store, number, len(ranks), timeout=timeout)
+            mine = [shard for shard in shards if shard.rank == number]
+            rank.sync = WeightSync(mine, lambda: rank.sources, rank.targets, consensus, place=rank.place)
+            results[number] = run(number, rank)
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=body, args=pair) for pair in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

@@ -1,0 +1,123 @@
+"""Ranks that agree: threads on one store stand for processes."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_bridge.consensus import Alone, StoreConsensus
+from trainer_bridge.errors import SyncError
+
+
+def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any], timeout: float = 20.0) -> list[Any]:
+    """What `run` returned or raised in each of `size` ranks."""
+    results: list[Any] = [None] * size
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = run(StoreConsensus(store, rank, size, timeout=timeout))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    assert Alone().agree("open", lambda: 5) == [5]
+    with pytest.raises(OSError, match="disk"):
+        Alone().agree("open", lambda: fail(OSError("disk")))
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_all_get_all_values_and_the_store_does_not_grow() -> None:
+    store = dist.HashStore()
+    keys: list[int] = []
+
+    def run(consensus: StoreConsensus) -> list[Any]:
+        said = []
+        for step in range(100):
+            said = consensus.agree(f"stage {step}", lambda step=step: (consensus.rank, step))  # type: ignore[misc]
+            if consensus.rank == 0:
+                keys.append(store.num_keys())
+        return said
+
+    assert together(store, 3, run) == [[(0, 99), (1, 99), (2, 99)]] * 3
+    assert max(keys) <= 3 * 4, "keys of rounds long past are still there"
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(0, 3), st.sets(st.integers(0, 3)))
+def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(size: int, at: int, failing: set[int]) -> None:
+    def run(consensus: StoreConsensus) -> int:
+        passed = 0
+        for step in range(4):
+            bad = step == at and consensus.rank in failing
+            consensus.agree(f"s{step}", (lambda: fail(ValueError("no room"))) if bad else lambda: None)
+            passed += 1
+        return passed
+
+    failing = {rank for rank in failing if rank < size}
+    for rank, result in enumerate(together(dist.HashStore(), size, run)):
+        if not failing:
+            assert result == 4
+        elif rank in failing:
+            assert isinstance(result, ValueError) and str(result) == "no room"
+        else:
+            text = "; ".join(f"rank {each}: ValueError: no room" for each in sorted(failing))
+            assert isinstance(result, SyncError) and result.reason == text and result.stage == f"s{at}"
+
+
+def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
+    store = dist.HashStore()
+
+    def run(consensus: StoreConsensus) -> Any:
+        consensus.agree("open", lambda: None)
+        if consensus.rank == 1:
+            time.sleep(1.0)
+        errors = []
+        for stage in ("write", "commit"):
+            with pytest.raises(SyncError) as caught:
+                consensus.agree(stage, lambda: None)
+            errors.append(str(caught.value))
+        return errors
+
+    for result in together(store, 3, run, timeout=0.3):
+        assert "failed in stage 'write'" in result[0] and "waited 0.3 s for rank 1, in vain" in result[0]
+        assert "failed in stage 'commit'" in result[1] and "start all ranks anew" in result[1]
+
+
+def test_ranks_that_make_other_calls_are_told() -> None:
+    def run(consensus: StoreConsensus) -> Any:
+        return consensus.agree(f"stage of {consensus.rank}", lambda: None)
+
+    for rank, result in enumerate(together(dist.HashStore(), 2, run)):
+        assert isinstance(result, SyncError)
+        assert f"other ranks are in stage 'stage of {1 - rank}'" in str(result)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 2 must be in \[0, 2\)"):
+        StoreConsensus(dist.HashStore(), 2, 2)
+    with pytest.raises(ValueError, match="timeout=0 must be positive"):
+        StoreConsensus(dist.HashStore(), 0, 2, timeout=0)
+
+
+def test_errors_survive_pickling() -> None:
+    error = pickle.loads(pickle.dumps(SyncError("write", "rank 1: OSError: gone")))
+    assert str(error) == "the weight sync failed in stage 'write': rank 1: OSError: gone"

@@ -1,0 +1,133 @@
+"""Ranks agree before each step that cannot be undone: all of them go on, or none does.
+
+A round: every rank says what came of its own step, waits for the others', and then the round is decided once for all,
+in the store, by whoever is first: "go", or that a rank gave up waiting. So a rank that comes late never goes on alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from trainer_bridge.errors import SyncError
+
+T = TypeVar("T")
+_GO = "go"
+
+
+class Consensus(Protocol):
+    """What the ranks of one sync agree with. All ranks call the same stages in the same order."""
+
+    rank: int
+    size: int
+
+    def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
+        """Run `step` here; what it returned on every rank, by rank, once it has succeeded on all.
+
+        Where it failed, its own exception is raised here after the others were told; elsewhere a `SyncError` names the
+        stage, the rank and the error, or the ranks that gave no answer in time.
+        """
+        ...
+
+
+class Alone:
+    """One rank agrees with itself."""
+
+    rank, size = 0, 1
+
+    def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
+        return [step()]
+
+
+class StoreConsensus:
+    """Over a store that all ranks reach. After a time-out, or when the store is gone, it is of no more use: the ranks
+    do not know any longer what the others do."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float = 60.0) -> None:
+        """timeout: seconds a rank waits for the others in one stage. The store is this object's own (a PrefixStore)."""
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} must be in [0, {size})")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be positive, in seconds")
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store = store
+        self._round = 0
+        self._broken: str | None = None
+
+    def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
+        if self._broken is not None:
+            raise SyncError(stage, f"{self._broken}; start all ranks anew")
+        error: Exception | None = None
+        said: tuple[bool, Any]
+        try:
+            said = True, step()
+        except Exception as problem:  # the others are told, then it is raised
+            error, said = problem, (False, f"{type(problem).__name__}: {problem}")
+        try:
+            answers = self._exchange(stage, pickle.dumps((stage, *said)))
+        except SyncError as problem:
+            self._broken = str(problem)
+            raise (problem if error is None else error) from problem
+        if error is not None:
+            raise error
+        return _values(stage, answers)
+
+    def _exchange(self, stage: str, mine: bytes) -> list[tuple[str, bool, Any]]:
+        prefix, before = f"{self._round}/", self._round - 2
+        keys = [f"{prefix}{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], mine)
+            decision = self._decide(stage, prefix, keys)
+            if decision != _GO:
+                raise SyncError(stage, decision)
+            answers = [pickle.loads(said) for said in self._store.multi_get(keys)]
+            if before >= 0:  # all ranks have passed the round in between, so nobody reads these any more
+                self._store.delete_key(f"{before}/{self.rank}")
+                if self.rank == 0:
+                    self._store.delete_key(f"{before}/decision")
+        except RuntimeError as error:
+            if isinstance(error, SyncError):
+                raise
+            raise SyncError(stage, f"the ranks' store does not answer ({error}); its process may have ended") from error
+        self._round += 1
+        if strays := sorted({said[0] for said in answers} - {stage}):
+            raise SyncError(stage, f"other ranks are in stage {strays[0]!r}: all ranks must make the same calls")
+        return answers
+
+    def _decide(self, stage: str, prefix: str, keys: Sequence[str]) -> str:
+        wanted = _GO
+        try:
+            self._store.wait(list(keys), timedelta(seconds=self.timeout))
+        except dist.DistStoreError:
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if silent:
+                wanted = f"rank {self.rank} waited {self.timeout:g} s for {_ranks(silent)}, in vain"
+        return self._store.compare_set(f"{prefix}decision", "", wanted).decode()
+
+
+_made = itertools.count()
+
+
+def group_consensus(group: dist.ProcessGroup, *, timeout: float = 60.0) -> Consensus:
+    """Of the ranks of a process group, over its store. All ranks make as many, in the same order."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return Alone()
+    store = dist.PrefixStore(f"memsaver/sync/{next(_made)}", group.get_group_store())
+    return StoreConsensus(store, dist.get_rank(group), size, timeout=timeout)
+
+
+def _values(stage: str, answers: Sequence[tuple[str, bool, Any]]) -> list[Any]:
+    failed = [f"rank {rank}: {value}" for rank, (_, ok, value) in enumerate(answers) if not ok]
+    if failed:
+        raise SyncError(stage, "; ".join(failed))
+    return [value for _, _, value in answers]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
