@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,13 @@ from memsaver.backends.base import Backend
 from memsaver.backup import Backup
 from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums
+from memsaver.errors import LeaseError
+
+if TYPE_CHECKING:
+    from memsaver.loan import Loan
 
 CONTENTS = ("discard", "host", "disk")
-_forgotten: deque[tuple[Backend, Reservation, int]] = deque()  # what is left of arenas that nobody refers to
+_forgotten: deque[tuple[Backend, Reservation, int, list[Loan]]] = deque()  # of arenas that nobody refers to
 
 
 class Reservation:
@@ -65,7 +70,8 @@ class Arena:
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
-        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot)
+        self._loans: list[Loan] = []  # one at most; the finalizer's, too
+        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot, self._loans)
         self._finalizer.atexit = False
 
     @property
@@ -75,6 +81,25 @@ class Arena:
     @property
     def address(self) -> int:
         return self.reservation.address
+
+    @property
+    def loan(self) -> Loan | None:
+        """Pages of another saver's tag, behind this one's addresses in place of its own."""
+        return next(iter(self._loans), None)
+
+    @property
+    def backed(self) -> int:
+        """Bytes, from the first on, with memory behind them, the tag's own or borrowed."""
+        loan = self.loan
+        return self.stats.committed if loan is None else loan.nbytes
+
+    def require_own(self, what: str) -> None:
+        """``LeaseError`` while the tag's pages are borrowed."""
+        if (loan := self.loan) is not None:
+            raise LeaseError(
+                f"{what}: the pages of tag {self.tag!r} are borrowed, they are those of another saver's tag "
+                f"{loan.ticket.tag!r}; pause({self.tag!r}) gives them back (nothing was changed)"
+            )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
@@ -126,7 +151,9 @@ class Arena:
         shim.library().ms_set_state(self.slot, shim.PAUSED)
 
     def thaw(self) -> None:
-        shim.library().ms_set_state(self.slot, shim.ACTIVE)
+        """Not while its pages are borrowed: nothing is to grow behind them."""
+        if self.loan is None:
+            shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
     def live_ranges(self) -> tuple[tuple[int, int], ...]:
         """(offset, nbytes) of what is in use. Under torch's caching allocator: the live blocks inside its segments."""
@@ -147,7 +174,7 @@ class Arena:
     def paused_at(self, address: int) -> bool:
         """The address is this tag's, and there is no memory behind it. Takes no lock."""
         offset = address - self.address
-        return 0 <= offset < self.reservation.nbytes and offset >= self.stats.committed
+        return 0 <= offset < self.reservation.nbytes and offset >= self.backed
 
     def saved_ranges(self) -> list[tuple[int, int]]:
         """(offset, nbytes) of the live content, where there is memory behind it."""
@@ -163,13 +190,32 @@ class Arena:
         self.retained = None
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Take all extents from behind the tag, in one call; they keep their content until they are released."""
-        extents, committed = shim.extents(self.slot), self.stats.committed
-        if committed:
-            self.backend.unmap(self.address, committed)
-            undo.callback(self.put, extents, contextlib.ExitStack())
+        """Take all extents from behind the tag, in one call; they keep their content until they are released.
+
+        Returns those that are the tag's own.
+        """
+        extents, backed = shim.extents(self.slot), self.backed
+        if backed:
+            self.backend.unmap(self.address, backed)
+            if self.loan is None:
+                undo.callback(self.put, extents, contextlib.ExitStack())
+            else:
+                undo.callback(self._map_loan, self.loan, contextlib.ExitStack())
         shim.set_extents(self.slot, [])
         return extents
+
+    def borrow(self, loan: Loan, undo: contextlib.ExitStack) -> None:
+        """Map another saver's pages behind the tag, which is paused and stays frozen."""
+        self._map_loan(loan, undo)
+        self._loans.append(loan)
+        self.paused = False
+
+    def _map_loan(self, loan: Loan, undo: contextlib.ExitStack) -> None:
+        self.map(loan.extents, 0, undo, loan.ticket.writable)
+
+    def end_loan(self) -> None:
+        """Tell the owner of borrowed pages, which are unmapped by now."""
+        self._loans.pop().end()
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
@@ -180,11 +226,13 @@ class Arena:
         """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
         shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
 
-    def map(self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
+    def map(
+        self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack, writable: bool = True
+    ) -> list[shim.Extent]:
         """Put extents behind the addresses from byte ``first`` on; as they are there, for the shim's table."""
         placed, end = [], first
         for extent in extents:
-            self.backend.map(self.address + end, extent.nbytes, extent.handle)
+            self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
             undo.callback(self.backend.unmap, self.address + end, extent.nbytes)
             placed.append(replace(extent, offset=end))
             end += extent.nbytes
@@ -199,6 +247,9 @@ class Arena:
     def close(self) -> None:
         """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
         self.freeze()
+        if self.loan is not None:
+            self.unmap(contextlib.ExitStack())
+            self.end_loan()
         _decommit(self.backend, self.address, self.slot)
         if not self.stats.blocks:
             self._finalizer()  # else when the last tensor dies
@@ -214,19 +265,21 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
         backend.release(extent.handle, extent.nbytes)
 
 
-def _give_back(backend: Backend, reservation: Reservation, slot: int) -> None:
+def _give_back(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
     """Undo of an arena that nobody refers to: now, or with the next one where a graph capture forbids to wait."""
-    _forgotten.append((backend, reservation, slot))
+    _forgotten.append((backend, reservation, slot, loans))
     with contextlib.suppress(IndexError):  # finalizers run in any thread: another one took the last
         while not backend.capturing:
             _undo(*_forgotten.popleft())
 
 
-def _undo(backend: Backend, reservation: Reservation, slot: int) -> None:
+def _undo(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
     """Where a region's tensors outlive the arena, their memory stays."""
     if shim.stats(slot).blocks:
         return
     backend.synchronize()  # kernels that use it may be queued on any stream
+    while loans:
+        loans.pop().drop(backend, reservation.address)
     _decommit(backend, reservation.address, slot)
     if shim.library().ms_arena_free(slot) == 0:
         reservation.close()

@@ -75,11 +75,11 @@ class SaverCore:
     @property
     def disk_dir(self) -> Path:
         """Where content ``"disk"`` is saved, from the next pause on."""
-        return self._switch.disk_dir
+        return self._switch.saving.disk_dir
 
     @disk_dir.setter
     def disk_dir(self, path: str | Path) -> None:
-        self._switch.disk_dir = Path(path)
+        self._switch.saving.disk_dir = Path(path)
 
     @property
     def host_arena(self) -> HostArena:
@@ -124,6 +124,7 @@ class SaverCore:
             content=arena.content,
             reserved_bytes=stats.reserved,
             committed_bytes=stats.committed,
+            borrowed_bytes=0 if arena.loan is None else arena.loan.nbytes,
             live_bytes=sum(nbytes for _, nbytes in arena.live_ranges()),
             backup_bytes=arena.backup.host_bytes if arena.backup else 0,
             disk_bytes=arena.backup.disk_bytes if arena.backup else 0,
@@ -176,6 +177,14 @@ class SaverCore:
     def _arena(self, tag: str) -> Arena:
         self._require_open()
         return self._tags.get(tag)
+
+    def _active(self, tag: str, what: str) -> Arena:
+        """A tag with memory of its own; ``StateError``, ``LeaseError``."""
+        arena = self._arena(tag)
+        if arena.paused:
+            raise StateError(f"{what}({tag!r}): the tag is paused; resume it first")
+        arena.require_own(f"{what}({tag!r})")
+        return arena
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()

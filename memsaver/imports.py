@@ -77,6 +77,11 @@ class Imports:
                 if item.orphan and not item.pins:
                     self._release(extent_id)
 
+    def pinned(self, ids: Sequence[int]) -> bool:
+        """Are they all here, each mapped by a lease?"""
+        with self._lock:
+            return all(extent_id in self._by_id and self._by_id[extent_id].pins > 0 for extent_id in ids)
+
     def missing(self, ids: Sequence[int]) -> list[int]:
         with self._lock:
             return [extent_id for extent_id in ids if extent_id not in self._by_id]

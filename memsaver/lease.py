@@ -111,18 +111,16 @@ class Lease:
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with contextlib.ExitStack() as undo:
-            extents = _granted(ticket, self._backend, undo)
-            self.nbytes = sum(nbytes for _, _, nbytes in extents)
-            ids = [extent_id for extent_id, _, _ in extents]
-            handles = imports.pin(ids)
-            undo.callback(imports.unpin, ids)
+            extents = lease_extents(ticket, undo)
+            self.nbytes = sum(extent.nbytes for extent in extents)
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
             self._address = reservation.address
             with device_lock(ticket.device_key), contextlib.ExitStack() as mapped:
-                for handle, (_, offset, nbytes) in zip(handles, extents, strict=True):
-                    self._backend.map(self._address + offset, nbytes, handle, ticket.writable)
-                    mapped.callback(self._backend.unmap, self._address + offset, nbytes)
+                for extent in extents:
+                    address = self._address + extent.offset
+                    self._backend.map(address, extent.nbytes, extent.handle, ticket.writable)
+                    mapped.callback(self._backend.unmap, address, extent.nbytes)
                 if self.nbytes:
                     self._backend.set_access(self._address, self.nbytes)
                     self._backend.set_peer_access(self._address, self.nbytes)
@@ -165,6 +163,15 @@ class Lease:
 def attach(ticket: Ticket) -> Lease:
     """Map the tag that ``ticket`` names into this process (also into the owner's, at a second address)."""
     return Lease(ticket)
+
+
+def lease_extents(ticket: Ticket, undo: contextlib.ExitStack) -> list[shim.Extent]:
+    """A lease of the tag: its extents as they lie there, by this process's handles, until ``undo`` (empty) unwinds."""
+    granted = _granted(ticket, peer_backend(ticket.device_key), undo)
+    ids = [extent_id for extent_id, _, _ in granted]
+    handles = imports.pin(ids)
+    undo.callback(imports.unpin, ids)
+    return [shim.Extent(handle, *extent, shared=True) for handle, extent in zip(handles, granted, strict=True)]
 
 
 def _granted(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack) -> list[tuple[int, int, int]]:

@@ -75,6 +75,7 @@ class Placing(SaverCore):
         before = arena.stats.committed
         if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
             with self._operation():
+                self._active(arena.tag, "empty")  # still
                 try:
                     self._switch.resize(arena, end)
                 except ShortOfMemory as short:

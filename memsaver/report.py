@@ -17,6 +17,8 @@ class TagReport:
     """Addresses, for life."""
     committed_bytes: int
     """Physical memory behind the tag now, page-rounded."""
+    borrowed_bytes: int
+    """Of another saver's tag, behind this one in place of its own memory: committed there, not here."""
     live_bytes: int
     """Allocations in use, as asked for."""
     backup_bytes: int

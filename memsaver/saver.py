@@ -1,6 +1,7 @@
 """``MemorySaver``: tags of memory that can be given back and put back behind the same addresses.
 
-What puts tensors on tags is in ``placing.py``, what all of it stands on in ``core.py``.
+What puts tensors on tags is in ``placing.py``, tags that take each other's pages in ``alias.py``, what all of it stands
+on in ``core.py``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memsaver.alias import Aliasing
 from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory
 from memsaver.backup import reading
 from memsaver.errors import StateError
-from memsaver.placing import Placing
 from memsaver.tags import check_content
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from memsaver.share import ShareServer
 
 
-class MemorySaver(Placing):
+class MemorySaver(Aliasing):
     """Tagged memory of one device. Several savers may live in one process.
 
     Args:
@@ -55,6 +56,7 @@ class MemorySaver(Placing):
         in a file, and the next resume restores them; after ``"discard"`` they are undefined.
         release: where the memory goes. ``"driver"``; ``"keep"``: into this saver's page pool, from which any of its
         tags is resumed without the driver; ``"hand_over"``: into the page pool of the saver whose ticket is ``to``.
+        Borrowed pages go back to their owner, whatever ``release`` says; their content cannot be kept (``ValueError``).
         streams: wait for the work on these only, not for all of the device's; the caller answers for the rest.
         Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another process maps the
         tag, or does not let go of it, or does not take it over).
@@ -68,6 +70,8 @@ class MemorySaver(Placing):
             started = time.perf_counter()
             kept = [(arena, content or arena.content) for arena in arenas]
             saved = [(arena, where) for arena, where in kept if where != "discard"]
+            if lent := [arena.tag for arena, _ in saved if arena.loan is not None]:
+                raise ValueError(f"the pages of {lent} are borrowed, their content is their owner's; content='discard'")
             lost = self._switch.pause(arenas, saved, release, to, streams)
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
@@ -151,7 +155,7 @@ class MemorySaver(Placing):
         an event to wait for; None where it is done at once (CPU).
         """
         with self._operation():
-            return self._switch.start_save(self._active(tag, "save"), version)
+            return self._switch.saving.start(self._active(tag, "save"), version)
 
     def saved(self, tensor: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
         """The saved content of a contiguous tensor on a paused tag, on the CPU.
@@ -163,12 +167,6 @@ class MemorySaver(Placing):
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
             return reading.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
-
-    def _active(self, tag: str, what: str) -> Arena:
-        arena = self._arena(tag)
-        if arena.paused:
-            raise StateError(f"{what}({tag!r}): the tag is paused; resume it first")
-        return arena
 
     # ---------------------------------------------------------------- size
 
@@ -183,6 +181,7 @@ class MemorySaver(Placing):
             arena = self._arena(tag)
             if arena.paused:
                 raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
+            arena.require_own(f"resize({tag!r}, {nbytes})")
             wanted, before = self._backend.round_up(nbytes), arena.stats.committed
             if nbytes < 0 or wanted > arena.reservation.nbytes:
                 raise ValueError(f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}")
@@ -200,7 +199,7 @@ class MemorySaver(Placing):
             raise ValueError(f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}")
         with self._lock:
             arena = self._tags.at(tensor.data_ptr())
-            backed = arena.stats.committed - (tensor.data_ptr() - arena.address)
+            backed = arena.backed - (tensor.data_ptr() - arena.address)
         row = tensor.stride(0) * tensor.element_size()
         return tensor[: max(0, min(len(tensor), backed // row))] if row else tensor
 
@@ -224,7 +223,9 @@ class MemorySaver(Placing):
     def share(self, tag: str, writable: bool = False) -> Ticket:
         """A ticket with which another process of this user maps the tag (``memsaver.attach``)."""
         with self._lock:
-            return self._sharing().ticket(self._arena(tag), writable)
+            arena = self._arena(tag)
+            arena.require_own(f"share({tag!r}): share it at its owner")
+            return self._sharing().ticket(arena, writable)
 
     def pool_ticket(self) -> PoolTicket:
         """A ticket with which a saver of this user hands its memory over to this one (``pause(to=...)``)."""

@@ -79,6 +79,10 @@ class ShareServer:
         self._tickets[ticket.token] = ticket
         return ticket
 
+    def made(self, ticket: Ticket) -> bool:
+        """Is it of a tag of this saver?"""
+        return ticket.socket_name == self._socket_name
+
     def pool_ticket(self, device_key: str) -> PoolTicket:
         return PoolTicket(socket_name=self._socket_name, token=self._pool_token, device_key=device_key, pid=os.getpid())
 
@@ -94,7 +98,10 @@ class ShareServer:
             while held := [(t, link) for link in self._links for t in link.leases.values() if t in tags]:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     names = ", ".join(f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held)
-                    raise LeaseError(f"leased: {names}; close the Lease there before pausing (nothing was changed)")
+                    raise LeaseError(
+                        f"leased: {names}; close the Lease there, or pause what "
+                        f"borrowed the pages, before pausing (nothing was changed)"
+                    )
 
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
@@ -169,6 +176,8 @@ class ShareServer:
             arena = find_arena(ticket.tag)
             if arena.paused:
                 raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
+            if arena.loan is not None:
+                raise rpc.Refused(f"tag {ticket.tag!r} has borrowed its pages; share them at their owner")
             arena.backend.bind_thread()
             extents = shim.extents(arena.slot)
             fresh = [extent for extent in extents if extent.id not in link.imported]

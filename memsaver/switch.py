@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,16 @@ from memsaver.allocator import shim
 from memsaver.arena import Arena
 from memsaver.arrival import Arrival
 from memsaver.backends.base import Backend, ShortOfMemory
-from memsaver.backup import Backup, DiskBackup, HostBackup
-from memsaver.backup.host import Waitable
-from memsaver.backup.retained import Retained
-from memsaver.checksums import Checksums, fingerprint
+from memsaver.backup import Backup, HostBackup
 from memsaver.device_lock import device_lock
-from memsaver.errors import HostMemoryError, LeaseError
+from memsaver.errors import LeaseError
 from memsaver.page_pool import LARGEST, PagePool
+from memsaver.saving import Saving
 from memsaver.swap import Swap, goes_piecewise
 
 if TYPE_CHECKING:
     from memsaver.lease import PoolTicket
+    from memsaver.loan import Loan
     from memsaver.share import ShareServer
 
 RELEASES = ("driver", "keep", "hand_over")
@@ -42,9 +41,7 @@ class Switch:
     def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
         """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
         of the saver's."""
-        self.disk_dir = disk_dir
-        self._tags = tags
-        self._checksums = debug
+        self.saving = Saving(backend, debug, disk_dir, tags)
         self.server: ShareServer | None = None
         self._backend = backend
         self._pool = pool
@@ -84,7 +81,7 @@ class Switch:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
-            backups = {arena.tag: self._save(arena, content) for arena, content in saved}
+            backups = {arena.tag: self.saving.save(arena, content) for arena, content in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
             many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
@@ -100,67 +97,12 @@ class Switch:
                 self._pool.give_back(_flat(extents))
         return lost
 
-    def _save(self, arena: Arena, content: str) -> Backup:
-        backup, fresh = self._prepare(arena, content)
-        if fresh:
-            try:
-                backup.save(self._backend, arena.address)
-            except BaseException:
-                arena.retained = None
-                raise
-        return backup
-
-    def _prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
-        """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
-        retained = arena.retained
-        if retained is not None and not retained.begin_check(arena.version, content, arena.stats.committed):
-            retained = None
-        ranges = arena.saved_ranges()  # while the check runs
-        if self._checksums:
-            arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
-        if retained is not None and retained.holds(ranges):
-            return retained.backup, False
-        arena.retained = None
-        backup = self._new_backup(ranges, content)
-        if arena.version is not None:
-            arena.retained = Retained(backup, arena.version, fingerprint(ranges, arena.bytes_at))
-            arena.retained.digest.start()
-            arena.retained.settle()
-        return backup, True
-
-    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
-        """Room for it, before anything is copied; copies that are only retained give way."""
-        host = self._backend.host_arena
-        for last in (False, True):
-            try:
-                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
-            except HostMemoryError:
-                if last or not self._drop_retained():
-                    raise
-        raise AssertionError
-
-    def _drop_retained(self) -> bool:
-        """Of active tags: True if there was one."""
-        found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
-        for arena in found:
-            arena.retained = None
-        return bool(found)
-
-    def start_save(self, arena: Arena, version: Hashable) -> Waitable | None:
-        """Copy an active tag's content to the host while work goes on that does not write it."""
-        ranges = arena.saved_ranges()
-        arena.retained = None
-        backup = self._new_backup(ranges, "host")
-        assert isinstance(backup, HostBackup)
-        arena.retained = Retained(backup, version, fingerprint(ranges, arena.bytes_at))
-        arena.retained.digest.start()
-        arena.retained.copying = backup.start_save(self._backend, arena.address)
-        arena.version = version
-        return arena.retained.copying
-
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
             arena.paused = True
+            if arena.loan is not None:
+                arena.end_loan()  # what it had of its own, it has still
+                continue
             arena.backup = backups.get(arena.tag)
             arena.version = None
             arena.whole = whole and not arena.elastic
@@ -208,7 +150,7 @@ class Switch:
             out.freeze()
             undo.callback(out.thaw)
             self._drain(None)
-            backup, fresh = self._prepare(out, content) if content == "host" else (None, False)
+            backup, fresh = self.saving.prepare(out, content) if content == "host" else (None, False)
             assert backup is None or isinstance(backup, HostBackup)
             undo.callback(out.forget_retained)
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
@@ -227,6 +169,35 @@ class Switch:
         except BaseException:
             self.resume([out])
             raise
+
+    def exchange(self, one: Arena, other: Arena) -> None:
+        """Each gets the other's extents, and what is known of their content; what it raises has changed nothing."""
+        self.wait_unleased([one, other])
+        with contextlib.ExitStack() as undo:
+            for arena in (one, other):
+                arena.freeze()
+                undo.callback(arena.thaw)
+            if (first := one.stats.committed) != (second := other.stats.committed):
+                raise ValueError(
+                    f"exchange needs tags of one size: {one.tag!r} has {first} bytes, {other.tag!r} {second}; "
+                    f"resize() or trim() the larger (nothing was changed)"
+                )
+            self._drain(None)
+            with self._device_lock:
+                from_one, from_other = one.unmap(undo), other.unmap(undo)
+                one.put(from_other, undo)
+                other.put(from_one, undo)
+            undo.pop_all()
+        one.version, other.version = other.version, one.version
+        for arena in (one, other):
+            arena.forget_retained()  # it is numbered and checked by the place that the content has left
+            arena.thaw()
+
+    def borrow(self, arena: Arena, loan: Loan) -> None:
+        """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
+        with contextlib.ExitStack() as undo, self._device_lock:
+            arena.borrow(loan, undo)
+            undo.pop_all()
 
     def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
         """Give the arenas' unused ends and these kept extents back to the driver; bytes."""

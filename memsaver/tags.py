@@ -41,6 +41,7 @@ class Tags:
             raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
         if arena.paused:
             raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
+        arena.require_own(f"cannot allocate on {tag!r}")
         arena.cause()  # forget an earlier failure
         return arena
 

@@ -4,7 +4,7 @@ from rollout.config import EngineConfig
 from rollout.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
-from rollout.protocols import Progress, Rollout
+from rollout.protocols import Progress, Rollout, SyncTarget
 from rollout.tiers import KVTiers
 from rollout.types import (
     CommitReceipt,
@@ -13,6 +13,7 @@ from rollout.types import (
     ModuleTensor,
     ParamSlice,
     SamplingParams,
+    VerifyReceipt,
     WeightOffer,
     WriteReceipt,
 )
@@ -30,6 +31,8 @@ __all__ = [
     "Progress",
     "Rollout",
     "SamplingParams",
+    "SyncTarget",
+    "VerifyReceipt",
     "WeightOffer",
     "WeightUpdateError",
     "WriteReceipt",

@@ -10,7 +10,7 @@ import torch
 from memsaver import Event, MemorySaver, Report
 from rollout.engine import Engine
 from rollout.protocols import Progress
-from rollout.types import CommitReceipt, Completion, SamplingParams, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
 
 
 @ray.remote
@@ -60,11 +60,14 @@ class RolloutActor:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._engine.wake_up(tags)
 
-    def begin_update(self, version: int) -> WeightOffer:
-        return self._engine.begin_update(version)
+    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        return self._engine.begin_update(version, shadow=shadow, names=names)
 
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
-        return self._engine.commit_update(receipt)
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        return self._engine.verify_update(receipt)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        return self._engine.commit_update(version)
 
     def abort_update(self, reason: str) -> None:
         self._engine.abort_update(reason)

@@ -27,8 +27,16 @@ from rollout.runner import ModelRunner
 from rollout.samples import Sample, Stats, Step
 from rollout.scheduler import Scheduler
 from rollout.tags import KV_CACHE, TAGS, WEIGHTS
-from rollout.types import CommitReceipt, Completion, Manifest, SamplingParams, WeightOffer, WriteReceipt
-from rollout.update import WeightUpdate
+from rollout.types import (
+    CommitReceipt,
+    Completion,
+    Manifest,
+    SamplingParams,
+    VerifyReceipt,
+    WeightOffer,
+    WriteReceipt,
+)
+from rollout.update import WeightUpdate, require_active
 from rollout.weights import WeightStore
 
 UNFINISHED = ("raise", "preempt", "abort")
@@ -78,7 +86,7 @@ class Engine:
             self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
         self._requests = 0
-        self._update = WeightUpdate(self._store, self.saver)
+        self._update = WeightUpdate(self._store, self.saver, self._prefixes.new_weights)
 
     @classmethod
     def from_pretrained(
@@ -109,8 +117,9 @@ class Engine:
         return engine
 
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint of the same model as version 0."""
-        self._require_active(WEIGHTS, "load weights")
+        """Load a checkpoint of the same model as version 0. Ends an update that is open."""
+        require_active(self.saver, WEIGHTS, "load weights")
+        self._update.abort(f"loading from {path} did not finish")
         self._prefixes.new_weights()
         self._store.load(iter_checkpoint(path), str(path))
 
@@ -245,6 +254,8 @@ class Engine:
         With tiers, cached pages go to the host first and are found again if the weights are still the same.
         unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
         wake-up under the version then loaded; "abort" ends them with what they have.
+        A sleep of the weights ends an open update: one with shadow pages is rolled back first (and stays so where the
+        sleep is refused after all), what another has written is lost, and the weights are undefined.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)")
@@ -258,10 +269,10 @@ class Engine:
                 f'unfinished="preempt" or "abort"'
             )
         if WEIGHTS in chosen:
+            self._update.before_sleep()
             keep = level == 1 and self._store.version is not None
             self.saver.pause(WEIGHTS, content="host" if keep else "discard")
-            if level == 2:
-                self._update.abort("the weights were discarded by sleep(level=2); commit a weight update")
+            self._update.on_sleep(level)
         if unfinished == "abort":
             self._scheduler.abort(left)
         self._scheduler.preempt_all()
@@ -302,31 +313,41 @@ class Engine:
     def manifest(self) -> Manifest:
         return self._store.manifest
 
-    def begin_update(self, version: int) -> WeightOffer:
-        """Offer the pages of `weights` for version `version` to be written into. From here the weights are undefined.
+    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        """Offer pages for version `version` to be written into; replaces an open update. See `rollout/update.py`.
 
-        Needs the tag active, no unfinished request that holds keys of the old version, and a version not lower than
-        the present one; otherwise nothing changes.
+        shadow: pages beside those of `weights`, as many; the present version is served until the commit. Otherwise the
+        pages of `weights`, which are undefined from here on, so that no request may hold keys of the old version.
+        names: only these parameters will be written, the others stay as they are (tied names count as one).
+        Needs the tag active and a version not lower than the present one; names need weights that are defined. Where it
+        is refused (StateError, ValueError, OutOfMemory: no room for shadow pages), nothing changes.
         """
-        self._require_active(WEIGHTS, "begin a weight update")
-        if self._scheduler.running:
-            raise StateError(f"cannot begin a weight update while requests run: {_names(self._scheduler.running)}")
-        offer = self._update.begin(version)
-        self._prefixes.new_weights()
-        return offer
+        if not shadow:
+            self._require_idle("begin a weight update", "begin one with shadow=True, or when generate has returned")
+        return self._update.begin(version, shadow, names)
 
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
-        """Read the written pages back and serve them, if they are what the writer says it wrote.
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        """Read the written pages back, and compare with what the writer says it wrote.
 
-        Otherwise the engine stays poisoned and WeightUpdateError says what differs.
+        WeightUpdateError says what differs, and ends the update: with shadow pages the old version goes on being
+        served, otherwise the engine is poisoned.
         """
-        self._require_active(WEIGHTS, "commit a weight update")
-        return self._update.commit(receipt)
+        return self._update.verify(receipt)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        """Serve the version that was verified. Addresses stay; shadow pages become those of `weights`, and the old ones
+        go back to the driver. Needs that no request runs and no process maps shadow pages or `weights`; otherwise
+        StateError or LeaseError, and a later call may go through.
+        """
+        self._require_idle("commit a weight update", "commit it when generate has returned")
+        return self._update.commit(version)
 
     def abort_update(self, reason: str) -> None:
-        """Poison the engine: it refuses to generate, giving `reason`, until an update commits."""
+        """End the update. One with shadow pages, open or refused, leaves the version that is served; otherwise the
+        engine is poisoned: it refuses to generate, giving `reason`, until an update commits."""
         self._update.abort(reason)
-        self._prefixes.clear()
+        if self._store.version is None:
+            self._prefixes.clear()
 
     # ---------------------------------------------------------------- memory
 
@@ -358,9 +379,9 @@ class Engine:
             raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
         return [tag for tag in self.tags if tags is None or tag in tags]
 
-    def _require_active(self, tag: str, action: str) -> None:
-        if self.saver.is_paused(tag):
-            raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")
+    def _require_idle(self, action: str, instead: str) -> None:
+        if running := self._scheduler.running:
+            raise StateError(f"cannot {action} while requests run: {_names(running)}; {instead}")
 
     def _require_available(self) -> None:
         if reason := self.unavailable_reason():

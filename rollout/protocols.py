@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.types import CommitReceipt, Completion, SamplingParams, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
 
 if TYPE_CHECKING:
     from memsaver import Event, Report
@@ -13,7 +13,21 @@ Progress = Callable[[int, int, int], None]
 beam_width samples; its tokens count anew when it is preempted."""
 
 
-class Rollout(Protocol):
+class SyncTarget(Protocol):
+    """Whose weights can be replaced in place. See `Engine` for the contracts, `rollout/update.py` for the order."""
+
+    def begin_update(
+        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+    ) -> WeightOffer: ...
+
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
+
+    def commit_update(self, version: int) -> CommitReceipt: ...
+
+    def abort_update(self, reason: str) -> None: ...
+
+
+class Rollout(SyncTarget, Protocol):
     """A generating engine whose memory can be put to sleep and whose weights can be replaced in place."""
 
     @property
@@ -31,12 +45,6 @@ class Rollout(Protocol):
     def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None: ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-
-    def begin_update(self, version: int) -> WeightOffer: ...
-
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt: ...
-
-    def abort_update(self, reason: str) -> None: ...
 
     def report(self) -> "Report": ...
 

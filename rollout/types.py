@@ -173,16 +173,23 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOffer:
-    """The engine's invitation to write `version` into its pages; from here on its weights are undefined."""
+    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest says.
+
+    shadow: they are pages of their own, beside those that are served; otherwise the weights are undefined from here on.
+    names: only these parameters will be written; None: all.
+    """
 
     version: int
     manifest: Manifest
     ticket: "Ticket"
+    shadow: bool = False
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
     """What the writer says it wrote. digest: memsaver.ops.digest over every slice. nbytes: parameters, no padding.
+    Both are over the offer's `names` only, where it has some.
 
     seconds: of the whole write, copy_seconds: of it, between mapping the pages and unmapping them.
     """
@@ -200,8 +207,17 @@ class WriteReceipt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyReceipt:
+    """What the engine read back, equal to what the writer says, and will serve when it is committed."""
+
+    version: int
+    digest: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
-    """What the engine read back and now serves."""
+    """What the engine now serves; the digest is that of the verification."""
 
     version: int
     digest: int

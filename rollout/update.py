@@ -1,56 +1,197 @@
-"""The engine's side of a weight update: offer the pages, read them back, commit or refuse."""
+"""The engine's side of a weight update: offer pages, read them back, commit or refuse.
 
+    state      begin   verify                    commit            abort    sleep of the weights
+    closed     open    -                         -                 closed   closed
+    open       open    verified, or closed [1]   -                 closed   closed
+    verified   open    -                         closed, defined   closed   closed
+
+"-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says; no second try.
+
+What the engine serves when an update is closed without a commit depends on what was offered. The pages that are served:
+nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old version, all the time.
+
+An abort with no update open poisons, too, unless the last one was to be a shadow update and was not committed: an abort
+that goes to all engines, also to those that refused or rolled back by themselves, leaves them the old version.
+"""
+
+import contextlib
+import math
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from memsaver import LeaseError, StateError
 from rollout.errors import WeightUpdateError
-from rollout.types import CommitReceipt, WeightOffer, WriteReceipt
+from rollout.shadow import ShadowPages
+from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
 from rollout.weights import WeightStore
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 
-class WeightUpdate:
-    """Two phases: closed -> begin -> open -> commit -> closed. Every other way out leaves the weights undefined."""
+@dataclass(frozen=True, kw_only=True)
+class _Open:
+    """An update under way. nbytes: of the parameters to be written. digest: what was read back; None: not verified."""
 
-    def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
+    version: int
+    shadow: bool
+    names: tuple[str, ...] | None
+    nbytes: int
+    digest: int | None = None
+
+
+class WeightUpdate:
+    """The states above. The caller sees to it that no forward runs at `begin` without shadow, nor at `commit`."""
+
+    def __init__(self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]) -> None:
+        """on_new_weights: what was computed so far is of other weights than what will be, called when that is so."""
         self._store = store
         self._saver = saver
-        self._pending: int | None = None
+        self._on_new_weights = on_new_weights
+        self._shadow = ShadowPages(store, saver)
+        self._open: _Open | None = None
+        self._spared = False  # the last update was to be a shadow update, and was not committed
 
-    def begin(self, version: int) -> WeightOffer:
-        """Offer the pages for `version`; a second begin replaces an open one. ValueError for an older version."""
+    def begin(self, version: int, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        """Offer pages for `version`; replaces an open update. Where it raises, nothing changed.
+
+        ValueError: an older version, unknown or no names. StateError: the weights sleep; names of undefined weights.
+        OutOfMemory: no room for shadow pages.
+        """
+        if self._open is None:
+            self._spared = shadow
+        require_active(self._saver, self._store.tag, "begin a weight update")
         if version < self._store.last_version:
             raise ValueError(
                 f"version {version} is older than the engine's version {self._store.last_version}; use a higher one"
             )
-        ticket = self._saver.share(self._store.tag, writable=True)
-        self.abort(f"the update to version {version} has not been committed")
-        self._pending = version
-        return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket)
+        chosen = None if names is None else self._choose(names)
+        if shadow:
+            self._shadow.take()
+        ticket = self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
+        if self._open is not None and not (shadow and self._open.shadow):  # else the pages are taken over
+            self._close(f"the update to version {self._open.version} was replaced")
+        if not shadow:
+            self._on_new_weights()
+            self._poison(f"the update to version {version} has not been committed")
+        elif chosen is not None:
+            self._shadow.copy_all()
+        self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))
+        return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket, shadow=shadow, names=chosen)
 
-    def commit(self, receipt: WriteReceipt) -> CommitReceipt:
-        """Define the pending version if the pages hold what the receipt says; WeightUpdateError otherwise."""
+    def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
+        """Read back what was written, and compare. WeightUpdateError where it differs: the update is closed then."""
         started = time.perf_counter()
-        if self._pending is None:
-            raise WeightUpdateError("no weight update is open; call begin_update first")
-        digest = self._store.digest()
+        require_active(self._saver, self._store.tag, "verify a weight update")
+        update = self._required()
+        if update.digest is not None:
+            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+        digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
         claims = {
-            "version": (receipt.version, self._pending),
+            "version": (receipt.version, update.version),
             "layout_hash": (receipt.layout_hash, self._store.manifest.layout_hash),
-            "nbytes": (receipt.nbytes, self._store.param_nbytes),
+            "nbytes": (receipt.nbytes, update.nbytes),
             "digest": (receipt.digest, digest),
         }
         if wrong := [f"{key} {theirs} is {ours} here" for key, (theirs, ours) in claims.items() if theirs != ours]:
-            reason = f"the update to version {self._pending} failed verification: the writer's {', '.join(wrong)}"
-            self.abort(reason)
-            raise WeightUpdateError(f"{reason}; the engine refuses to generate until an update commits")
-        self._pending = None
-        self._store.define(receipt.version)
-        return CommitReceipt(version=receipt.version, digest=digest, seconds=time.perf_counter() - started)
+            reason = f"the update to version {update.version} failed verification: the writer's {', '.join(wrong)}"
+            self._close(reason)
+            raise WeightUpdateError(f"{reason}; {self._consequence()}")
+        self._open = replace(update, digest=digest)
+        return VerifyReceipt(version=update.version, digest=digest, seconds=time.perf_counter() - started)
+
+    def commit(self, version: int) -> CommitReceipt:
+        """Serve the verified version. WeightUpdateError for any other; LeaseError where a process maps pages that are
+        to be exchanged. Nothing changed then, and a commit may be tried again."""
+        started = time.perf_counter()
+        require_active(self._saver, self._store.tag, "commit a weight update")
+        update = self._required()
+        if update.digest is None:
+            raise WeightUpdateError(f"the update to version {update.version} is not verified; call verify_update first")
+        if version != update.version:
+            raise WeightUpdateError(f"version {version} was not verified, but version {update.version}; commit that")
+        if update.shadow:
+            self._shadow.exchange()
+            self._on_new_weights()
+        self._store.define(version)
+        self._open, self._spared = None, False
+        self._free_shadow()
+        return CommitReceipt(version=version, digest=update.digest, seconds=time.perf_counter() - started)
 
     def abort(self, reason: str) -> None:
-        """Close the update, if one is open, with undefined weights."""
-        self._pending = None
+        """Close the update: see above what is served then. `reason` is what a poisoned engine gives."""
+        if self._open is not None or not self._spared:
+            self._close(reason)
+
+    def before_sleep(self) -> None:
+        """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its pages; nothing
+        changed."""
+        self._shadow.give_back()
+        if self._open is not None and self._open.shadow:
+            self._open, self._spared = None, True
+
+    def on_sleep(self, level: int) -> None:
+        """After the weights were paused. An update that is open has lost what was written."""
+        if level == 2:
+            self._poison("the weights were discarded by sleep(level=2); commit a weight update")
+        elif self._open is not None:
+            self._poison(f"a sleep ended the update to version {self._open.version}; begin it anew")
+
+    def _close(self, reason: str) -> None:
+        if self._open is None or not self._open.shadow:
+            self._poison(reason)
+            return
+        self._open, self._spared = None, True
+        self._free_shadow()
+
+    def _poison(self, reason: str) -> None:
+        self._open, self._spared = None, False
         self._store.undefine(reason)
+
+    def _free_shadow(self) -> None:
+        with contextlib.suppress(LeaseError):  # a writer that hangs; a sleep insists, other updates go on
+            self._shadow.give_back()
+
+    def _required(self) -> _Open:
+        if self._open is None:
+            raise WeightUpdateError("no weight update is open; call begin_update first")
+        return self._open
+
+    def _consequence(self) -> str:
+        if self._store.version is None:
+            return "the engine refuses to generate until an update commits"
+        return f"the engine goes on with version {self._store.version}"
+
+    def _choose(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The parameters meant, tied names resolved."""
+        stored = [self._store.manifest.aliases.get(name, name) for name in names]
+        known = self._store.parameters
+        if unknown := [name for name, own in zip(names, stored, strict=True) if own not in known]:
+            raise ValueError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
+        if not stored:
+            raise ValueError("names is empty; name the parameters that will be written, or pass None for all")
+        if self._store.version is None:
+            raise StateError(
+                f"cannot update some parameters only: {self._store.undefined_reason}; update all of them first"
+            )
+        return tuple(dict.fromkeys(stored))
+
+    def _nbytes(self, names: tuple[str, ...] | None) -> int:
+        if names is None:
+            return self._store.param_nbytes
+        chosen = frozenset(names)
+        return sum(_slice_nbytes(piece) for piece in self._store.manifest.slices if piece.name in chosen)
+
+
+def _slice_nbytes(piece: ParamSlice) -> int:
+    return math.prod(piece.shape) * getattr(torch, piece.dtype).itemsize
+
+
+def require_active(saver: "MemorySaver", tag: str, action: str) -> None:
+    """StateError where the tag sleeps."""
+    if saver.is_paused(tag):
+        raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")

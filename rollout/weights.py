@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -126,6 +126,16 @@ class WeightStore:
         self.last_version = 0
         self.undefined_reason = "the weights were never loaded; commit a weight update"
         self._digest: Digest | None = None
+
+    @property
+    def arena(self) -> Tensor:
+        """uint8: all of the weights, padding included."""
+        return self._arena
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank stores nothing."""
+        return self._shapes.keys()
 
     def tensor(self, name: str) -> Tensor:
         """View of a parameter as this rank stores it, a tied name or a fused tensor."""

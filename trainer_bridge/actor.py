@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import memsaver
 from rollout.protocols import Progress
-from rollout.types import CommitReceipt, Completion, SamplingParams, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import ActorDied, ActorTimeout
@@ -165,11 +165,14 @@ class RemoteRollout(RemoteActor):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.call("wake_up", tags)
 
-    def begin_update(self, version: int) -> WeightOffer:
-        return self.call("begin_update", version)
+    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        return self.call("begin_update", version, shadow=shadow, names=names)
 
-    def commit_update(self, receipt: WriteReceipt) -> CommitReceipt:
-        return self.call("commit_update", receipt)
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        return self.call("verify_update", receipt)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        return self.call("commit_update", version)
 
     def abort_update(self, reason: str) -> None:
         self.call("abort_update", reason)

@@ -38,7 +38,8 @@ def test_a_trainer_in_another_process_writes_the_weights(actor: Any) -> None:
     call("sleep", 2)
     assert call("report").committed_bytes == 0
     call("wake_up", ["weights"])
-    assert call("commit_update", write(call("begin_update", 1), seed=1)).version == 1
+    assert call("verify_update", write(call("begin_update", 1), seed=1)).version == 1
+    assert call("commit_update", 1).version == 1
     assert call("unavailable_reason") == "paused: kv_cache (call wake_up)"
     with pytest.raises(Exception, match="cannot generate: paused: kv_cache"):
         call("generate", PROMPTS, GREEDY)

@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from memsaver import LeaseError, MemorySaver, StateError, attach
 from memsaver.ops.digest import digest
-from rollout import Engine, Rollout, SamplingParams, WeightOffer, WeightUpdateError, WriteReceipt
+from rollout import CommitReceipt, Engine, Rollout, SamplingParams, WeightOffer, WeightUpdateError, WriteReceipt
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.rollout.test_greedy import random_prompts
 
@@ -32,18 +35,31 @@ def answers(engine: Engine) -> list[list[int]]:
     return [samples[0].token_ids for samples in engine.generate(PROMPTS, GREEDY)]
 
 
+@lru_cache(maxsize=16)
+def tiny(seed: int) -> PreTrainedModel:
+    return build_tiny("qwen3", seed, **TINY)
+
+
 def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
     """A trainer in miniature: writes the parameters of another random model through a lease."""
-    parameters = dict(build_tiny("qwen3", seed, **TINY).named_parameters())
+    parameters = dict(tiny(seed).named_parameters())
     total, nbytes = 0, 0
     with attach(offer.ticket) as lease:
         for piece in offer.manifest.slices:
+            if offer.names is not None and piece.name not in offer.names:
+                continue
             target = lease.tensor(piece.shape, getattr(torch, piece.dtype), piece.offset)
             target.copy_(parameters[piece.name].detach())
             total += digest(target, piece.index_base)
             nbytes += target.nbytes
     fields = {"version": offer.version, "layout_hash": offer.manifest.layout_hash, "digest": total % 2**64}
     return WriteReceipt(**{**fields, "nbytes": nbytes, "seconds": 0.0, **wrong})  # type: ignore[arg-type]
+
+
+def update(engine: Engine, version: int, seed: int, **how: Any) -> CommitReceipt:
+    """A whole update to the parameters of another random model. how: of `begin_update`."""
+    engine.verify_update(write(engine.begin_update(version, **how), seed))
+    return engine.commit_update(version)
 
 
 def test_engine_fulfils_the_protocol(engine: Engine) -> None:
@@ -151,7 +167,7 @@ def test_preempted_requests_go_on_under_the_new_version(engine: Engine) -> None:
         if generated == 6:
             engine.sleep(level=2, unfinished="preempt")
             engine.wake_up()
-            engine.commit_update(write(engine.begin_update(4), seed=5))
+            update(engine, 4, seed=5)
 
     for samples in engine.generate(PROMPTS, GREEDY, on_progress=swap):
         assert samples[0].weight_versions == [0, 0, 4, 4, 4, 4, 4, 4]
@@ -180,10 +196,13 @@ def test_rounds_of_sleep_update_wake_up(engine: Engine) -> None:
         assert (offer.version, offer.manifest) == (version, engine.manifest)
         assert f"version {version} has not been committed" in str(engine.unavailable_reason())
         receipt = write(offer, seed=version)
-        committed = engine.commit_update(receipt)
+        verified = engine.verify_update(receipt)
+        assert f"version {version} has not been committed" in str(engine.unavailable_reason())
+        committed = engine.commit_update(version)
         assert (committed.version, committed.digest) == (version, receipt.digest)
+        assert (verified.version, verified.digest) == (version, receipt.digest)
         engine.wake_up()
-        model = build_tiny("qwen3", seed=version, **TINY)
+        model = tiny(version)
         out = engine.generate(PROMPTS, GREEDY)
         assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]
         assert {v for samples in out for v in samples[0].weight_versions} == {version} == {engine.weights_version}
@@ -193,16 +212,14 @@ def test_rounds_of_sleep_update_wake_up(engine: Engine) -> None:
 def test_a_receipt_that_does_not_match_poisons(engine: Engine, wrong: dict) -> None:
     (field,) = wrong
     with pytest.raises(WeightUpdateError, match=f"version 1 failed verification: the writer's {field}"):
-        engine.commit_update(write(engine.begin_update(1), seed=1, **wrong))
+        engine.verify_update(write(engine.begin_update(1), seed=1, **wrong))
     with pytest.raises(StateError, match=f"weights undefined: .*version 1 failed verification.*{field}"):
         answers(engine)
     engine.sleep()
     assert engine.report().backup_bytes == 0  # undefined weights are not worth keeping
     engine.wake_up()
     with pytest.raises(WeightUpdateError, match="no weight update is open"):
-        engine.commit_update(write(engine.begin_update(1), seed=1)) and engine.commit_update(
-            WriteReceipt(version=1, layout_hash="", digest=0, nbytes=0, seconds=0.0)
-        )
+        update(engine, 1, seed=1) and engine.commit_update(1)
     assert engine.weights_version == 1 and engine.unavailable_reason() is None
 
 
@@ -211,7 +228,7 @@ def test_a_written_bit_that_flips_is_noticed(engine: Engine) -> None:
     norm = engine._store.tensor("model.norm.weight")
     norm[0] = torch.nextafter(norm[0], norm[0] + 1)
     with pytest.raises(WeightUpdateError, match="digest"):
-        engine.commit_update(receipt)
+        engine.verify_update(receipt)
 
 
 def test_abort_poisons_with_the_reason_until_a_commit(engine: Engine) -> None:
@@ -219,12 +236,12 @@ def test_abort_poisons_with_the_reason_until_a_commit(engine: Engine) -> None:
     engine.abort_update("trainer died in stage sync")
     with pytest.raises(StateError, match="trainer died in stage sync"):
         answers(engine)
-    engine.commit_update(write(engine.begin_update(1), seed=1))
+    update(engine, 1, seed=1)
     assert len(answers(engine)) == 3
 
 
 def test_begin_update_changes_nothing_when_refused(engine: Engine) -> None:
-    engine.commit_update(write(engine.begin_update(3), seed=1))
+    update(engine, 3, seed=1)
     with pytest.raises(ValueError, match="version 2 is older than the engine's version 3"):
         engine.begin_update(2)
     assert engine.unavailable_reason() is None

@@ -21,7 +21,7 @@ from rollout import Completion, DoubleSparsity, Engine, SamplingParams, WeightUp
 from rollout.prefix import PrefixBlocks
 from tests.helpers.models import MLA, build_tiny, forward_logprobs, greedy, save_tiny
 from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_lifecycle import TINY, write
+from tests.rollout.test_lifecycle import TINY, update, write
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -155,7 +155,7 @@ def test_older_weights_are_never_hit(path: Path) -> None:
     engine, prompts = make(path), conversations()
     run(engine, prompts)
     for version in (1, 1, 2):  # the same version may be given anew
-        engine.commit_update(write(engine.begin_update(version), seed=version))
+        update(engine, version, seed=version)
         assert spent(engine, prompts[:4])[1] < sum(len(prompt) - 4 for prompt in prompts[:4])
         model = build_tiny("qwen3", seed=version, **TINY)
         for _ in range(2):
@@ -223,7 +223,7 @@ def test_preempted_by_sleep_and_aborted_by_poison(path: Path) -> None:
     engine.abort_update("trainer died")
     assert engine._blocks.available_pages == engine._blocks.total_pages
     with pytest.raises(WeightUpdateError):
-        engine.commit_update(write(engine.begin_update(1), seed=1, digest=1))
+        engine.verify_update(write(engine.begin_update(1), seed=1, digest=1))
     engine.check_integrity()
     engine.load(path)
     assert_same(run(engine, prompts), before)
@@ -322,7 +322,7 @@ def test_random_work(path: Path) -> None:
     for round_ in range(12):
         if round_ in (4, 8):
             for each in (engine, plain):
-                each.commit_update(write(each.begin_update(round_), seed=round_))
+                update(each, round_, seed=round_)
         if round_ == 6:
             engine.sleep()
             engine.wake_up()

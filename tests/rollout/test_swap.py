@@ -14,7 +14,7 @@ from rollout import SamplingParams
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.tiers import blocks_of, poison, tiered
 from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_lifecycle import TINY, write
+from tests.rollout.test_lifecycle import TINY, update
 from tests.rollout.test_prefix_cache import assert_same, failing, make, path, run
 
 __all__ = ["path"]  # a fixture
@@ -135,7 +135,7 @@ def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -
                 sample.params = SamplingParams(max_tokens=len(sample.output) + 1, temperature=0)
             engine.sleep(unfinished="preempt")
             engine.wake_up()
-            engine.commit_update(write(engine.begin_update(1), seed=1))
+            update(engine, 1, seed=1)
         engine.check_integrity()
 
     out = engine.generate(crowd(), LONG, on_progress=change)

@@ -14,7 +14,7 @@ from rollout import DoubleSparsity, EngineConfig, KVTiers, SamplingParams
 from tests.helpers.models import forward_logprobs, greedy, save_tiny
 from tests.helpers.tiers import blocks_of, poison, tiered
 from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_lifecycle import write
+from tests.rollout.test_lifecycle import update
 from tests.rollout.test_prefix_cache import MODELS, PAGE, assert_same, conversations, make, path, run, spent
 
 __all__ = ["path"]  # a fixture
@@ -91,7 +91,7 @@ def test_a_sleep_after_which_nothing_is_hit(path: Path, how: str) -> None:
     if how == "level 2":
         engine.load(path)
     if how == "updated":
-        engine.commit_update(write(engine.begin_update(1), seed=1))
+        update(engine, 1, seed=1)
     poison(engine)
     assert spent(engine, prompts) == (50 + 7, 0)
 
@@ -106,7 +106,7 @@ def test_weights_raised_at_every_round_of_random_work(path: Path, tmp_path: Path
     roots = random_prompts((40, 60, 25))
     for version in range(1, 9):
         for each in (engine, plain):
-            each.commit_update(write(each.begin_update(version), seed=version))
+            update(each, version, seed=version)
         for _ in range(2):
             prompts = [
                 rng.choice(roots)[: rng.randrange(1, 61)] + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]

@@ -1,0 +1,185 @@
+"""Random walks over updates, sleeps and loads: the engine answers as the model says it must, or says why it doesn't."""
+
+import copy
+import tempfile
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from memsaver import StateError
+from rollout import Engine, SamplingParams, WeightOffer, WeightUpdateError
+from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from tests.helpers.models import greedy, save_tiny
+from tests.helpers.soak import rounds
+from tests.rollout.test_lifecycle import TINY, tiny, write
+
+PROMPT = [5, 3, 8, 1]
+NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
+FIELDS = {"digest": 1, "version": 10**6, "layout_hash": "other", "nbytes": 5}
+SEEDS = st.integers(1, 3)
+
+
+@dataclass(frozen=True)
+class Content:
+    """Seeds of the random models that NAMES, and the other parameters, are of; seed 0 is the checkpoint."""
+
+    named: int
+    rest: int
+
+
+@lru_cache
+def expected(content: Content) -> list[int]:
+    model = copy.deepcopy(tiny(content.rest))
+    for name in NAMES:
+        model.get_parameter(name).data.copy_(tiny(content.named).get_parameter(name))
+    return greedy(model, PROMPT, 3)
+
+
+@lru_cache
+def checkpoint() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="memsaver-test-"))
+    save_tiny(path, "qwen3", **TINY)
+    return path
+
+
+@dataclass(frozen=True)
+class Under:
+    """An update under way, as the model knows it. written: what its pages hold, None before."""
+
+    offer: WeightOffer
+    base: Content | None
+    written: Content | None = None
+    verified: bool = False
+
+
+class UpdateMachine(RuleBasedStateMachine):
+    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to poison."""
+
+    @initialize()
+    def build(self) -> None:
+        self.engine = Engine.from_pretrained(checkpoint(), kv_tokens=64)
+        self.size = self.engine.report().tags[WEIGHTS].committed_bytes
+        self.content: Content | None = Content(0, 0)
+        self.version = 0
+        self.asleep = self.spared = False
+        self.under: Under | None = None
+
+    def active(self) -> bool:
+        return not self.asleep
+
+    @rule(older=st.sampled_from([0, 0, 0, 0, 1]), more=st.integers(0, 2), shadow=st.booleans(), some=st.booleans())
+    def begin(self, older: int, more: int, shadow: bool, some: bool) -> None:
+        version = self.version - 1 if older else self.version + more
+        names = NAMES if some else None
+        refused = self.asleep or older or (some and self.content is None)
+        if self.under is None:
+            self.spared = shadow
+        if refused:
+            with pytest.raises(StateError if self.asleep or not older else ValueError):
+                self.engine.begin_update(version, shadow=shadow, names=names)
+            return
+        offer = self.engine.begin_update(version, shadow=shadow, names=names)
+        assert (offer.version, offer.shadow, offer.names) == (version, shadow, names)
+        self.under = Under(offer, self.content)
+        if not shadow:
+            self.content = None
+
+    @precondition(lambda self: self.under is not None and self.active())
+    @rule(seed=SEEDS, wrong=st.sampled_from([None, None, None, *FIELDS]))
+    def write_and_verify(self, seed: int, wrong: str | None) -> None:
+        assert self.under is not None
+        if self.under.verified:
+            return
+        receipt = write(self.under.offer, seed, **({wrong: FIELDS[wrong]} if wrong else {}))
+        if wrong:
+            with pytest.raises(WeightUpdateError, match=wrong):
+                self.engine.verify_update(receipt)
+            self.close()
+            return
+        assert self.engine.verify_update(receipt).digest == receipt.digest
+        base = self.under.base
+        new = Content(seed, seed) if self.under.offer.names is None else Content(seed, base.rest)  # type: ignore[union-attr]
+        self.under = replace(self.under, written=new, verified=True)
+
+    @precondition(active)
+    @rule(other=st.booleans())
+    def commit(self, other: bool) -> None:
+        version = self.under.offer.version + other if self.under is not None else 0
+        if self.under is None or not self.under.verified or other:
+            with pytest.raises(WeightUpdateError):
+                self.engine.commit_update(version)
+            return
+        assert self.engine.commit_update(version).version == version
+        self.content, self.version = self.under.written, version
+        self.under, self.spared = None, False
+
+    @rule()
+    def abort(self) -> None:
+        self.engine.abort_update("aborted")
+        if self.under is not None or not self.spared:
+            self.close()
+
+    @precondition(active)
+    @rule(level=st.sampled_from([1, 1, 2]))
+    def sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+        self.asleep = True
+        if self.under is not None:
+            self.close()
+        if level == 2:
+            self.content, self.spared = None, False
+
+    @rule()
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+        self.asleep = False
+
+    @precondition(active)
+    @rule()
+    def load(self) -> None:
+        self.engine.load(checkpoint())
+        if self.under is not None or not self.spared:
+            self.close()
+        self.content, self.version = Content(0, 0), 0
+
+    def close(self) -> None:
+        """What is left of an update that ends without a commit, or of an engine that is poisoned."""
+        self.spared = self.under is not None and self.under.offer.shadow
+        if not self.spared:
+            self.content = None
+        self.under = None
+
+    @invariant()
+    def answers_or_says_why_not(self) -> None:
+        reason = self.engine.unavailable_reason()
+        assert (reason is None) == (self.active() and self.content is not None)
+        params = SamplingParams(max_tokens=3, temperature=0)
+        if reason is not None:
+            with pytest.raises(StateError):
+                self.engine.generate([PROMPT], params)
+            return
+        assert self.content is not None
+        [[out]] = self.engine.generate([PROMPT], params)
+        assert out.token_ids == expected(self.content) and set(out.weight_versions) == {self.version}
+
+    @invariant()
+    def shadow_pages_are_there_when_needed_only(self) -> None:
+        tag = self.engine.report().tags.get(WEIGHTS_SHADOW)
+        needed = self.under is not None and self.under.offer.shadow
+        assert (0 if tag is None else tag.committed_bytes) == (self.size if needed else 0)
+        assert self.engine.weights_version == self.version
+        self.engine.saver.check_integrity()
+
+
+UpdateMachine.TestCase.settings = settings(
+    max_examples=rounds(20, 300), stateful_step_count=25, derandomize=True, deadline=None
+)
+
+
+class TestUpdates(UpdateMachine.TestCase):  # type: ignore[misc, name-defined]
+    pass
