@@ -21,6 +21,7 @@ from memsaver.backends.base import Backend, make_backend
 from memsaver.device_lock import device_lock
 from memsaver.errors import LeaseError
 from memsaver.imports import Import, imports
+from memsaver.places import device_key
 
 TIMEOUT_SECONDS = 10.0
 
@@ -285,11 +286,11 @@ def explained(what: str, who: str) -> Iterator[None]:
 
 
 @cache
-def peer_backend(device_key: str) -> Backend:
+def peer_backend(key: str) -> Backend:
     """What this process maps another saver's memory with."""
-    if device_key == "cpu":
+    if key == "cpu":
         return make_backend(torch.device("cpu"))
     for index in range(torch.cuda.device_count()):
-        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device_key:
+        if device_key(torch.device("cuda", index)) == key:
             return make_backend(torch.device("cuda", index))
-    raise LeaseError(f"{device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
+    raise LeaseError(f"{key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")

@@ -10,7 +10,15 @@ import torch
 from memsaver import Event, MemorySaver, Report
 from rollout.engine import Engine
 from rollout.protocols import Progress
-from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import (
+    CommitReceipt,
+    Completion,
+    SamplingParams,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+    WriteReceipt,
+)
 
 
 @ray.remote
@@ -59,6 +67,9 @@ class RolloutActor:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._engine.wake_up(tags)
+
+    def weight_layout(self) -> WeightLayout:
+        return self._engine.weight_layout()
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self._engine.begin_update(version, shadow=shadow, names=names)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError
 from memsaver.ops.hash import splitmix64_int
+from memsaver.places import place_of
 from rollout.beam import BeamGroup, check_vocabulary
 from rollout.cache import Cache
 from rollout.config import EngineConfig
@@ -33,6 +34,7 @@ from rollout.types import (
     Manifest,
     SamplingParams,
     VerifyReceipt,
+    WeightLayout,
     WeightOffer,
     WriteReceipt,
 )
@@ -312,6 +314,10 @@ class Engine:
     @property
     def manifest(self) -> Manifest:
         return self._store.manifest
+
+    def weight_layout(self) -> WeightLayout:
+        """Where every parameter lies, for `Trainer.connect` to plan with. Also while the weights sleep."""
+        return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         """Offer pages for version `version` to be written into; replaces an open update. See `rollout/update.py`.

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import (
+    CommitReceipt,
+    Completion,
+    SamplingParams,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+    WriteReceipt,
+)
 
 if TYPE_CHECKING:
     from memsaver import Event, Report
@@ -15,6 +23,8 @@ beam_width samples; its tokens count anew when it is preempted."""
 
 class SyncTarget(Protocol):
     """Whose weights can be replaced in place. See `Engine` for the contracts, `rollout/update.py` for the order."""
+
+    def weight_layout(self) -> WeightLayout: ...
 
     def begin_update(
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None

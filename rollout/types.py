@@ -172,6 +172,14 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """What lies where, for who plans to write it. place: the device of the pages (`memsaver.places.place_of`)."""
+
+    manifest: Manifest
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightOffer:
     """The engine's invitation to write `version` into the pages of `ticket`, where the manifest says.
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import memsaver
 from rollout.protocols import Progress
-from rollout.types import CommitReceipt, Completion, SamplingParams, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import (
+    CommitReceipt,
+    Completion,
+    SamplingParams,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+    WriteReceipt,
+)
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import ActorDied, ActorTimeout
@@ -164,6 +172,9 @@ class RemoteRollout(RemoteActor):
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.call("wake_up", tags)
+
+    def weight_layout(self) -> WeightLayout:
+        return self.call("weight_layout")
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self.call("begin_update", version, shadow=shadow, names=names)

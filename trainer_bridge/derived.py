@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer_bridge.ops.cast_copy import CastCopy
-from trainer_bridge.plan import Copy
 from trainer_bridge.placements import placements
+from trainer_bridge.plan import Copy
 
 _SCRATCH_BYTES = 32 << 20
 

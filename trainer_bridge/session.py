@@ -160,7 +160,9 @@ class WeightSync:
         sources, state.derived = self._sources(), self._derived()
         key = (names, frozenset(state.derived))
         if key not in self._copies or self._copies[key].sources is not sources:
-            copies = RankCopies(self.plan, self._shards, sources, rank=self._consensus.rank, names=names, derived=state.derived)
+            copies = RankCopies(
+                self.plan, self._shards, sources, rank=self._consensus.rank, names=names, derived=state.derived
+            )
             self._copies = {key: copies}
         state.copies = self._copies[key]
         state.copies.check(state.derived, check_finite)

@@ -16,6 +16,7 @@ from memsaver.backends import nvml
 from memsaver.backends.base import ShimBackend
 from memsaver.backup.host_arena import HostArena
 from memsaver.errors import BackendError
+from memsaver.places import device_key
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -95,7 +96,7 @@ class CudaBackend(ShimBackend):
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
         self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self.device_key = f"GPU-{properties.uuid}"
+        self.device_key = device_key(self.device)
         self.total_bytes = properties.total_memory // granularity * granularity
 
     def _entry_points(self) -> shim.Driver:
