@@ -1,189 +1,252 @@
-"""Which rows of which shard go to which bytes of the rollout's weights. Plain data in, plain data out: no tensors.
+"""Which elements of which shard go to which bytes of the rollout's weights. Plain data in, plain data out: no tensors.
 
-The trainer shards parameters by rows (FSDP2), the rollout's slices are row ranges too, so a copy is a run of rows that
-is contiguous on both sides.
+Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in common. An element that
+several ranks hold is copied by one on the target's own device if there is one, so links carry as little as they can.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import NamedTuple
 
 from rollout.types import Manifest, ParamSlice
-
-_LISTED = 20  # problems in one message
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceShard:
-    """Rows `start` to `start + shape[0]` of one parameter, held by one rank."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    dtype: str
-    start: int
-    shape: tuple[int, ...]
-    rank: int
+from trainer_bridge.boxes import Box, Ints, dot, row_major
+from trainer_bridge.dtypes import itemsize
+from trainer_bridge.dtypes import torch_dtype as torch_dtype
+from trainer_bridge.plan_checks import byte_problems, name_problems, refuse
+from trainer_bridge.sources import SourceShard as SourceShard
+from trainer_bridge.spread import Cut, Deal, Sources, Spread, deal
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target:
+    """Weights to be written. place: the device of their pages, named as the trainer's ranks name theirs."""
+
+    manifest: Manifest
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Rank `rank` casts rows `row` to `row + shape[0]` of its shard of `name` and writes them at byte `offset`.
+    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` to `dtype`, into target number `target`.
 
-    shape, dtype: of the target. index_base: number of the first element in the digest.
+    offset: byte of the first element, from the start of the tag's arena; strides: of the others, in elements.
+    index_base: number of the first element in the digest; index_strides: of the others.
     """
 
     rank: int
+    target: int
     name: str
-    row: int
-    shape: tuple[int, ...]
+    start: Ints
+    shape: Ints
     dtype: str
     offset: int
+    strides: Ints
     index_base: int
+    index_strides: Ints
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Copies of all ranks, in target order: together they write every byte of every slice exactly once."""
+class _Part(NamedTuple):
+    """One slice of one manifest: the targets that have it, and who sends what of it."""
 
-    layout_hash: str
-    copies: tuple[Copy, ...]
-    nbytes: int
+    name: str
+    piece: ParamSlice
+    targets: Ints
+    dealt: Deal
+
+
+class Plan:
+    """Copies of all ranks: together they write every byte of every slice of every target exactly once.
+
+    layout_hash: of the targets, of all shards and of where they are; ranks with the same one have the same plan.
+    nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes written to another device.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_hash: str,
+        targets: Sequence[Target],
+        places: Sequence[str],
+        nbytes: Ints,
+        link_bytes: dict[tuple[int, int], int],
+        parts: Sequence[_Part],
+    ) -> None:
+        self.layout_hash = layout_hash
+        self.targets = tuple(targets)
+        self.places = tuple(places)
+        self.nbytes = nbytes
+        self.link_bytes = link_bytes
+        self._parts = tuple(parts)
+
+    def copies(self, rank: int) -> list[Copy]:
+        """What one rank writes: first to its own device, then to others, target after target in order of bytes.
+
+        Each rank begins with another target, so that they do not all write to the same one. Made anew by each call.
+        """
+        found: dict[int, list[Copy]] = defaultdict(list)
+        for part in self._parts:
+            for target in part.targets:
+                if cuts := part.dealt.get((rank, target)):
+                    found[target] += _copies(part, cuts, rank, target)
+        count = len(self.targets)
+        order = sorted(found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count))
+        return [copy for target in order for copy in sorted(found[target], key=lambda copy: copy.offset)]
 
 
 class Planner:
-    """Plans of one trainer's shards (of all ranks), one for each layout it meets."""
+    """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets."""
 
-    def __init__(self, shards: Iterable[SourceShard]) -> None:
-        self._shards = tuple(shards)
-        self._plans: dict[str, Plan] = {}
+    def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
+        """places: the device of every rank, by rank. A shard may be given twice: ranks can just join their lists."""
+        self._sources = Sources(shards, places)
+        self._plans: dict[object, Plan] = {}
 
-    def plan(self, manifest: Manifest) -> Plan:
-        if manifest.layout_hash not in self._plans:
-            self._plans[manifest.layout_hash] = make_plan(self._shards, manifest)
-        return self._plans[manifest.layout_hash]
+    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> Plan:
+        """names: only these parameters are written, by either side's names; None: all.
+
+        Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes, parts, bytes.
+        """
+        layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
+        chosen = None if names is None else tuple(sorted(set(names)))
+        if (layouts, chosen) not in self._plans:
+            text = repr((self._sources.key, layouts, chosen))
+            layout_hash = hashlib.sha256(text.encode()).hexdigest()
+            self._plans[layouts, chosen] = _Planning(self._sources, targets, chosen).plan(layout_hash)
+        return self._plans[layouts, chosen]
 
 
-def dim0_shards(name: str, global_shape: tuple[int, ...], dtype: str, world: int) -> list[SourceShard]:
-    """The shards of FSDP2: ceil(rows / world) rows a rank, fewer or none for the last ones."""
-    rows = global_shape[0]
-    size = math.ceil(rows / world)
-    shards = []
-    for rank in range(world):
-        start = min(rows, rank * size)
-        shape = (min(rows, start + size) - start, *global_shape[1:])
-        shards.append(
-            SourceShard(name=name, global_shape=global_shape, dtype=dtype, start=start, shape=shape, rank=rank)
+def make_plan(
+    shards: Iterable[SourceShard],
+    targets: Sequence[Target],
+    places: Sequence[str],
+    names: Collection[str] | None = None,
+) -> Plan:
+    """A plan without a cache; arguments and errors are those of `Planner`."""
+    return Planner(shards, places).plan(targets, names)
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(self, sources: Sources, targets: Sequence[Target], names: Collection[str] | None) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._target_places = [target.place for target in targets]
+        self._names = names
+        self._problems: list[str] = []
+        self._deals: dict[tuple[int, Box, Ints, int], Deal] = {}
+        self._parts: list[_Part] = []
+        self._like: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
+        for i, target in enumerate(targets):
+            self._like[target.manifest.layout_hash].append(i)
+        self._manifests = [targets[like[0]].manifest for like in self._like.values()]
+        self._anywhere = {piece.name for manifest in self._manifests for piece in manifest.slices}
+
+    def plan(self, layout_hash: str) -> Plan:
+        slices: dict[tuple[str, Box], list[tuple[ParamSlice, str]]] = defaultdict(list)
+        for manifest in self._manifests:
+            for name, piece in self._named_slices(manifest):
+                if self._fits(name, piece):
+                    slices[name, Box(piece.start, piece.shape)].append((piece, manifest.layout_hash))
+        refuse(self._problems)
+        kinds: Counter[tuple[int, Box, Ints]] = Counter()
+        for (name, box), pieces in slices.items():
+            spread = self._sources.spreads[name]
+            targets = tuple(sorted(target for _, layout in pieces for target in self._like[layout]))
+            kind = (id(spread), box, targets)
+            dealt = self._deal(spread, box, targets, kinds[kind] % spread.replicas)
+            kinds[kind] += 1
+            self._parts += [_Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces]
+        return Plan(
+            layout_hash=layout_hash,
+            targets=self._targets,
+            places=self._sources.places,
+            nbytes=self._nbytes(),
+            link_bytes=self._link_bytes(),
+            parts=self._parts,
         )
-    return shards
+
+    def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
+        """(the trainer's name, slice) of what is to be written; notes names and bytes that do not fit."""
+        stored = manifest.aliases
+        wanted = None if self._names is None else {stored.get(name, name) for name in self._names}
+        sources: dict[str, list[str]] = defaultdict(list)
+        for name in self._sources.spreads:
+            if wanted is None or stored.get(name, name) in wanted:
+                sources[stored.get(name, name)].append(name)
+        self._problems += name_problems(sources, manifest, self._anywhere, wanted)
+        self._problems += byte_problems(manifest)
+        if wanted is not None:
+            known = {piece.name for piece in manifest.slices} | manifest.modules.keys() | sources.keys()
+            self._problems += [f"unknown to both sides: {name}" for name in sorted(wanted - known)]
+        pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
+        return [(sources[piece.name][0], piece) for piece in pieces if len(sources.get(piece.name, [])) == 1]
+
+    def _fits(self, name: str, piece: ParamSlice) -> bool:
+        spread = self._sources.spreads[name]
+        problem = spread.problem
+        if problem is None and spread.shape != piece.global_shape:
+            problem = f"shape {spread.shape} in the trainer, {piece.global_shape} in the rollout"
+        if problem is None and (at := spread.gap(Box(piece.start, piece.shape))) is not None:
+            problem = f"element {at} is held by no rank"
+        if problem is not None:
+            self._problems.append(f"{piece.name}: {problem}")
+        return problem is None
+
+    def _deal(self, spread: Spread, box: Box, targets: Ints, turn: int) -> Deal:
+        key = (id(spread), box, targets, turn)
+        if key not in self._deals:
+            self._deals[key] = deal(spread.cuts(box), targets, self._target_places, self._sources.places, turn)
+        return self._deals[key]
+
+    def _nbytes(self) -> Ints:
+        nbytes = [0] * len(self._targets)
+        for part in self._parts:
+            size = math.prod(part.piece.shape) * itemsize(part.piece.dtype)
+            for target in part.targets:
+                nbytes[target] += size
+        return tuple(nbytes)
+
+    def _link_bytes(self) -> dict[tuple[int, int], int]:
+        """Each deal is looked at once for all layers that share it."""
+        times: Counter[tuple[int, Ints, int]] = Counter()
+        dealt = {id(part.dealt): part.dealt for part in self._parts}
+        for part in self._parts:
+            times[id(part.dealt), part.targets, itemsize(part.piece.dtype)] += 1
+        places, found = self._sources.places, Counter[tuple[int, int]]()
+        for (which, targets, size), count in times.items():
+            among = set(targets)
+            for (rank, target), cuts in dealt[which].items():
+                if target in among and places[rank] != self._target_places[target]:
+                    found[rank, target] += sum(cut.volume for cut in cuts) * size * count
+        return dict(found)
 
 
-def make_plan(shards: Sequence[SourceShard], manifest: Manifest) -> Plan:
-    """Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes, parts, bytes."""
-    by_name: dict[str, list[SourceShard]] = defaultdict(list)
-    for shard in shards:
-        by_name[shard.name].append(shard)
-    sources = _by_stored_name(by_name, manifest)
-    problems = _name_problems(sources, manifest) + _byte_problems(manifest)
-    copies: list[Copy] = []
-    for piece in manifest.slices:
-        names = sources.get(piece.name, [])
-        if len(names) == 1:
-            found, wrong = _slice_copies(piece, by_name[names[0]])
-            copies += found
-            problems += wrong
-    if problems:
-        more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        listed = "; ".join(problems[:_LISTED])
-        raise ValueError(f"the trainer's weights do not fit the rollout's, nothing was written: {listed}{more}")
-    copies.sort(key=lambda copy: copy.offset)
-    return Plan(layout_hash=manifest.layout_hash, copies=tuple(copies), nbytes=sum(copy.nbytes for copy in copies))
-
-
-def _by_stored_name(names: Iterable[str], manifest: Manifest) -> dict[str, list[str]]:
-    """Stored name -> the trainer's names for it: one, if both sides tie the same parameters."""
-    sources: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        sources[manifest.aliases.get(name, name)].append(name)
-    return sources
-
-
-def _name_problems(sources: dict[str, list[str]], manifest: Manifest) -> list[str]:
-    stored = {piece.name for piece in manifest.slices}
-    problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
-    problems += [f"unknown to the rollout: {', '.join(sources[name])}" for name in sorted(sources.keys() - stored)]
-    for _, several in sorted(sources.items()):
-        if len(several) > 1:
-            problems.append(
-                f"{' and '.join(sorted(several))} are one parameter in the rollout (tied), not in the trainer"
-            )
-    return problems
-
-
-def _byte_problems(manifest: Manifest) -> list[str]:
-    problems, end, before = [], 0, ""
-    for piece in sorted(manifest.slices, key=lambda piece: piece.offset):
-        if piece.offset < end:
-            problems.append(f"{before} and {piece.name} overlap at byte {piece.offset}")
-        if piece.offset % itemsize(piece.dtype):
-            problems.append(f"{piece.name}: byte {piece.offset} is not aligned to {piece.dtype}")
-        end, before = piece.offset + math.prod(piece.shape) * itemsize(piece.dtype), piece.name
-        if end > manifest.nbytes:
-            problems.append(f"{piece.name} ends at byte {end}, after the manifest's {manifest.nbytes}")
-    return problems
-
-
-def _slice_copies(piece: ParamSlice, shards: Sequence[SourceShard]) -> tuple[list[Copy], list[str]]:
-    shape = shards[0].global_shape
-    if shape != piece.global_shape:
-        return [], [f"{piece.name}: shape {shape} in the trainer, {piece.global_shape} in the rollout"]
-    if piece.shape[1:] != shape[1:]:
-        return [], [f"{piece.name}: part {piece.shape} of {shape} is not a run of rows"]
-    copies, row = [], piece.start[0]
-    last = row + piece.shape[0]
-    for shard in sorted(shards, key=lambda shard: (shard.start, shard.shape[0])):
-        first, end = max(shard.start, piece.start[0]), min(shard.start + shard.shape[0], last)
-        if first >= end:
-            continue
-        if first != row:
-            return [], [
-                f"{piece.name}: row {min(row, first)} is held by {'no rank' if first > row else 'several ranks'}"
-            ]
-        copies.append(_copy(piece, shard, first, end))
-        row = end
-    if row != last:
-        return [], [f"{piece.name}: row {row} is held by no rank"]
-    return copies, []
-
-
-def _copy(piece: ParamSlice, shard: SourceShard, first: int, end: int) -> Copy:
-    width = math.prod(piece.shape[1:])
-    return Copy(
-        rank=shard.rank,
-        name=shard.name,
-        row=first - shard.start,
-        shape=(end - first, *piece.shape[1:]),
-        dtype=piece.dtype,
-        offset=piece.offset + (first - piece.start[0]) * width * itemsize(piece.dtype),
-        index_base=piece.index_base + first * width,
-    )
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element of "float32", "bfloat16", ..."""
-    return torch_dtype(dtype).itemsize
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
-    return dtype
+def _copies(part: _Part, cuts: Sequence[Cut], rank: int, target: int) -> list[Copy]:
+    piece = part.piece
+    strides, size = piece.strides or row_major(piece.shape), itemsize(piece.dtype)
+    index_strides = row_major(piece.global_shape)
+    return [
+        Copy(
+            rank=rank,
+            target=target,
+            name=part.name,
+            start=cut.source,
+            shape=cut.shape,
+            dtype=piece.dtype,
+            offset=piece.offset + dot(cut.at, strides) * size,
+            strides=strides,
+            index_base=piece.index_base + cut.number,
+            index_strides=index_strides,
+        )
+        for cut in cuts
+    ]

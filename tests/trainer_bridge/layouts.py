@@ -1,11 +1,21 @@
-"""Manifests by hand."""
+"""Manifests by hand, and of a small decoder that has everything: fused, tied, padded, experts, copied KV heads."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 
+import torch
+
+from rollout.model.params import Group, Param, one, stack
+from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import Manifest, ParamSlice
+from rollout.weights import build_manifest
 from trainer_bridge.plan import torch_dtype
+
+HEAD_DIM = 2
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def piece(name: str, offset: int, shape: tuple[int, ...], dtype: str = "float32", **changes: object) -> ParamSlice:
@@ -15,4 +25,36 @@ def piece(name: str, offset: int, shape: tuple[int, ...], dtype: str = "float32"
 
 def manifest(*slices: ParamSlice, nbytes: int | None = None, aliases: dict[str, str] | None = None) -> Manifest:
     end = max(p.offset + math.prod(p.shape) * torch_dtype(p.dtype).itemsize for p in slices)
-    return Manifest(nbytes=nbytes or end, slices=slices, aliases=aliases or {}, modules={}, layout_hash="layout")
+    layout = hashlib.sha256(repr((slices, nbytes, aliases)).encode()).hexdigest()
+    return Manifest(nbytes=nbytes or end, slices=slices, aliases=aliases or {}, modules={}, layout_hash=layout)
+
+
+def decoder_groups(*, hidden: int, vocab: int, heads: int, kv_heads: int, inner: int, tied: bool) -> list[Group]:
+    """One layer, dense and with 3 experts."""
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    rows = {"q": heads * HEAD_DIM, "k": kv_heads * HEAD_DIM, "v": kv_heads * HEAD_DIM}
+    groups = [
+        one(EMBED, vocab, hidden),
+        one("model.layers.0.input_layernorm.weight", hidden),
+        stack(f"{attention}qkv_proj.weight", [(f"{attention}{n}_proj.weight", (r, hidden)) for n, r in rows.items()]),
+        one(f"{attention}o_proj.weight", hidden, heads * HEAD_DIM),
+        stack(f"{mlp}gate_up_proj.weight", [(f"{mlp}{n}_proj.weight", (inner, hidden)) for n in ("gate", "up")]),
+        one(f"{mlp}down_proj.weight", hidden, inner),
+        one(f"{mlp}experts.gate_up_proj", 3, 2 * inner, hidden),
+        one(f"{mlp}experts.down_proj", 3, hidden, inner),
+    ]
+    return groups if tied else [*groups, one(HEAD, vocab, hidden)]
+
+
+def manifests(
+    groups: Sequence[Group], size: int, dtype: torch.dtype, base: int = 0, tied: bool = False
+) -> list[Manifest]:
+    """What each of `size` tensor-parallel ranks stores."""
+    splits, aliases = decoder_splits(HEAD_DIM), {HEAD: EMBED} if tied else {}
+    return [build_manifest(shard_groups(groups, splits, rank, size), aliases, dtype, base) for rank in range(size)]
+
+
+def parameters(groups: Sequence[Group]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of groups that are not shared yet."""
+    params: list[Param] = [param for group in groups for param in group.params]
+    return {param.name: param.shape for param in params}

@@ -1,0 +1,124 @@
+"""Shards of real DTensors in four processes on gloo: FSDP2, HSDP, tensor parallel + FSDP2, uneven sizes, other dims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.helpers.ranks import results, start_ranks
+from trainer_bridge.plan import SourceShard
+from trainer_bridge.sources import dtensor_shards
+
+WORLD = 4
+SHAPES = {"even": (8, 4), "uneven": (7, 3), "few": (2, 5), "row": (1, 2), "long": (9,), "experts": (3, 8, 4)}
+LAYOUTS = ["fsdp", "fsdp dims", "hsdp", "tp rows + fsdp", "tp columns + fsdp", "tp + fsdp dims"]
+WHOLE = {
+    "fsdp",
+    "fsdp dims",
+    "hsdp",
+    "tp columns + fsdp",
+    "tp + fsdp dims",
+}  # full_tensor() works for uneven sizes, too
+
+
+class Held(NamedTuple):
+    """What one rank has of a parameter. full: None where torch cannot gather it."""
+
+    shards: list[SourceShard]
+    local: Tensor
+    full: Tensor | None
+
+
+def full(name: str) -> Tensor:
+    shape = SHAPES[name]
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def last_dim(param: Tensor) -> Shard:
+    return Shard(param.ndim - 1)
+
+
+def model(layout: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = nn.Module()
+    dims = layout.endswith("dims")
+    for name, shape in SHAPES.items():
+        if dims and shape[-1] % WORLD:
+            continue  # FSDP2 shares other dimensions than 0 evenly only
+        tensor = full(name)
+        if layout.startswith("tp"):
+            dim = 0 if "rows" in layout or len(shape) == 1 else 1 if "columns" in layout else len(shape) - 1
+            tensor = distribute_tensor(tensor, mesh["tp"], [Shard(dim)])
+        module.register_parameter(name, nn.Parameter(tensor))
+    if layout.startswith("tp"):
+        module.register_parameter("norm", nn.Parameter(torch.arange(5.0)))  # whole on each tensor-parallel rank
+    meshes = {"fsdp": init_device_mesh("cpu", (WORLD,)), "hsdp": mesh}
+    fully_shard(module, mesh=meshes.get(layout.split()[0], mesh["dp"]), shard_placement_fn=last_dim if dims else None)
+    return module
+
+
+def hold(rank: int) -> dict[str, dict[str, Held]]:
+    held: dict[str, dict[str, Held]] = {}
+    for layout in LAYOUTS:
+        held[layout] = {}
+        for name, param in model(layout).named_parameters():
+            assert isinstance(param, DTensor)
+            even = name in ("even", "norm") or layout in WHOLE
+            gathered = param.full_tensor().detach() if even else None
+            local = param.to_local().detach()
+            assert local.is_contiguous()
+            held[layout][name] = Held(dtensor_shards(name, param), local.clone(), gathered)
+    wrong = distribute_tensor(torch.zeros(8), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
+    wrong._local_tensor = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"w: this rank holds a tensor of \(3,\)"):
+        dtensor_shards("w", wrong)
+    return held
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Held]]]:
+    return results(start_ranks(hold, WORLD, tmp_path_factory.mktemp("sources") / "meet"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
+    ranks: list[dict[str, dict[str, Held]]], layout: str
+) -> None:
+    for name, mine in ranks[0][layout].items():
+        whole = torch.arange(5.0) if name == "norm" else full(name)
+        if mine.full is not None:
+            assert torch.equal(mine.full, whole), "torch gathers something else"
+        shards = {shard.rank: shard for held in ranks for shard in held[layout][name].shards}
+        assert sorted(shards) == list(range(WORLD))
+        holders = torch.zeros(whole.shape, dtype=torch.int64)
+        for rank, held in enumerate(ranks):
+            shard, local = shards[rank], held[layout][name].local
+            assert all(other == shards[other.rank] for other in held[layout][name].shards), "ranks disagree"
+            box = tuple(slice(a, a + n) for a, n in zip(shard.start, shard.shape, strict=True))
+            assert (shard.global_shape, shard.dtype, shard.shape) == (whole.shape, "float32", local.shape)
+            assert torch.equal(whole[box], local), (name, rank)
+            holders[box] += 1
+        replicas = 2 if layout == "hsdp" or name == "norm" else 1
+        assert (holders == replicas).all(), name
+
+
+def test_a_norm_beside_tensor_parallel_is_found_by_its_own_column_of_ranks(
+    ranks: list[dict[str, dict[str, Held]]],
+) -> None:
+    found = defaultdict(list)
+    for rank, held in enumerate(ranks):
+        shards = held["tp rows + fsdp"]["norm"].shards
+        found[tuple(shard.rank for shard in shards)].append(rank)
+        assert [dataclasses.replace(shard, rank=0) for shard in shards] == [
+            SourceShard(name="norm", global_shape=(5,), dtype="float32", start=(0,), shape=(3,), rank=0),
+            SourceShard(name="norm", global_shape=(5,), dtype="float32", start=(3,), shape=(2,), rank=0),
+        ]
+    assert found == {(0, 2): [0, 2], (1, 3): [1, 3]}

@@ -1,0 +1,80 @@
+"""Boxes of elements of an n-dimensional parameter: plain integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from operator import mul
+from typing import NamedTuple
+
+Ints = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """The elements from `start` to `start + shape` (excluded), one entry a dimension."""
+
+    start: Ints
+    shape: Ints
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both contain; None if that is nothing."""
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            first = max(a, b)
+            if (size := min(a + n, b + m) - first) <= 0:
+                return None
+            start.append(first)
+            shape.append(size)
+        return Box(tuple(start), tuple(shape))
+
+    def minus(self, other: Box) -> list[Box]:
+        """Disjoint boxes with what `other` does not contain."""
+        if (common := self.intersect(other)) is None:
+            return [self]
+        rest: list[Box] = []
+        start, shape = list(self.start), list(self.shape)
+        for dim, (first, size) in enumerate(zip(*common, strict=True)):
+            for low, high in ((start[dim], first), (first + size, start[dim] + shape[dim])):
+                if low < high:
+                    rest.append(
+                        Box((*start[:dim], low, *start[dim + 1 :]), (*shape[:dim], high - low, *shape[dim + 1 :]))
+                    )
+            start[dim], shape[dim] = first, size
+        return rest
+
+
+def whole(shape: Ints) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
+    """Disjoint boxes with the elements of `box` that are in none of `parts`."""
+    rest = [box] if box.volume else []
+    for part in parts:
+        rest = [left for each in rest for left in each.minus(part)]
+    return rest
+
+
+def row_major(shape: Sequence[int]) -> Ints:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, width = [], 1
+    for size in reversed(shape):
+        strides.append(width)
+        width *= size
+    return tuple(reversed(strides))
+
+
+def dot(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements between the first one and the one at `index`."""
+    return sum(map(mul, index, strides))
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """First element and length of part `index` of `size` elements, as by `torch.chunk`: the last may be empty."""
+    each = -(-size // parts)
+    first = min(size, index * each)
+    return first, min(size, first + each) - first
