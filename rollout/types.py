@@ -196,18 +196,13 @@ class WeightOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writer says it wrote. digest: memsaver.ops.digest over every slice. nbytes: parameters, no padding.
-    Both are over the offer's `names` only, where it has some.
-
-    seconds: of the whole write, copy_seconds: of it, between mapping the pages and unmapping them.
-    """
+    """What the writers say they wrote. digest: memsaver.ops.digest over every slice. nbytes: parameters, no padding.
+    Both are over the offer's `names` only, where it has some."""
 
     version: int
     layout_hash: str
     digest: int
     nbytes: int
-    seconds: float
-    copy_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.digest < 2**64:

@@ -43,7 +43,7 @@ class RankCopies:
         names: Collection[str] | None = None,
         derived: Collection[str] = (),
     ) -> None:
-        """shards: this rank's; sources: their tensors, by name. names: only of these parameters, as the trainer calls them. derived:
+        """shards: this rank's; sources: their tensors, by name. names: only these, as the trainer calls them. derived:
         which of them are made of their shard (`LowRank`). A ValueError lists shards that are missing or of another
         shape."""
         boxes = {shard.name: shard for shard in shards}

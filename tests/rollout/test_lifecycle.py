@@ -53,7 +53,7 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
             total += digest(target, piece.index_base)
             nbytes += target.nbytes
     fields = {"version": offer.version, "layout_hash": offer.manifest.layout_hash, "digest": total % 2**64}
-    return WriteReceipt(**{**fields, "nbytes": nbytes, "seconds": 0.0, **wrong})  # type: ignore[arg-type]
+    return WriteReceipt(**{**fields, "nbytes": nbytes, **wrong})  # type: ignore[arg-type]
 
 
 def update(engine: Engine, version: int, seed: int, **how: Any) -> CommitReceipt:

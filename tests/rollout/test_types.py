@@ -75,7 +75,7 @@ def test_manifest_refuses_repeated_names_and_dangling_aliases() -> None:
 
 def test_receipt_digest_is_64_bits() -> None:
     with pytest.raises(ValueError, match="digest"):
-        WriteReceipt(version=1, layout_hash="", digest=2**64, nbytes=0, seconds=0.0)
+        WriteReceipt(version=1, layout_hash="", digest=2**64, nbytes=0)
 
 
 def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
