@@ -59,15 +59,6 @@ def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
     return rest
 
 
-def row_major(shape: Sequence[int]) -> Ints:
-    """Strides, in elements, of a contiguous tensor."""
-    strides, width = [], 1
-    for size in reversed(shape):
-        strides.append(width)
-        width *= size
-    return tuple(reversed(strides))
-
-
 def dot(index: Sequence[int], strides: Sequence[int]) -> int:
     """Elements between the first one and the one at `index`."""
     return sum(map(mul, index, strides))

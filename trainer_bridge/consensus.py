@@ -81,7 +81,7 @@ class StoreConsensus:
         prefix, before = f"{self._round}/", self._round - 2
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], mine)
+            self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]  # the stub says str; bytes do
             decision = self._decide(stage, prefix, keys)
             if decision != _GO:
                 raise SyncError(stage, decision)

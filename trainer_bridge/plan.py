@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from memsaver.ops.strided import row_major
 from rollout.types import Manifest, ParamSlice
-from trainer_bridge.boxes import Box, Ints, dot, row_major
+from trainer_bridge.boxes import Box, Ints, dot
 from trainer_bridge.dtypes import itemsize
 from trainer_bridge.dtypes import torch_dtype as torch_dtype
 from trainer_bridge.plan_checks import byte_problems, name_problems, refuse
@@ -50,8 +51,12 @@ class Copy:
     index_strides: Ints
 
     @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * itemsize(self.dtype)
+        return math.prod(self.shape) * self.itemsize
 
 
 class _Part(NamedTuple):

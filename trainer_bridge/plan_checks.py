@@ -6,8 +6,9 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from memsaver.ops.strided import row_major
 from rollout.types import Manifest, ParamSlice
-from trainer_bridge.boxes import Ints, dot, row_major
+from trainer_bridge.boxes import Ints, dot
 from trainer_bridge.dtypes import itemsize
 
 _LISTED = 20  # problems in one message

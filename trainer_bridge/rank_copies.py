@@ -74,12 +74,10 @@ class RankCopies:
 
         On a GPU the writes over links begin first, each on a stream of its own, and the others run beside them.
         """
-        streams = self._start_remote(pages, on_part)
+        self._start_remote(pages, on_part)
         for target in self._casts.keys() - set(self._remote):
             self._casts[target].start(pages[target], on_part)
         self._derived.start(pages, derived)
-        for stream in streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
         made = self._derived.digests()
         return {
             target: Written(
@@ -101,19 +99,16 @@ class RankCopies:
         if problems:
             raise ValueError(f"the weights are refused, {listed(problems)}")
 
-    def _start_remote(self, pages: Mapping[int, Tensor], on_part: OnPart | None) -> list[torch.cuda.Stream]:
-        streams = []
+    def _start_remote(self, pages: Mapping[int, Tensor], on_part: OnPart | None) -> None:
         for target in self._remote:
             cast = self._casts[target]
-            if cast.device is None or cast.device.type != "cuda":
+            if not cast.on_gpu:
                 cast.start(pages[target], on_part)
                 continue
-            stream = torch.cuda.Stream(cast.device)
-            stream.wait_stream(torch.cuda.current_stream(cast.device))  # the step that made the weights may be queued
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())  # the step that made the weights may be queued
             with torch.cuda.stream(stream):
                 cast.start(pages[target], on_part, programs=PUSH_PROGRAMS)
-            streams.append(stream)
-        return streams
 
 
 def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:

@@ -25,7 +25,7 @@ from trainer_bridge.ops.cast_copy import OnPart
 from trainer_bridge.optimizer import build_optimizer
 from trainer_bridge.processes import ensure_process_group, sum_ranks
 from trainer_bridge.session import SyncReceipt, WeightSync
-from trainer_bridge.sources import dtensor_shards
+from trainer_bridge.sources import SourceShard, dtensor_shards
 from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 
 if TYPE_CHECKING:
@@ -147,13 +147,7 @@ class Trainer:
         if consensus is None:
             assert dist.group.WORLD is not None
             consensus = group_consensus(dist.group.WORLD)
-        mine = [
-            shard
-            for name, param in self._params.items()
-            for shard in dtensor_shards(name, param)
-            if shard.rank == self.rank
-        ]
-        self._sync = WeightSync(mine, self.shards, targets, consensus, place=place_of(self.device))
+        self._sync = WeightSync(self._my_shards(), self.shards, targets, consensus, place=place_of(self.device))
 
     def sync_weights(
         self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
@@ -241,6 +235,13 @@ class Trainer:
         self.zero_grad()
         self.step += 1
         return grad_norm
+
+    def _my_shards(self) -> list[SourceShard]:
+        found = []
+        for name, param in self._params.items():
+            assert isinstance(param, DTensor)
+            found += [shard for shard in dtensor_shards(name, param) if shard.rank == self.rank]
+        return found
 
     def _state(self) -> dict[str, Tensor]:
         """What a checkpoint holds, by name; the tensors are the trainer's own."""

@@ -93,6 +93,10 @@ class SegmentTable:
         self._stream: torch.cuda.Stream | None = None
 
     @property
+    def is_cuda(self) -> bool:
+        return self._partials.is_cuda
+
+    @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
         tables = [table for launch in self._launches for table in (launch.rows, launch.shapes) if table is not None]
@@ -109,7 +113,7 @@ class SegmentTable:
         assert base % VECTOR == 0
         if programs is not None and programs < 1:
             raise ValueError(f"programs={programs} must be at least 1 (None: one for each row of the table)")
-        if self._partials.is_cuda:
+        if self.is_cuda:
             self._stream = torch.cuda.current_stream(self._partials.device)
         last = self._segments if last is None else last
         for launch in self._launches:

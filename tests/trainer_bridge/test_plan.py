@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from memsaver.ops.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from tests.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, manifests, parameters
-from trainer_bridge.boxes import row_major
 from trainer_bridge.plan import Copy, Plan, SourceShard, Target, itemsize, make_plan, torch_dtype
 from trainer_bridge.sources import local_box
 

@@ -75,7 +75,11 @@ class CastCopy:
         devices = {each.source.device for each in placements}
         if len(devices) == 1 and use_triton(impl, *devices) and all(map(_in_kernel, placements)):
             self._table = SegmentTable([_segment(each) for each in placements], *devices)
-        self._device = next(iter(devices), None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether `start` returns before it is done."""
+        return self._table is not None and self._table.is_cuda
 
     def run(self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None) -> int:
         """`start`, then `result`."""
@@ -91,7 +95,7 @@ class CastCopy:
         if target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end:
             raise ValueError(f"cast_copy needs {self._end} bytes, got {target.dtype} {tuple(target.shape)}")
         self._value, self._launched = None, False
-        if self._table is not None and target.device == self._device:
+        if self._table is not None and target.is_cuda == self._table.is_cuda:  # perhaps of another GPU
             self._start_table(self._table, target, on_part, programs)
             self._launched = True
             return
