@@ -50,10 +50,12 @@ class Measured:
 
 def measure(group: str, names: Sequence[str], scale: Scale) -> Measured:
     """Floors and the named cases. One that fails costs no other its figures."""
+    print("floors ...", flush=True)
     rates, figures = floors.rates(scale, gpus=1 if group == "one" else 2)
     done = Measured(rates=rates, results={"floors": figures}, failed=[])
     _show("floors", rates, figures)
     for name in names:
+        print(f"{name} ...", flush=True)
         started = time.perf_counter()
         try:
             done.results[name] = GROUPS[group][name](scale)

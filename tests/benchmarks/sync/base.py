@@ -180,6 +180,6 @@ def memory_rise(device: torch.device) -> Iterator[list[int]]:
         return
     settle(device)
     torch.cuda.empty_cache()
-    with Sampler() as sampler:
+    with Sampler(device) as sampler:
         yield seen
     seen.append(sampler.rise)

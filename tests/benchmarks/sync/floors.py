@@ -80,7 +80,8 @@ def exchange_ms(scale: Scale, linked: int, local: int) -> float:
     devices = [scale.device(0), scale.device(1)]
     if scale.on_gpu:
         torch.cuda.empty_cache()
-    steps, filled = [], []
+    steps: list[Callable[[], object]] = []
+    filled: list[Tensor] = []
     for mine, theirs in ((0, 1), (1, 0)):
         steps.append(_step(devices[theirs], devices[mine], linked, filled))
         steps.append(_step(devices[mine], devices[mine], local, filled))

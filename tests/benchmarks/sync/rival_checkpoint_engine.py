@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.sync.base import (
@@ -96,6 +97,8 @@ def _server(pipe: Connection, rank: int, gpus: int, port: int, scale: Scale, sou
         server.unregister_checkpoint(NAME)  # its pinned memory stays
         rows.append(_sync(server, pipe, tensors))
     pipe.send(None)
+    dist.barrier()
+    dist.destroy_process_group()
     return {"rows": rows, "rise": rise[0], "first": first["ms"]}
 
 
@@ -104,7 +107,9 @@ def _start(rank: int, gpus: int, port: int, scale: Scale) -> Any:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1"}
     os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(scale.bucket / 2**30)
     from checkpoint_engine import ParameterServer, ps
+    from loguru import logger
 
+    logger.disable("checkpoint_engine")  # some lines a bucket
     ps.get_ip = lambda: "127.0.0.1"  # it asks the network, and a host without one may not know its own name
     server = ParameterServer(rank=rank, world_size=gpus, auto_pg=False, master_addr="127.0.0.1", master_port=port)
     server.init_process_group()  # kept: by default it makes one for each update

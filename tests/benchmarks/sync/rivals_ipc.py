@@ -85,7 +85,7 @@ def _round(pipe: Connection, send: Send, scale: Scale, tensors: dict[str, Tensor
 def _send_each(pipe: Connection, scale: Scale, tensors: dict[str, Tensor]) -> Row:
     started = time.perf_counter()
     message: Message = [(reduce_tensor(tensor), [(name, 0)]) for name, tensor in tensors.items()]
-    data = ForkingPickler.dumps(message)
+    data = bytes(ForkingPickler.dumps(message))
     handles = (time.perf_counter() - started) * 1e3
     return {"handles": handles, **_ask(pipe, data)}
 
@@ -102,7 +102,7 @@ def _send_buckets(pipe: Connection, scale: Scale, tensors: dict[str, Tensor]) ->
         starts = _pack(bucket, [(name, tensors[name]) for name in names])
         settle(device)
         packed = time.perf_counter()
-        data = ForkingPickler.dumps([(reduce_tensor(bucket), starts)])
+        data = bytes(ForkingPickler.dumps([(reduce_tensor(bucket), starts)]))
         answer = {"pack": (packed - started) * 1e3, "handles": (time.perf_counter() - packed) * 1e3, **_ask(pipe, data)}
         row = {key: value + answer[key] for key, value in row.items()}
         del bucket

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,14 @@ def _figure(name: str, way: str, seen: list[Seen], linked: int) -> Figure:
     rounds = [max(times) for times in zip(*(each[way][0] for each in seen), strict=True)]
     rises = [rise for rise in (each[way][1] for each in seen) if rise is not None]
     return Figure(what=name, ms=statistics.median(rounds), linked=linked, rise=max(rises) if rises else None)
+
+
+def _warm_up(device: torch.device) -> None:
+    """NCCL takes its buffers at the first collective; they are no way's staging."""
+    part = torch.zeros(1 << 20, dtype=TARGET, device=device)
+    dist.all_gather_into_tensor(torch.empty(RANKS << 20, dtype=TARGET, device=device), part)
+    dist.barrier()
+    settle(device)
 
 
 def _rounds(scale: Scale, device: torch.device, run: Callable[[], None]) -> tuple[list[float], int | None]:
@@ -115,6 +124,7 @@ def _strides(shape: Shape) -> tuple[int, ...]:
 
 def _replicas(rank: int, scale: Scale) -> list[Seen]:
     """Of each source; in one start, for joining NCCL takes seconds."""
+    _warm_up(scale.device(rank))
     return [_of_source(rank, scale, source) for source in scale.sources]
 
 
@@ -127,7 +137,7 @@ def _of_source(rank: int, scale: Scale, source: Source) -> Seen:
             continue
         for tensor in target.values():
             tensor.zero_()
-        seen[name] = _rounds(scale, device, lambda way=way: way(shards, target))
+        seen[name] = _rounds(scale, device, partial(way, shards, target))
         check(target, source)
     return seen
 
@@ -183,6 +193,7 @@ WAYS: dict[str, Way] = {
 
 def _all_gather(rank: int, scale: Scale, part: int) -> Seen:
     device = scale.device(rank)
+    _warm_up(device)
     mine = _filled(rank, part, device)
     whole = torch.zeros(RANKS * part, dtype=TARGET, device=device)
     seen = {"all-gather": _rounds(scale, device, lambda: dist.all_gather_into_tensor(whole, mine))}
