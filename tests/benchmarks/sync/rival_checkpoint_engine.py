@@ -54,9 +54,7 @@ def _measure(scale: Scale, gpus: int) -> list[Figure]:
     source, port = scale.sources[0], _free_port()
     seen = pairs(_server, _engine, gpus, port, scale, source, seconds=scale.seconds, count=gpus)[:gpus]
     rounds = zip(*(each["rows"] for each in seen), strict=True)
-    parts = medians(
-        [{key: max(row[key] for row in rows) for key in rows[0]} for rows in rounds]
-    )  # the slowest server's
+    parts = medians([{key: max(row[key] for row in rows) for key in rows[0]} for rows in rounds])  # slowest server
     linked = source.params * 2 * (gpus - 1) // gpus
     return [
         Figure(

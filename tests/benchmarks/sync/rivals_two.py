@@ -89,7 +89,6 @@ def _rounds(scale: Scale, device: torch.device, run: Callable[[], None]) -> tupl
 class Shards:
     """A rank's rows of every parameter, as FSDP2 lays them out: Shard(0) DTensors."""
 
-    rank: int
     bucket: int
     source: Source
     params: dict[str, Any]
@@ -115,7 +114,7 @@ def make_shards(rank: int, scale: Scale, source: Source) -> Shards:
         params[name] = DTensor.from_local(
             local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_strides(shape)
         )
-    return Shards(rank=rank, bucket=scale.bucket, source=source, params=params)
+    return Shards(bucket=scale.bucket, source=source, params=params)
 
 
 def _strides(shape: Shape) -> tuple[int, ...]:
