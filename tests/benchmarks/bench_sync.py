@@ -1,105 +1,135 @@
-"""The weight sync between two Ray actors on one GPU, against the bandwidth floor of the same run. `make bench-sync`.
+"""The weight sync against floors of the same run and against what people use. `make bench-sync`.
 
-bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at half its layers: masters, gradients' room and moments of a
-trainer in fp32 do not fit beside it otherwise. The device's used memory, all processes together, is sampled meanwhile.
+On one GPU, trainer and engine share it: bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at half its layers, as
+a trainer's masters, gradients and moments in fp32 do not fit beside it otherwise. On two, FSDP2 over both: all layers.
+Every case checks what arrived. "one" and "two" stand for all cases of so many GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
 import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.common import QWEN25, Sampler, conditions, copy_bandwidth, print_table, save, write_config
-from trainer_bridge import TrainerConfig, open_ray
-from trainer_bridge.actor import RemoteRollout, RemoteTrainer
+from tests.benchmarks.common import conditions, print_table, save
+from tests.benchmarks.sync import floors, ours, rival_checkpoint_engine, rivals_ipc, rivals_one, rivals_two
+from tests.benchmarks.sync.base import Figure, Rates, Scale, Skipped, make_scale
 
-CASES = {"7b": ("bfloat16", "7b", 28), "half-7b": ("float32", "7b", 14), "0.5b": ("float32", "0.5b", 24)}
-ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
+Case = Callable[[Scale], list[Figure]]
+ONE: dict[str, Case] = {
+    "memsaver": ours.one_gpu,
+    "copies": rivals_one.copies,
+    "IPC tensors": rivals_ipc.per_tensor,
+    "IPC buckets": rivals_ipc.buckets,
+    "checkpoint-engine": rival_checkpoint_engine.one_gpu,
+}
+TWO: dict[str, Case] = {
+    "all-gather": rivals_two.all_gather,
+    "replicas": rivals_two.replicas,
+    "checkpoint-engine 2": rival_checkpoint_engine.two_gpus,
+}
+GROUPS = {"one": ONE, "two": TWO}
+LAYERS = {"one": (28, 14), "two": (28, 28)}  # of the bf16 and of the fp32 source
+RATE = "device-to-device copy of 4 GiB in the same run: {:.2f} TB/s, read and write counted; link: {:.0f} GB/s each way"
 
 
-def one_sync(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> dict[str, float]:
-    """Milliseconds of one sync. The commit raises unless the engine reads back what the trainer says it wrote."""
-    time.sleep(ASLEEP)
-    rollout.wake_up(["weights"])
-    offer = rollout.begin_update(version)
-    with Sampler() as sampler:
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Figures by case; a case that was skipped is not there, one that failed is in `failed`."""
+
+    rates: Rates
+    results: dict[str, list[Figure]]
+    failed: list[str]
+
+
+def measure(group: str, names: Sequence[str], scale: Scale) -> Measured:
+    """Floors and the named cases. One that fails costs no other its figures."""
+    print("floors ...", flush=True)
+    rates, figures = floors.rates(scale, gpus=1 if group == "one" else 2)
+    done = Measured(rates=rates, results={"floors": figures}, failed=[])
+    _show("floors", rates, figures)
+    for name in names:
+        print(f"{name} ...", flush=True)
         started = time.perf_counter()
-        receipt = trainer.sync_weights(offer)
-        call = time.perf_counter() - started
-    committed = rollout.commit_update(receipt)
-    rollout.sleep(level=2)
-    return {
-        "copy": receipt.copy_seconds * 1e3,
-        "write": receipt.seconds * 1e3,
-        "call": call * 1e3,
-        "commit": committed.seconds * 1e3,
-        "bytes": float(receipt.nbytes),
-        "rise_mib": sampler.rise / 2**20,
-        "samples": float(len(sampler.used)),
+        try:
+            done.results[name] = GROUPS[group][name](scale)
+        except Skipped as why:
+            print(f"{name}: skipped, {why}", flush=True)
+            continue
+        except Exception:
+            traceback.print_exc()
+            done.failed.append(name)
+            continue
+        _show(name, rates, done.results[name])
+        print(f"{name}: {time.perf_counter() - started:.1f} s in all", flush=True)
+    return done
+
+
+def _show(name: str, rates: Rates, figures: Sequence[Figure]) -> None:
+    for each in figures:
+        print(f"{name}: {each.what}: {each.ms:.2f} ms, floor {each.floor_ms(rates):.2f}", flush=True)
+
+
+def _row(case: str, figure: Figure, rates: Rates) -> list[object]:
+    floor = figure.floor_ms(rates)
+    rise = "-" if figure.rise is None else f"{figure.rise / 2**20:,.0f}"
+    parts = ", ".join(f"{name} {value:,.1f}" for name, value in figure.parts.items())
+    return [case, figure.what, figure.ms, floor, figure.ms / floor if floor else "-", rise, parts]
+
+
+def report(measured: Measured) -> None:
+    rates = measured.rates
+    print(RATE.format(rates.copy / 1e12, rates.link / 1e9))
+    head = ["case", "sync", "ms", "floor ms", "x floor", "memory rise MiB", "of it, ms"]
+    print_table(head, [_row(name, f, rates) for name, figures in measured.results.items() for f in figures])
+
+
+def plain(measured: Measured) -> dict[str, Any]:
+    """For JSON."""
+    results = {
+        name: [{**asdict(figure), "floor_ms": figure.floor_ms(measured.rates)} for figure in figures]
+        for name, figures in measured.results.items()
     }
+    return {"rates": asdict(measured.rates), "results": results}
 
 
-def measure(dtype: str, size: str, layers: int, repeats: int, bandwidth: float, folder: Path) -> dict[str, Any]:
-    shape = {**QWEN25[size], "num_hidden_layers": layers}
-    path = write_config(folder / f"{size}-{layers}", size, num_hidden_layers=layers)
-    config = TrainerConfig(model_path=str(path), random_init=True, dtype=dtype, param_dtype="bfloat16", device="cuda:0")
-    with open_ray(config, {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}) as (trainer, rollout):
-        every = [one_sync(trainer, rollout, version) for version in range(1, repeats + 4)]
-    rows = every[3:]
-    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    width = 4 if dtype == "float32" else 2
-    params = middle["bytes"] / 2
-    floor = params * (width + 2) / bandwidth * 1e3
-    return {
-        "case": f"Qwen2.5-{size} shape, {layers} of {QWEN25[size]['num_hidden_layers']} layers, {dtype} -> bfloat16",
-        "shape": shape,
-        "params": params,
-        "floor": floor,
-        "rise_mib_first": every[0]["rise_mib"],
-        "rise_mib_max": max(row["rise_mib"] for row in rows),
-        **middle,
-        "rows": rows,
-    }
+def _chosen(group: str, wanted: Sequence[str]) -> list[str]:
+    return [name for name in GROUPS[group] if name in wanted or group in wanted]
 
 
-def rest(result: dict[str, Any]) -> list[float]:
-    return [
-        result["write"] / result["floor"],
-        *(result[key] for key in ("call", "commit", "rise_mib_max", "rise_mib_first")),
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    args = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder:
-        results = []
-        for name in args.cases:
-            results.append(measure(*CASES[name], args.repeats, bandwidth, Path(folder)))
-            print(f"{name}: {results[-1]['copy']:.2f} ms, floor {results[-1]['floor']:.2f} ms", flush=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=[*GROUPS, *ONE, *TWO], help="default: all that the GPUs allow")
+    parser.add_argument("--layers", nargs=2, type=int, metavar=("BF16", "FP32"), help="of 28")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test of this script; times mean nothing")
+    args = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.tiny:
+        raise SystemExit("no GPU; --tiny runs the scripts on the CPU")
+    wanted = args.cases or (["two"] if gpus > 1 else ["one"])
+    saved: dict[str, Any] = {}
+    failed: list[str] = []
+    for group in GROUPS:
+        if not (names := _chosen(group, wanted)):
+            continue
+        if group == "two" and gpus == 1:
+            raise SystemExit("the cases of two GPUs need two")
+        measured = measure(group, names, make_scale(gpus > 0, args.tiny, args.layers or LAYERS[group], args.repeats))
+        report(measured)
+        saved[group] = plain(measured)
+        failed += measured.failed
     print(conditions())
-    print(f"device-to-device copy of 4 GiB in the same run: {bandwidth / 1e12:.2f} TB/s, read and write counted")
-    head = ["sync", "G params", "floor ms", "cast-copy + digest ms", "x floor", "whole write ms", "x floor"]
-    head += ["actor call ms", "commit ms", "memory rise MiB", "first sync's"]
-    print_table(
-        head,
-        [
-            [r["case"], r["params"] / 1e9, r["floor"], r["copy"], r["copy"] / r["floor"], r["write"], *rest(r)]
-            for r in results
-        ],
-    )
-    save(args.out, "bench_sync", {"bandwidth": bandwidth, "results": results})
+    save(args.out, "bench_sync", saved)
+    if failed:
+        raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -112,16 +112,17 @@ def others_write(nbytes: int) -> None:
 
 
 class Sampler:
-    """Used bytes of the device, every half millisecond, from a thread."""
+    """Used bytes of the device, the current one unless named, every half millisecond, from a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.used: list[int] = []
+        self._device = device or torch.cuda.current_device()  # of this thread: a new one begins with the first device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(self._device)
             self.used.append(total - free)
             time.sleep(5e-4)
 
