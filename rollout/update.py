@@ -73,11 +73,11 @@ class WeightUpdate:
         if shadow:
             self._shadow.take()
         ticket = self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
-        if self._open is not None and not (shadow and self._open.shadow):  # else the pages are taken over
-            self._close(f"the update to version {self._open.version} was replaced")
+        self._open, self._spared = None, shadow  # what was open is over; a shadow update takes its pages
         if not shadow:
             self._on_new_weights()
             self._poison(f"the update to version {version} has not been committed")
+            self._free_shadow()
         elif chosen is not None:
             self._shadow.copy_all()
         self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))

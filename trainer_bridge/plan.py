@@ -19,7 +19,7 @@ from trainer_bridge.boxes import Box, Ints, dot
 from trainer_bridge.dtypes import itemsize
 from trainer_bridge.dtypes import torch_dtype as torch_dtype
 from trainer_bridge.plan_checks import byte_problems, name_problems, refuse
-from trainer_bridge.sources import SourceShard as SourceShard
+from trainer_bridge.sources import SourceShard
 from trainer_bridge.spread import Cut, Deal, Sources, Spread, deal
 
 

@@ -34,15 +34,24 @@ Deal = dict[tuple[int, int], list[Cut]]
 """(rank, target) -> what the rank sends to the target."""
 
 
+class _Held(NamedTuple):
+    """A SourceShard without its name and dtype."""
+
+    whole: Ints
+    start: Ints
+    shape: Ints
+    rank: int
+
+
 class Spread:
     """One way to spread parameters of `shape`: disjoint boxes, each with the ranks that hold it.
 
     problem: why this is none; the rest is empty then. replicas: the most ranks that hold the same box.
     """
 
-    def __init__(self, shape: Ints, parts: Sequence[tuple[Ints, Ints, int]]) -> None:
-        """parts: (start, shape, rank), empty ones too."""
-        self.shape = shape
+    def __init__(self, parts: Sequence[_Held]) -> None:
+        """parts: of all ranks, empty ones too."""
+        self.shape = parts[0].whole
         self._holders: dict[Box, list[int]] = {}
         self._cuts: dict[Box, tuple[Cut, ...]] = {}
         self._gaps: list[Box] = []
@@ -59,11 +68,14 @@ class Spread:
         """The first element of `box` that no rank holds, or None."""
         return min((gap.start for each in self._gaps if (gap := box.intersect(each))), default=None)
 
-    def _fill(self, parts: Sequence[tuple[Ints, Ints, int]]) -> str | None:
+    def _fill(self, parts: Sequence[_Held]) -> str | None:
+        shapes = sorted({part.whole for part in parts})
+        if len(shapes) > 1:
+            return f"shapes {' and '.join(map(str, shapes))} in the trainer"
         seen: set[int] = set()
         holders: dict[Box, list[int]] = defaultdict(list)
         space = whole(self.shape)
-        for start, shape, rank in parts:
+        for _, start, shape, rank in parts:
             box = Box(start, shape)
             if rank in seen:
                 return f"rank {rank} holds two different parts"
@@ -97,22 +109,22 @@ class Sources:
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
         """places: device of each rank. The same shard may be given twice. A ValueError names a rank without a place."""
-        parts: dict[str, set[tuple[Ints, Ints, Ints, int]]] = defaultdict(set)
+        parts: dict[str, set[_Held]] = defaultdict(set)
         for shard in shards:
-            parts[shard.name].add((shard.global_shape, shard.start, shard.shape, shard.rank))
-        if missing := {rank for each in parts.values() for *_, rank in each if not 0 <= rank < len(places)}:
+            parts[shard.name].add(_Held(shard.global_shape, shard.start, shard.shape, shard.rank))
+        if missing := {part.rank for each in parts.values() for part in each if not 0 <= part.rank < len(places)}:
             raise ValueError(
                 f"ranks {sorted(missing)} hold shards, but places lists {len(places)}; one a rank is needed"
             )
         self.places = tuple(places)
         self.spreads: dict[str, Spread] = {}
         digest = hashlib.sha256(repr(self.places).encode())
-        made: dict[tuple[tuple[Ints, Ints, Ints, int], ...], Spread] = {}
+        made: dict[tuple[_Held, ...], Spread] = {}
         for name in sorted(parts):
             kind = tuple(sorted(parts[name]))
             if kind not in made:
-                made[kind] = _spread(kind)
-                digest.update(repr(kind).encode())
+                made[kind] = Spread(kind)
+                digest.update(repr([tuple(part) for part in kind]).encode())
             self.spreads[name] = made[kind]
         numbers = {id(spread): i for i, spread in enumerate(made.values())}
         digest.update(repr([(name, numbers[id(spread)]) for name, spread in self.spreads.items()]).encode())
@@ -136,14 +148,6 @@ def deal(
             dealt[choice[(turn + turns[choice]) % len(choice)], target].append(cut)
             turns[choice] += 1
     return dict(dealt)
-
-
-def _spread(kind: Sequence[tuple[Ints, Ints, Ints, int]]) -> Spread:
-    shapes = sorted({shape for shape, *_ in kind})
-    spread = Spread(shapes[0], [part for shape, *part in kind if shape == shapes[0]])  # type: ignore[misc]
-    if len(shapes) > 1:
-        spread.problem = f"shapes {' and '.join(map(str, shapes))} in the trainer"
-    return spread
 
 
 def _overlap(held: Sequence[tuple[Box, list[int]]]) -> str:

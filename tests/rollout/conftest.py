@@ -2,7 +2,7 @@
 
 from memsaver import LeaseError, MemorySaver
 from memsaver.ops.digest import digest as reference
-from rollout.weights import WeightStore
+from rollout.weights import WeightStore, _runs
 
 if not hasattr(MemorySaver, "exchange"):
 
@@ -31,7 +31,7 @@ def digest(self, arena=None, names=None):
         total = 0
         for piece in self.manifest.slices:
             if names is None or piece.name in names:
-                total += reference(self._box(piece), piece.index_base)
+                total += sum(reference(run, index) for run, index in _runs(piece, self._box(piece)))
         return total % 2**64
     finally:
         self._arena = whole
