@@ -189,14 +189,14 @@ def test_far_rows_have_64_bit_addresses() -> None:
     assert launch.rows[3].tolist() == [(1 << 20) + 3 * pitch * 4, 3 * pitch * 2, 1 << 14, 15 << 30, 0, 0]
 
 
-def test_the_kernel_reads_rows_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets within one program beyond 2^31 elements, in memory of which almost nothing is touched."""
+def test_the_kernel_reads_rows_that_are_far_apart() -> None:
+    """Offsets within one program beyond 2^31, in memory of which almost nothing is touched."""
     pitch = (1 << 31) + 16
-    far = torch.empty(2 * pitch, dtype=torch.bfloat16)  # 8 GiB of addresses, two pages of memory
+    far = torch.empty(pitch + 16, dtype=torch.uint8)  # 2 GiB of addresses, two pages of memory
     rows = far.as_strided((2, 16), (pitch, 1))
     rows.copy_(torch.arange(32).view(2, 16))
     given = Segment(
-        dtype=torch.bfloat16,
+        dtype=torch.uint8,
         target=far.data_ptr(),
         count=16,
         index_base=0,
