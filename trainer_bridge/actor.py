@@ -11,6 +11,7 @@ from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
     Completion,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -24,6 +25,8 @@ from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memsaver import Event, Report
 
 
@@ -178,6 +181,9 @@ class RemoteRollout(RemoteActor):
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self.call("begin_update", version, shadow=shadow, names=names)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        self.call("write_update", boxes, data)
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self.call("verify_update", receipt)
