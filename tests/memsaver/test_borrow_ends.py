@@ -109,6 +109,24 @@ def test_every_driver_call_fails_once(side: str, device: str) -> None:
     _until(lambda: (len(imports), _bytes(device), open_fds()) == floor)  # connections are closed by threads
 
 
+def test_a_pause_that_fails_at_another_tag_leaves_it_borrowed(device: str) -> None:
+    world = World(device)
+    other = world.saver.empty(MIB, torch.uint8, tag="other").fill_(5)
+    world.borrow()
+    for call in itertools.count(1):
+        world.saver._backend.inject_fault(call, ERROR[device])
+        with contextlib.suppress(memsaver.BackendError):
+            world.saver.pause()
+        world.saver._backend.inject_fault(0, 0)
+        world.check()
+        if world.saver.is_paused("weights"):
+            break
+        assert world.seen() == THEIRS and int(other[-1]) == 5
+    assert call == 4, "it waits and unmaps both; what fails after that leaves it paused"
+    assert world.saver.is_paused("other") and world.owner.report().tags["params"].leases == 0
+    world.close()
+
+
 def _own(pipe: Connection, device: str) -> None:
     """The owner, in another process: does what it is asked."""
     saver = MemorySaver(device)
