@@ -1,7 +1,6 @@
 """The weight store: one arena under tag `weights`, a manifest of what lies where, and whether it is defined."""
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import Digest
+from memsaver.ops.digest import BytesDigest
+from memsaver.ops.segments import Segment
+from memsaver.ops.strided import grids, row_major
 from memsaver.rounding import round_up
 from rollout.model.params import Group, Param
 from rollout.tags import WEIGHTS
@@ -69,7 +70,7 @@ def build_manifest(groups: Sequence[Group], aliases: dict[str, str], dtype: torc
 
 
 def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) -> list[ParamSlice]:
-    strides = _row_major(param.shape)
+    strides = row_major(param.shape)
     return [
         ParamSlice(
             name=param.name,
@@ -83,11 +84,6 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
         )
         for piece in param.whole.pieces
     ]
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
@@ -125,7 +121,7 @@ class WeightStore:
         self.version: int | None = None
         self.last_version = 0
         self.undefined_reason = "the weights were never loaded; commit a weight update"
-        self._digest: Digest | None = None
+        self._digest: tuple[frozenset[str], BytesDigest] | None = None
 
     @property
     def arena(self) -> Tensor:
@@ -184,28 +180,46 @@ class WeightStore:
         self.version = None
         self.undefined_reason = reason
 
-    def digest(self) -> int:
-        """Digest of every slice as it lies in memory, padding left out."""
-        if self._digest is None:  # addresses are fixed: made once
-            self._digest = Digest([run for piece in self.manifest.slices for run in _runs(piece, self._box(piece))])
-        return self._digest.run()
+    def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
+        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU, and one wait.
+
+        arena: uint8, as long as the store's own: other pages with the same layout. names: of these parameters (or tied
+        names) only. A ValueError names those that the model does not have.
+        """
+        arena = self._arena if arena is None else arena
+        if arena.shape != self._arena.shape:
+            raise ValueError(f"the weights are {self._arena.numel()} bytes, other pages of them {tuple(arena.shape)}")
+        wanted = frozenset(self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names))
+        if unknown := sorted(wanted - self._shapes.keys()):
+            raise ValueError(f"the model has no parameter {_shorten(unknown)}; use names of the manifest")
+        if self._digest is None or self._digest[0] != wanted:  # offsets are fixed: tables are made once
+            pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
+            segments = [segment for piece in pieces for segment in _segments(piece, self._base)]
+            self._digest = wanted, BytesDigest(segments, self._arena.device)
+        return self._digest[1].run(arena)
 
     def _box(self, piece: ParamSlice) -> Tensor:
         """View of a slice, with its strides."""
         dtype: torch.dtype = getattr(torch, piece.dtype)
-        strides = piece.strides or _row_major(piece.shape)
+        strides = piece.strides or row_major(piece.shape)
         return self._arena[piece.offset - self._base :].view(dtype).as_strided(piece.shape, strides)
 
 
-def _runs(piece: ParamSlice, box: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The elements of a slice as contiguous tensors of adjacent numbers, each with the number of its first element."""
-    strides = _row_major(piece.global_shape)
-    first = piece.index_base + sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
-    outer = len(piece.shape) - 1  # leading dimensions that a run does not go on over
-    while outer > 0 and piece.shape[outer:] == piece.global_shape[outer:]:
-        outer -= 1
-    for at in itertools.product(*(range(n) for n in piece.shape[:outer])):
-        yield box[at], first + sum(i * stride for i, stride in zip(at, strides, strict=False))
+def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
+    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from byte `base`."""
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    numbers = row_major(piece.global_shape)
+    first = piece.index_base + sum(start * stride for start, stride in zip(piece.start, numbers, strict=True))
+    for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
+        yield Segment(
+            dtype=dtype,
+            target=piece.offset - base + grid.starts[0] * dtype.itemsize,
+            count=grid.width,
+            index_base=first + grid.starts[1],
+            rows=grid.rows,
+            target_pitch=grid.pitches[0],
+            index_pitch=grid.pitches[1],
+        )
 
 
 def _shorten(names: list[str], limit: int = 5) -> str:

@@ -1,27 +1,31 @@
-"""Many runs of elements in one launch: cut into chunks, one a program, listed in a table on the device.
+"""Many runs and grids of elements, one launch a kind: cut into chunks, one a program, listed in a table on the device.
 
 The table is made once; a run copies, casts and digests (or only digests) what it lists, and the host waits once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from memsaver.ops.cuts import VECTOR, cut
 from memsaver.ops.hash import MASK64
 
 _MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
-_MAX_PROGRAMS = 1 << 18  # 8 MiB of table and 2 MiB of partial sums
-_VECTOR = 16  # bytes an aligned access takes, and elements a chunk of an aligned segment is a multiple of
+_MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`count` elements of `dtype` at byte `target` from the base of a run (an address, if the base is 0).
+    """`rows` rows of `count` elements of `dtype`, the first at byte `target` from the base of a run (an address, if the
+    base is 0).
 
     index_base: number of the first one in the digest. source: address of what is cast to `dtype` and copied there, of
-    dtype `source_dtype`; without one the elements are only digested.
+    dtype `source_dtype`; without one the elements are only digested. Pitches: elements from one row to the next, in the
+    source, in the target and in the numbers.
     """
 
     dtype: torch.dtype
@@ -30,31 +34,38 @@ class Segment:
     index_base: int
     source: int = 0
     source_dtype: torch.dtype | None = None
+    rows: int = 1
+    source_pitch: int = 0
+    target_pitch: int = 0
+    index_pitch: int = 0
 
     @property
-    def aligned(self) -> bool:
-        return self.source % _VECTOR == self.target % _VECTOR == 0
+    def end(self) -> int:
+        """First byte after the target, from the base of a run."""
+        return self.target + (max(self.rows - 1, 0) * self.target_pitch + self.count) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one instance of the kernel handles. source None: digest only. aligned: 16-byte accesses."""
+    """What one instance of the kernel handles. source None: digest only. aligned: 16-byte accesses. grid: rows."""
 
     source: torch.dtype | None
     target: torch.dtype
     aligned: bool
+    grid: bool = False
 
 
 @dataclass(frozen=True)
 class Launch:
     """The programs of one kind.
 
-    rows: int64 [programs, 4] on the device: source address, target offset, elements, number of the first element.
-    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s segments.
+    rows, shapes: on the device, as in `memsaver.ops.cuts.Cut`. partials: int64 [programs], where they leave their sums.
+    ends[s]: programs of the first s segments.
     """
 
     kind: Kind
     rows: Tensor
+    shapes: Tensor | None
     partials: Tensor
     ends: list[int]
 
@@ -63,40 +74,52 @@ class SegmentTable:
     """Device tables of some segments, for as long as the addresses in them hold."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        chunk = _chunk(sum(segment.count for segment in segments))
-        pieces = [_split(segment) for segment in segments]
-        kinds = dict.fromkeys(_kind(piece) for split in pieces for piece in split)
-        tables = {kind: [_rows(split, kind, chunk) for split in pieces] for kind in kinds}
-        programs = sum(len(rows) for table in tables.values() for rows in table)
-        self._partials = torch.zeros(programs, dtype=torch.int64, device=device)
+        chunk = _chunk(sum(segment.count * segment.rows for segment in segments))
+        cuts = {
+            Kind(source, target, aligned, grid): part
+            for (source, target), (fields, owners) in _by_dtypes(segments).items()
+            for (aligned, grid), part in cut(fields, owners, _widths(source, target), chunk).items()
+        }
+        self._partials = torch.zeros(sum(len(part.rows) for part in cuts.values()), dtype=torch.int64, device=device)
         self._launches: list[Launch] = []
-        first = 0
-        for kind, table in tables.items():
-            rows = torch.cat(table)
-            ends = torch.tensor([0] + [len(part) for part in table]).cumsum(0).tolist()
-            partials = self._partials[first : first + len(rows)]
-            self._launches.append(Launch(kind, rows.to(device), partials, ends))
-            first += len(rows)
+        first, borders = 0, torch.arange(len(segments) + 1)
+        for kind, part in cuts.items():
+            partials = self._partials[first : first + len(part.rows)]
+            ends = torch.searchsorted(part.owners, borders).tolist()
+            shapes = None if part.shapes is None else part.shapes.to(device)
+            self._launches.append(Launch(kind, part.rows.to(device), shapes, partials, ends))
+            first += len(part.rows)
         self._segments = len(segments)
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
-        return self._partials.nbytes + sum(launch.rows.nbytes for launch in self._launches)
+        tables = [table for launch in self._launches for table in (launch.rows, launch.shapes) if table is not None]
+        return self._partials.nbytes + sum(table.nbytes for table in tables)
 
-    def launch(self, base: int, first: int = 0, last: int | None = None) -> None:
-        """Start work on segments `first` to `last` (excluded; None: all) on the current stream. base: address."""
+    def launch(self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None) -> None:
+        """Start work on segments `first` to `last` (excluded; None: all) on the current stream. base: address.
+
+        programs: None: one for each row of the table. A number: so many go through the rows, which leaves the rest of
+        the device to other kernels. A ValueError for less than one.
+        """
         from memsaver.ops.segments_triton import launch_rows  # Triton costs a second to import; a CPU engine needs none
 
-        assert base % _VECTOR == 0
+        assert base % VECTOR == 0
+        if programs is not None and programs < 1:
+            raise ValueError(f"programs={programs} must be at least 1 (None: one for each row of the table)")
+        if self._partials.is_cuda:
+            self._stream = torch.cuda.current_stream(self._partials.device)
         last = self._segments if last is None else last
         for launch in self._launches:
             if launch.ends[first] < launch.ends[last]:
-                launch_rows(launch, base, launch.ends[first], launch.ends[last])
+                launch_rows(launch, base, launch.ends[first], launch.ends[last], programs)
 
     def digest(self) -> int:
         """Wait; digest of all segments as last launched, in [0, 2**64)."""
-        return int(self._partials.sum().item()) & MASK64
+        with torch.cuda.stream(self._stream):  # that of the launch, whatever is current now
+            return int(self._partials.sum().item()) & MASK64
 
 
 def _chunk(elements: int) -> int:
@@ -107,35 +130,18 @@ def _chunk(elements: int) -> int:
     return chunk
 
 
-def _split(segment: Segment) -> list[Segment]:
-    """Whole vectors and what is left of them, so that one odd size costs no wide accesses."""
-    rest = segment.count % _VECTOR
-    whole = segment.count - rest
-    if not segment.aligned or not rest or not whole:
-        return [segment]
-    source_width = 0 if segment.source_dtype is None else segment.source_dtype.itemsize
-    tail = replace(
-        segment,
-        target=segment.target + whole * segment.dtype.itemsize,
-        count=rest,
-        index_base=segment.index_base + whole,
-        source=segment.source + whole * source_width,
-    )
-    return [replace(segment, count=whole), tail]
+def _widths(source: torch.dtype | None, target: torch.dtype) -> tuple[int, int]:
+    return 0 if source is None else source.itemsize, target.itemsize
 
 
-def _kind(segment: Segment) -> Kind:
-    return Kind(segment.source_dtype, segment.dtype, segment.aligned and segment.count % _VECTOR == 0)
-
-
-def _rows(pieces: Sequence[Segment], kind: Kind, chunk: int) -> Tensor:
-    """int64 [programs, 4] on the host: the chunks of those pieces that are of this kind."""
-    parts = [torch.empty((0, 4), dtype=torch.int64)]
-    source_width = 0 if kind.source is None else kind.source.itemsize
-    for piece in pieces:
-        if _kind(piece) == kind:
-            starts = torch.arange(0, piece.count, chunk)
-            addresses = [piece.source + starts * source_width, piece.target + starts * kind.target.itemsize]
-            counts = (piece.count - starts).clamp_(max=chunk)
-            parts.append(torch.stack([*addresses, counts, piece.index_base + starts], dim=1))
-    return torch.cat(parts)
+def _by_dtypes(
+    segments: Sequence[Segment],
+) -> dict[tuple[torch.dtype | None, torch.dtype], tuple[Tensor, Tensor]]:
+    """(source dtype, dtype) -> what `cut` takes: their fields and their places in `segments`."""
+    found: dict[tuple[torch.dtype | None, torch.dtype], tuple[list[tuple[int, ...]], list[int]]] = {}
+    for place, each in enumerate(segments):
+        fields, owners = found.setdefault((each.source_dtype, each.dtype), ([], []))
+        pitches = (each.source_pitch, each.target_pitch, each.index_pitch)
+        fields.append((each.source, each.target, each.count, each.index_base, each.rows, *pitches))
+        owners.append(place)
+    return {pair: (torch.tensor(fields), torch.tensor(owners)) for pair, (fields, owners) in found.items()}

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from memsaver import MemorySaver
+from memsaver.ops.dispatch import Impl
+from rollout import weights as weights_module
 from rollout.model.params import one
 from rollout.model.sharding import Split, decoder_splits, shard_groups
 from rollout.types import Manifest, ParamSlice
-from rollout.weights import build_manifest
+from rollout.weights import WeightStore, build_manifest
+from tests.helpers.digests import element
 
 
 def pieces(name: str, shape: tuple[int, ...], size: int, head_dim: int = 2) -> list[list[tuple[tuple[int, ...], Any]]]:
@@ -113,3 +117,43 @@ def test_every_element_is_stored_by_somebody() -> None:
             for piece in group.params[0].whole.pieces:
                 seen[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] += 1
         assert (seen == 1).all()
+
+
+SHAPES = [
+    ("model.embed_tokens.weight", (5, 3)),
+    ("self_attn.o_proj.weight", (6, 8)),
+    ("mlp.gate_proj.weight", (4, 3)),
+    ("mlp.down_proj.weight", (3, 16)),
+    ("mlp.experts.gate_up_proj", (3, 8, 5)),
+    ("mlp.experts.down_proj", (3, 5, 4)),
+    ("model.norm.weight", (3,)),
+]
+
+
+def numbered(store: WeightStore, whole: dict[str, torch.Tensor]) -> int:
+    """Digest of what a rank should hold, element by element from the whole parameters."""
+    total = 0
+    for piece in store.manifest.slices:
+        box = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True))
+        numbers = torch.arange(whole[piece.name].numel()).view(piece.global_shape)[box].flatten().tolist()
+        bits = whole[piece.name].bfloat16().view(torch.int16)[box].flatten().tolist()
+        total += sum(element(piece.index_base + i, b & 0xFFFF) for i, b in zip(numbers, bits, strict=True))
+    return total % 2**64
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_digests_number_elements_of_whole_parameters(
+    size: int, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of columns and of experts, padding left out; by the kernels, too."""
+    made = weights_module.BytesDigest
+    monkeypatch.setattr(weights_module, "BytesDigest", lambda segments, on: made(segments, on, impl))
+    generator = torch.Generator().manual_seed(size)
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
+    groups = [one(name, *shape) for name, shape in SHAPES]
+    for rank in range(size):
+        shards = shard_groups(groups, decoder_splits(2), rank, size)
+        store = WeightStore(shards, {}, torch.bfloat16, MemorySaver(device=device))
+        store.load(whole.items(), "test")
+        assert store.digest() == numbered(store, whole), (rank, size)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
 from memsaver.ops.digest import digest
+from rollout import weights as weights_module
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.tags import WEIGHTS
@@ -66,6 +67,40 @@ def test_fused_tensors_are_views_of_their_parts(tmp_path: Path, kind: str, overr
         fused = store.tensor(name)
         assert module.offset % ALIGNMENT == 0 and fused.shape == module.shape and torch.equal(fused, stacked)
         assert fused.data_ptr() == store.tensor(name.replace(short, parts[short][0])).data_ptr()
+
+
+def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are made once for a set of names, and hold for other memory of the same layout."""
+    made: list[int] = []
+    digest_of = weights_module.BytesDigest
+    monkeypatch.setattr(
+        weights_module, "BytesDigest", lambda segments, device: made.append(1) or digest_of(segments, device)
+    )
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    store = store_for(tmp_path)
+    store.load(iter_checkpoint(tmp_path), "checkpoint")
+    slices = {piece.name: piece for piece in store.manifest.slices}
+    some = ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
+    expected = sum(
+        digest(store.tensor(name), slices[store.manifest.aliases.get(name, name)].index_base) for name in some
+    )
+    assert store.digest(names=some) == store.digest(names=[*some, "model.embed_tokens.weight"]) == expected % 2**64
+    assert len(made) == 1, "a tied name is the stored one"
+    assert store.digest(names=[]) == 0
+    whole, before = store.digest(), len(made)
+    assert whole == sum(store.digest(names=[name]) for name in slices) % 2**64 == store.digest(names=slices)
+    copy = torch.zeros(arena_nbytes(parameter_groups(load_model_config(tmp_path)), torch.float32), dtype=torch.uint8)
+    first = store.tensor("model.embed_tokens.weight")
+    copy.copy_(torch.as_strided(first.view(torch.uint8).view(-1), copy.shape, (1,)))
+    assert before < len(made)
+    before = len(made)
+    assert store.digest(copy) == whole == store.digest()
+    copy[17] += 1
+    assert store.digest(copy) != whole == store.digest() and len(made) == before
+    with pytest.raises(ValueError, match="other pages of them"):
+        store.digest(copy[1:])
+    with pytest.raises(ValueError, match="no parameter a, b; use names of the manifest"):
+        store.digest(names=["b", "model.norm.weight", "a"])
 
 
 def test_tied_names_are_aliases(tmp_path: Path) -> None:

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from memsaver.ops.digest import digest
 from memsaver.ops.dispatch import Impl
+from memsaver.ops.strided import grids, row_major
+from tests.helpers.digests import by_definition, element
 from trainer_bridge.ops import cast_copy as cast_copy_module
 from trainer_bridge.ops.cast_copy import CastCopy, Placement, all_finite, cast_copy
 
@@ -113,14 +118,101 @@ def test_nothing_to_copy(device: str) -> None:
     assert CastCopy(none).run(target_on(device)) == digest(none[1].source, none[1].index_base)
 
 
+def box_placements(
+    source: Tensor, box: tuple[slice, ...], shape: tuple[int, ...], at: tuple[int, ...], dtype: torch.dtype, offset: int
+) -> list[Placement]:
+    """A box of a whole parameter `source`, to be written at `at` of a tensor of `shape` from byte `offset` on."""
+    sizes = source[box].shape
+    own, out = row_major(source.shape), row_major(shape)
+    first = sum((part.start or 0) * stride for part, stride in zip(box, own, strict=True))
+    to = offset + sum(i * stride for i, stride in zip(at, out, strict=True)) * dtype.itemsize
+    return [
+        Placement(
+            source=source.flatten()[first + grid.starts[0] :],
+            offset=to + grid.starts[1] * dtype.itemsize,
+            dtype=dtype,
+            index_base=1000 + first + grid.starts[0],
+            count=grid.width,
+            rows=grid.rows,
+            source_pitch=grid.pitches[0],
+            target_pitch=grid.pitches[1],
+            index_pitch=grid.pitches[2],
+        )
+        for grid in grids(sizes, own, out, own)
+    ]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@drawn(
+    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3),
+    offset=st.integers(0, 9).map(lambda n: 4 * n),
+    chunk=st.integers(1, 20),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_boxes_of_any_shape_are_written_like_slices(
+    dims: list[tuple[int, int, int]], offset: int, chunk: int, dtype: torch.dtype
+) -> None:
+    """By torch, in pieces of any size. dims: size, what the source has before it, what the target has before it."""
+    shape = tuple(n + before for n, before, _ in dims)
+    source = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    box = tuple(slice(before, before + n) for n, before, _ in dims)
+    out, at = tuple(n + 2 * before for n, _, before in dims), tuple(before for _, _, before in dims)
+    expected = target_on("cpu")
+    end = offset + math.prod(out) * dtype.itemsize
+    to = tuple(slice(before, before + n) for n, _, before in dims)
+    expected[offset:end].view(dtype).view(out)[to] = source[box].to(dtype)
+    bits = source[box].to(dtype).flatten().view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).tolist()
+    numbers = torch.arange(source.numel()).view(shape)[box].flatten().tolist()
+    total = sum(element(1000 + i, b & (1 << 8 * dtype.itemsize) - 1) for i, b in zip(numbers, bits, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cast_copy_module, "_CHUNK", chunk)
+        target = target_on("cpu")
+        copy = CastCopy(box_placements(source, box, out, at, dtype, offset), "torch")
+        assert copy.run(target) == total % 2**64
+        assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("programs", [None, 2])
+def test_a_column_slice_and_experts_in_two_steps(impl: Impl, programs: int | None, device: str) -> None:
+    weights = torch.arange(-128, 128).repeat(30).view(60, 128).float().to(device)
+    experts = torch.arange(-90, 90).repeat(8).view(4, 12, 30).float().to(device)
+    halves = box_placements(weights, (slice(10, 50), slice(64, 128)), (40, 64), (0, 0), torch.bfloat16, 0)
+    third = box_placements(
+        experts, (slice(0, 4), slice(3, 6), slice(0, 30)), (4, 3, 30), (0, 0, 0), torch.bfloat16, 8192
+    )
+    assert len(halves) == len(third) == 1
+    target = target_on(device)
+    copy = CastCopy([*halves, *third], impl)
+    with pytest.raises(ValueError, match="not started"):
+        copy.result()
+    copy.start(target, programs=programs)
+    left, right = weights[10:50, 64:].bfloat16(), experts[:, 3:6].bfloat16()
+    total = by_definition(left, 1000 + 10 * 128 + 64, 128) + by_definition(right.reshape(4, 90), 1000 + 3 * 30, 360)
+    assert copy.result() == total % 2**64
+    assert torch.equal(target[: left.nbytes], left.flatten().view(torch.uint8))
+    assert torch.equal(target[8192 : 8192 + right.nbytes], right.flatten().view(torch.uint8))
+    assert (target[8192 + right.nbytes :] == UNTOUCHED).all()
+    assert copy.run(target, lambda done, of: None, programs) == total % 2**64
+
+
 def test_misfits_are_refused_before_anything_is_written() -> None:
     def placed(source: Tensor, offset: int = 0, dtype: torch.dtype = torch.bfloat16) -> Placement:
         return Placement(source=source, offset=offset, dtype=dtype, index_base=0)
+
+    def rows(**changes: int) -> Placement:
+        pitches = {"source_pitch": 2, "target_pitch": 2, "index_pitch": 2, **changes}
+        return Placement(
+            source=torch.zeros(7), offset=0, dtype=torch.bfloat16, index_base=0, count=2, rows=3, **pitches
+        )
 
     for wrong, text in [
         (placed(torch.zeros(4, 4).t()[:, :2]), "not contiguous"),
         (placed(torch.zeros(4), 3), "byte 3 is not aligned to torch.bfloat16"),
         (placed(torch.zeros(4), dtype=torch.float64), "1, 2 or 4 bytes, got torch.float64"),
+        (rows(source_pitch=3), "3 rows of 2 elements, 3 apart, reach beyond the end of source \\(7,\\)"),
+        (rows(target_pitch=1), "rows of 2 elements overlap at a target_pitch of 1"),
+        (rows(index_pitch=-1), "must not be negative, got \\(3, 2, 2, 2, -1\\)"),
     ]:
         with pytest.raises(ValueError, match=text):
             CastCopy([placed(torch.zeros(4)), wrong])

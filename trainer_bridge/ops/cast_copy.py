@@ -11,6 +11,7 @@ from torch import Tensor
 from memsaver.ops.digest import digest
 from memsaver.ops.dispatch import Impl, use_triton
 from memsaver.ops.segments import Segment, SegmentTable
+from memsaver.ops.strided import blocks
 
 _CHUNK = 1 << 20  # elements cast at once: bounds the temporary
 _CHUNK_CUDA = 1 << 22
@@ -23,17 +24,36 @@ OnPart = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Elements of contiguous `source`, cast to `dtype`, go to byte `offset` of the target; the first has number
-    `index_base`."""
+    """Rows of `count` elements of contiguous `source`, cast to `dtype`, go to the target.
+
+    offset: byte of the first element, which has number `index_base`. count: None: all of `source`. Pitches: elements
+    from one of `rows` rows to the next, in the source, in the target and in the numbers.
+    """
 
     source: Tensor
     offset: int
     dtype: torch.dtype
     index_base: int
+    count: int | None = None
+    rows: int = 1
+    source_pitch: int = 0
+    target_pitch: int = 0
+    index_pitch: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.source.numel() if self.count is None else self.count
 
     @property
     def nbytes(self) -> int:
-        return self.source.numel() * self.dtype.itemsize
+        """Bytes written."""
+        return self.rows * self.width * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """First byte of the target after it."""
+        return self.offset + _span(self, self.target_pitch) * self.dtype.itemsize
 
 
 class CastCopy:
@@ -43,69 +63,84 @@ class CastCopy:
     """
 
     def __init__(self, placements: Sequence[Placement], impl: Impl = "auto") -> None:
-        """A ValueError names a source that is not contiguous, a byte offset or a dtype that does not do."""
+        """A ValueError names a source that is too short or not contiguous, a wrong offset, pitch or dtype."""
         for each in placements:
-            if not each.source.is_contiguous():
-                raise ValueError(f"cast_copy: source {tuple(each.source.shape)} is not contiguous")
-            if each.offset < 0 or each.offset % each.dtype.itemsize:
-                raise ValueError(f"cast_copy: byte {each.offset} is not aligned to {each.dtype}")
-            if each.dtype.itemsize > 4:
-                raise ValueError(f"cast_copy writes elements of 1, 2 or 4 bytes, got {each.dtype}")
+            _check(each)
         self._placements = tuple(placements)
-        self._end = max((each.offset + each.nbytes for each in placements), default=0)
+        self._end = max((each.end for each in placements), default=0)
         self._parts = _parts([each.nbytes for each in placements])
+        self._value: int | None = None  # by torch
         self._table: SegmentTable | None = None
+        self._launched = False
         devices = {each.source.device for each in placements}
         if len(devices) == 1 and use_triton(impl, *devices) and all(map(_in_kernel, placements)):
             self._table = SegmentTable([_segment(each) for each in placements], *devices)
         self._device = next(iter(devices), None)
 
-    def run(self, target: Tensor, on_part: OnPart | None = None) -> int:
-        """Write into `target`, uint8, whose byte 0 the offsets count from.
+    def run(self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None) -> int:
+        """`start`, then `result`."""
+        self.start(target, on_part, programs)
+        return self.result()
 
-        Returns the digest of the cast values, computed from the source side: what the target should now hold. When
-        `on_part` is called, what it counts as written has been; waiting for that costs a GPU a pause.
+    def start(self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None) -> None:
+        """Begin to write into `target`, uint8, whose byte 0 the offsets count from, on the current stream.
+
+        Returns before it is done on a GPU. When `on_part` is called, what it counts as written has been; waiting for
+        that costs a GPU a pause. programs: as in `SegmentTable.launch`; without a kernel it means nothing.
         """
         if target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end:
             raise ValueError(f"cast_copy needs {self._end} bytes, got {target.dtype} {tuple(target.shape)}")
+        self._value, self._launched = None, False
         if self._table is not None and target.device == self._device:
-            return self._run_table(self._table, target, on_part)
+            self._start_table(self._table, target, on_part, programs)
+            self._launched = True
+            return
         total = 0
         for done, each in enumerate(self._placements):
             if on_part is not None:
                 on_part(done, len(self._placements))
-            place = target[each.offset : each.offset + each.nbytes].view(each.dtype)
-            total += cast_copy(place, each.source.detach().view(-1), each.index_base)
-        return total % (1 << 64)
+            total += _by_torch(target, each)
+        self._value = total % (1 << 64)
 
-    def _run_table(self, table: SegmentTable, target: Tensor, on_part: OnPart | None) -> int:
+    def result(self) -> int:
+        """Wait for the last `start`; the digest of the cast values, computed from the source side: what the target
+        should now hold."""
+        if self._launched:
+            assert self._table is not None
+            return self._table.digest()
+        if self._value is None:
+            raise ValueError("cast_copy was not started, or its start failed; call start first")
+        return self._value
+
+    def _start_table(self, table: SegmentTable, target: Tensor, on_part: OnPart | None, programs: int | None) -> None:
         base = target.data_ptr()
         if on_part is None:
-            table.launch(base)
-            return table.digest()
+            table.launch(base, programs=programs)
+            return
         for first, last in self._parts:
             if target.is_cuda:
                 torch.cuda.synchronize(target.device)
             on_part(first, len(self._placements))
-            table.launch(base, first, last)
-        return table.digest()
+            table.launch(base, first, last, programs=programs)
 
 
-def cast_copy(target: Tensor, source: Tensor, index_base: int) -> int:
-    """Write `source`, cast to target's dtype, into `target` (same shape, both contiguous), by torch on any device.
+def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int | None = None) -> int:
+    """Write `source`, cast to target's dtype, into `target` (same shape), by torch on any device, in bounded pieces.
 
-    Returns the digest of the cast values. index_base: number of the first element.
+    Both are contiguous; or, if `index_pitch` is given, [rows, width] with contiguous rows, and numbers rise by so much
+    from row to row. index_base: number of the first element. Returns the digest of the cast values.
     """
     if target.shape != source.shape:
         raise ValueError(f"cast_copy: source {tuple(source.shape)} does not fit target {tuple(target.shape)}")
-    assert target.is_contiguous() and source.is_contiguous()
-    total = 0
-    chunk = _CHUNK if source.device.type == "cpu" else _CHUNK_CUDA
-    out, flat = target.view(-1), source.detach().view(-1)
-    for first in range(0, flat.numel(), chunk):
-        cast = flat[first : first + chunk].to(target.dtype)
-        out[first : first + chunk].copy_(cast)
-        total += digest(cast, index_base + first, impl="torch")
+    if index_pitch is None:
+        assert target.is_contiguous() and source.is_contiguous()
+        target, source = target.view(1, -1), source.view(1, -1)
+    source, pitch, total = source.detach(), index_pitch or 0, 0
+    for down, across in blocks(*source.shape, _CHUNK if source.device.type == "cpu" else _CHUNK_CUDA):
+        cast = source[down, across].to(target.dtype)
+        target[down, across].copy_(cast)
+        first = index_base + down.start * pitch + across.start
+        total += digest(cast, first, impl="torch", index_pitch=pitch)
     return total % (1 << 64)
 
 
@@ -129,6 +164,37 @@ def _parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return parts
 
 
+def _span(each: Placement, pitch: int) -> int:
+    """Elements from the first one to the end of the last row."""
+    return (each.rows - 1) * pitch + each.width if each.rows and each.width else 0
+
+
+def _check(each: Placement) -> None:
+    if not each.source.is_contiguous():
+        raise ValueError(f"cast_copy: source {tuple(each.source.shape)} is not contiguous")
+    if each.offset < 0 or each.offset % each.dtype.itemsize:
+        raise ValueError(f"cast_copy: byte {each.offset} is not aligned to {each.dtype}")
+    if each.dtype.itemsize > 4:
+        raise ValueError(f"cast_copy writes elements of 1, 2 or 4 bytes, got {each.dtype}")
+    numbers = (each.rows, each.width, each.source_pitch, each.target_pitch, each.index_pitch)
+    if min(numbers) < 0:
+        raise ValueError(f"cast_copy: rows, count and pitches must not be negative, got {numbers}")
+    if each.rows > 1 and each.width > each.target_pitch:
+        raise ValueError(f"cast_copy: rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}")
+    if _span(each, each.source_pitch) > each.source.numel():
+        raise ValueError(
+            f"cast_copy: {each.rows} rows of {each.width} elements, {each.source_pitch} apart, reach beyond the end of "
+            f"source {tuple(each.source.shape)}"
+        )
+
+
+def _by_torch(target: Tensor, each: Placement) -> int:
+    shape = (each.rows, each.width)
+    place = target[each.offset : each.end].view(each.dtype).as_strided(shape, (each.target_pitch, 1))
+    source = each.source.detach().view(-1).as_strided(shape, (each.source_pitch, 1))
+    return cast_copy(place, source, each.index_base, each.index_pitch)
+
+
 def _in_kernel(each: Placement) -> bool:
     return each.dtype == each.source.dtype or {each.dtype, each.source.dtype} <= set(_KERNEL_DTYPES)
 
@@ -137,8 +203,12 @@ def _segment(each: Placement) -> Segment:
     return Segment(
         dtype=each.dtype,
         target=each.offset,
-        count=each.source.numel(),
+        count=each.width,
         index_base=each.index_base,
         source=each.source.data_ptr(),
         source_dtype=each.source.dtype,
+        rows=each.rows,
+        source_pitch=each.source_pitch,
+        target_pitch=each.target_pitch,
+        index_pitch=each.index_pitch,
     )

@@ -8,28 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.ops import digest as digest_module
-from memsaver.ops.digest import Digest, digest
-from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed, splitmix64, splitmix64_int
+from memsaver.ops.digest import BytesDigest, Digest, digest
+from memsaver.ops.dispatch import Impl
+from memsaver.ops.hash import MASK64, signed, splitmix64, splitmix64_int
+from memsaver.ops.segments import Segment
+from tests.helpers.digests import by_definition, element
 
-INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-MASK32 = (1 << 32) - 1
-
-
-def element(i: int, bits: int) -> int:
-    """The definition, in Python's integers."""
-    k = (2 * i + 1) * GOLDEN & MASK64
-    high, low = k >> 32, k & MASK32
-    x = (bits ^ bits >> 16 ^ high) * MUL32 & MASK32
-    x ^= x >> 13
-    return x * (low ^ (high & ~1))
-
-
-def by_definition(tensor: torch.Tensor, base: int) -> int:
-    width = tensor.element_size()
-    bits = tensor.reshape(-1).view(INT_OF_WIDTH[width]).tolist()
-    mask = (1 << 8 * width) - 1
-    return sum(element(base + i, value & mask) for i, value in enumerate(bits)) & MASK64
 
 
 def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
@@ -111,6 +96,43 @@ def test_many_tensors_are_digested_as_one(device: str) -> None:
     assert Digest([]).run() == 0
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    rows=st.integers(0, 12),
+    width=st.integers(0, 12),
+    gap=st.integers(0, 3),
+    pitch=st.integers(0, 40),
+    base=st.integers(0, 2**45),
+    chunk=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_grid_is_its_elements(
+    rows: int, width: int, gap: int, pitch: int, base: int, chunk: int, dtype: torch.dtype
+) -> None:
+    """Rows with gaps, numbers with gaps (or none, or overlapping), in blocks of any size."""
+    grid = values(dtype, rows * (width + gap)).view(rows, width + gap)[:, :width]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_module, "_CHUNK", chunk)
+        assert digest(grid, base, index_pitch=pitch) == by_definition(grid, base, pitch)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_any_bytes_of_a_layout_are_digested(impl: Impl, device: str) -> None:
+    """Grids and runs by their places in it; the same tables for other memory."""
+    grid = Segment(dtype=torch.bfloat16, target=64, count=40, index_base=7, rows=30, target_pitch=48, index_pitch=100)
+    run = Segment(dtype=torch.float32, target=4096, count=333, index_base=2**40)
+    many = BytesDigest([grid, run], torch.device(device), impl)
+    for seed in (1, 2):
+        data = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        rows = data[64 : 64 + 30 * 48 * 2].view(torch.bfloat16).view(30, 48)[:, :40]
+        expected = by_definition(rows, 7, 100) + by_definition(data[4096 : 4096 + 4 * 333].view(torch.float32), 2**40)
+        assert many.run(data.to(device)) == expected % 2**64
+    assert BytesDigest([], torch.device(device), impl).run(data.to(device)) == 0
+    for wrong in (data[: 4096 + 4 * 333 - 1], data.view(torch.int32), data.view(2, -1).t()):
+        with pytest.raises(ValueError, match="reads 5428 bytes"):
+            many.run(wrong)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
 def test_refuses_wide_elements(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
@@ -118,8 +140,11 @@ def test_refuses_wide_elements(dtype: torch.dtype) -> None:
 
 
 def test_refuses_strides() -> None:
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match="contiguous tensor"):
         digest(torch.zeros(4, 4).t()[:, :2], 0)
+    for rows in (torch.zeros(4, 4).t(), torch.zeros(4), torch.zeros(2, 2, 2)):
+        with pytest.raises(ValueError, match="contiguous rows"):
+            digest(rows, 0, index_pitch=4)
 
 
 def test_tensor_hash_equals_integer_hash() -> None:

@@ -1,0 +1,77 @@
+"""Boxes of elements that lie with strides in several spaces at once: a source, a target, the numbers of a digest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`rows` runs of `width` adjacent elements, in each of several spaces.
+
+    starts, pitches: one entry a space, in elements; pitches: from one row to the next, 0 for a single row.
+    """
+
+    rows: int
+    width: int
+    starts: tuple[int, ...]
+    pitches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Dim:
+    size: int
+    strides: tuple[int, ...]  # one a space
+
+
+def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
+    """A box of `shape` as few grids: each element in one of them, `width` adjacent in all spaces.
+
+    strides: for every space one stride a dimension, in elements. Starts count from the first element of the box. Raises
+    ValueError for strides of another length than `shape`.
+    """
+    if not strides or any(len(space) != len(shape) for space in strides):
+        raise ValueError(f"grids needs strides of {len(shape)} dimensions in each space, got {strides}")
+    if 0 in shape:
+        return []
+    dims = _merged([_Dim(size, by) for size, by in zip(shape, zip(*strides, strict=True), strict=True) if size > 1])
+    width = 1
+    if dims and set(dims[-1].strides) == {1}:
+        width = dims.pop().size
+    rows = max(dims, key=lambda dim: dim.size, default=_Dim(1, (0,) * len(strides)))
+    outer = [dim for dim in dims if dim is not rows]
+    return [
+        Grid(rows.size, width, _start(at, outer, len(strides)), rows.strides)
+        for at in itertools.product(*(range(dim.size) for dim in outer))
+    ]
+
+
+def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of the parts of a grid of at most `limit` elements each; all but the last ones are as large."""
+    across = max(1, min(width, limit))
+    down = limit // across
+    for row in range(0, rows, down):
+        for column in range(0, width, across):
+            yield slice(row, min(row + down, rows)), slice(column, min(column + across, width))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _merged(dims: list[_Dim]) -> list[_Dim]:
+    """Dimensions that go on over each other in every space made one; outermost of the first space first."""
+    merged: list[_Dim] = []
+    for dim in sorted(dims, key=lambda dim: dim.strides, reverse=True):
+        if merged and merged[-1].strides == tuple(stride * dim.size for stride in dim.strides):
+            dim = _Dim(merged.pop().size * dim.size, dim.strides)
+        merged.append(dim)
+    return merged
+
+
+def _start(at: Sequence[int], dims: Sequence[_Dim], spaces: int) -> tuple[int, ...]:
+    return tuple(sum(i * dim.strides[space] for i, dim in zip(at, dims, strict=True)) for space in range(spaces))
