@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 import memsaver
+from memsaver import switch
 from tests.helpers.memory import process_bytes
 from tests.helpers.soak import rounds
 
@@ -20,13 +22,14 @@ sizes = st.integers(1, 90_000)
 
 
 class SaverMachine(RuleBasedStateMachine):
-    """The model: per tag whether it is paused, and per tensor its value (None: undefined)."""
+    """The model: per tag whether it is paused or borrows its pages, and per tensor its value (None: undefined)."""
 
     tensors = Bundle("tensors")
     device, page, scale, regions = "cpu", 4096, 1, True
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(begun=st.booleans())
+    def start(self, begun: bool) -> None:
+        """begun: all tags are there, with a tensor that stays."""
         self.limit = self.scale << 20
         assert bool((torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all())  # loads the kernels
         self.floor = self._used()
@@ -34,8 +37,12 @@ class SaverMachine(RuleBasedStateMachine):
         self.peer = memsaver.MemorySaver(self.device, limit_bytes=self.limit // 2)
         self.theirs = self.peer.empty(100_000 * self.scale, torch.uint8, tag="theirs", content="host").fill_(77)
         self.paused: dict[str, bool] = {}
+        self.borrowed: set[str] = set()
+        self.grace, switch._LEASE_GRACE_SECONDS = switch._LEASE_GRACE_SECONDS, 0.01
         self.alive: dict[int, dict] = {}
         self.counter = 0
+        for tag in sorted(TAGS) if begun else ():
+            self.allocate(tag, 5000, False)
 
     def teardown(self) -> None:
         if hasattr(self, "saver"):
@@ -43,7 +50,10 @@ class SaverMachine(RuleBasedStateMachine):
             self.saver.close()
             del self.theirs
             self.peer.close()
-            assert self._used() == self.floor
+            switch._LEASE_GRACE_SECONDS = self.grace
+            deadline = time.monotonic() + 5
+            while self._used() != self.floor:  # imports of a closed saver are let go of by a thread
+                assert time.monotonic() < deadline
 
     def _used(self) -> int:
         gc.collect()
@@ -68,6 +78,9 @@ class SaverMachine(RuleBasedStateMachine):
                 tensor = self.saver.empty(nbytes, torch.uint8, tag=tag, content=TAGS[tag])
         except memsaver.StateError:
             assert self.paused[tag]
+            return -1
+        except memsaver.LeaseError:
+            assert tag in self.borrowed
             return -1
         except memsaver.OutOfMemory as error:
             report, most = self.saver.report(), self.limit - nbytes - self.page
@@ -100,7 +113,12 @@ class SaverMachine(RuleBasedStateMachine):
         except memsaver.LeaseError as error:
             assert "would pass the limit" in str(error)
             return
-        if not self.paused[tag] and (content or TAGS[tag]) == "discard":
+        except ValueError:
+            assert tag in self.borrowed and (content or TAGS[tag]) == "host"
+            return
+        if tag in self.borrowed:
+            self.borrowed.remove(tag)
+        elif not self.paused[tag] and (content or TAGS[tag]) == "discard":
             for item in self.alive.values():
                 if item["tag"] == tag:
                     item["value"] = None
@@ -108,13 +126,64 @@ class SaverMachine(RuleBasedStateMachine):
         after = self.saver.report().committed_bytes + self.peer.report().committed_bytes
         assert after == total or (release == "driver" and after < total)
 
+    @precondition(lambda self: getattr(self, "paused", None))
+    @rule(number=st.integers(0, 2), ready=st.booleans(), back=st.booleans())
+    def borrow(self, number: int, ready: bool, back: bool) -> None:
+        """number: of the tag. ready: it is paused first, and the peer awake. back: at once."""
+        tag = sorted(self.paused)[number % len(self.paused)]
+        if ready and tag not in self.borrowed:
+            self.pause(tag, None, "driver")
+            self.peer_wakes()
+        most = self.peer.report().tags["theirs"].committed_bytes
+        try:
+            self.saver.borrow(tag, self.peer.share("theirs"))
+        except memsaver.StateError:
+            assert not self.paused[tag]
+        except memsaver.LeaseError:
+            assert tag in self.borrowed or not most
+        except ValueError:
+            assert self.saver._tags.get(tag).committed_when_paused > most
+        else:
+            assert self.paused[tag]
+            self.paused[tag] = False
+            self.borrowed.add(tag)
+        if back and tag in self.borrowed:
+            self.agrees()
+            self.pause(tag, "discard", "driver")
+
+    @precondition(lambda self: list(getattr(self, "paused", {}).values()).count(False) >= 2)
+    @rule(left=st.integers(0, 2))
+    def exchange(self, left: int) -> None:
+        """left: the number of the tag that is not taken, where three are active."""
+        active = [tag for tag in sorted(self.paused) if not self.paused[tag]]
+        one, other = active[:left] + active[left + 1 :] if len(active) == 3 else active
+        try:
+            size = max(self.saver.report().tags[tag].committed_bytes for tag in (one, other))
+            for tag in (one, other):
+                self.saver.resize(tag, size)
+            before = [self._bytes(tag) for tag in (one, other)]
+            self.saver.exchange(one, other)
+        except memsaver.OutOfMemory:
+            return
+        except memsaver.LeaseError:
+            assert {one, other} & self.borrowed
+            return
+        assert all(map(torch.equal, before, [self._bytes(tag) for tag in (other, one)]))
+        for item in self.alive.values():
+            if item["tag"] in (one, other) and item["value"] is not None:
+                item["tensor"].fill_(item["value"])
+
+    def _bytes(self, tag: str) -> torch.Tensor:
+        arena = self.saver._tags.get(tag)
+        return arena.bytes_at(0, arena.backed).clone() if arena.backed else torch.empty(0)
+
     @rule(release=st.sampled_from(["driver", "keep", "hand_over"]))
     def peer_sleeps(self, release: str) -> None:
         to = self.saver.pool_ticket() if release == "hand_over" else None
         try:
             self.peer.pause(release=release, to=to)
         except memsaver.LeaseError as error:
-            assert "would pass the limit" in str(error)
+            assert "would pass the limit" in str(error) or (self.borrowed and "'theirs' by process" in str(error))
 
     @rule()
     def peer_wakes(self) -> None:
@@ -150,7 +219,7 @@ class SaverMachine(RuleBasedStateMachine):
     @rule(key=tensors)
     def rewrite(self, key: int) -> None:
         item = self.alive.get(key)
-        if item and not self.paused[item["tag"]]:
+        if item and not self.paused[item["tag"]] and item["tag"] not in self.borrowed:
             item["value"] = (item["value"] or 0) * 7 % 251
             item["tensor"].fill_(item["value"])
 
@@ -166,9 +235,12 @@ class SaverMachine(RuleBasedStateMachine):
         for tag, paused in self.paused.items():
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
             assert report.tags[tag].live_bytes == self._held(tag)
+            assert bool(report.tags[tag].borrowed_bytes) == (tag in self.borrowed)
         for item in self.alive.values():
             assert item["tensor"].data_ptr() == item["address"]
-            if not self.paused[item["tag"]] and item["value"] is not None:
+            if item["tag"] in self.borrowed:
+                assert bool((item["tensor"] == 77).all())
+            elif not self.paused[item["tag"]] and item["value"] is not None:
                 assert bool((item["tensor"] == item["value"]).all())
 
 
