@@ -183,7 +183,8 @@ class RemoteRollout(RemoteActor):
         return self.call("begin_update", version, shadow=shadow, names=names)
 
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        self.call("write_update", boxes, data)
+        """`data` is copied once: a view would take all bytes of its buffer along."""
+        self.call("write_update", boxes, data.clone())
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self.call("verify_update", receipt)

@@ -42,8 +42,8 @@ class RankCopies:
         targets: Collection[int] | None = None,
     ) -> None:
         """shards: this rank's; sources: their tensors, by name. names: only these, as the trainer calls them. derived:
-        which of them are made of their shard (`LowRank`). targets: write into these only (None: all). A ValueError lists shards that are missing or of another
-        shape."""
+        which of them are made of their shard (`LowRank`). targets: write into these only; None: all. A ValueError lists
+        shards that are missing or of another shape."""
         boxes = {shard.name: shard for shard in shards}
         copies = [copy for copy in plan.copies(rank) if names is None or copy.name in names]
         self.names = sorted({copy.name for copy in copies})

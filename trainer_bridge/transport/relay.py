@@ -22,10 +22,10 @@ from rollout.protocols import SyncTarget
 from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import Plan
 from trainer_bridge.rank_copies import Written
+from trainer_bridge.transport.connection import Connection
 from trainer_bridge.transport.messages import Message, messages
-from trainer_bridge.transport.routes import Routes
 from trainer_bridge.transport.staging import Buffer, Packing, Unpacking
-from trainer_bridge.transport.wire import Posted, Wire
+from trainer_bridge.transport.wire import Posted
 
 MESSAGE_BYTES = 64 << 20
 
@@ -62,19 +62,17 @@ class Relay:
     def __init__(
         self,
         plan: Plan,
-        routes: Routes,
+        connection: Connection,
         sources: Mapping[str, Tensor],
         handles: Mapping[int, SyncTarget],
         *,
         rank: int,
-        device: torch.device,
-        wire: Wire | None,
         names: Collection[str] | None,
         derived: Collection[str],
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """handles: on the targets that this rank speaks for. wire: None where nothing goes from rank to rank.
-        names, derived: as in `RankCopies`."""
+        """handles: on the targets that this rank speaks for. names, derived: as in `RankCopies`."""
+        routes, wire, device = connection.routes, connection.wire, connection.device
         self._plan, self._routes, self._rank = plan, routes, rank
         self._names, self._limit = names, message_bytes
         self._handles, self._wire = handles, wire
