@@ -163,9 +163,7 @@ class WeightSync:
             self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
         except BaseException as error:
-            state.pages.clear()
-            state.leases.close()
-            _abort(state.opened, error)
+            _abort(state, error)
             raise
         self._version = version
         return SyncReceipt(
@@ -269,9 +267,11 @@ def _plan(ranks: Sequence[_Joined]) -> Plan:
     return make_plan(shards, targets, [rank.place for rank in ranks])
 
 
-def _abort(opened: Sequence[SyncTarget], error: BaseException) -> None:
-    for target in opened:
+def _abort(state: _Round, error: BaseException) -> None:
+    state.pages.clear()
+    ends = [lambda target=target: target.abort_update(f"{type(error).__name__}: {error}") for target in state.opened]
+    for end in (state.leases.close, *ends):
         try:
-            target.abort_update(f"{type(error).__name__}: {error}")
-        except Exception as deaf:  # it may be what died; the first failure is the one to report
+            end()
+        except Exception as deaf:  # a target may be what died; the first failure is the one to report
             error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")
