@@ -25,8 +25,10 @@ UNTOUCHED = 0xA5
 
 
 class PageTarget:
-    """A tag of a saver, filled with a pattern, with the contract of an engine. fail_at: a stage in which it raises. only:
-    the parameters that the next sync is to name."""
+    """A tag of a saver, filled with a pattern, with the contract of an engine.
+
+    fail_at: a stage in which it raises. only: the parameters that the next sync is to name.
+    """
 
     def __init__(self, layout: Manifest, device: str = "cpu", place: str | None = None) -> None:
         self.saver = memsaver.MemorySaver(device=device)
