@@ -41,7 +41,12 @@ def mapped(offer: WeightOffer, leases: contextlib.ExitStack) -> Tensor:
     if isinstance(offer.ticket, IpcTicket):
         pages = offer.ticket.map()
     else:
-        lease = leases.enter_context(memsaver.attach(offer.ticket))
+        try:
+            lease = leases.enter_context(memsaver.attach(offer.ticket))
+        except memsaver.LeaseError as error:
+            raise memsaver.LeaseError(
+                f"{error} (where pages cannot be mapped at all, connect with transport='handle')"
+            ) from error
         pages = lease.tensor((lease.nbytes,), torch.uint8)
     if pages.nbytes < offer.manifest.nbytes:
         raise ValueError(

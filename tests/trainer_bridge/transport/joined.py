@@ -26,12 +26,14 @@ SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """ranks, targets: hosts that they claim to be on, one each; None: where they are. low_rank: `proj` is base + b @ a.
+    only: write these parameters.
     message_bytes: small enough for boxes to be split."""
 
     mode: str = "auto"
     ranks: Sequence[str] | None = None
     targets: Sequence[str] | None = None
     low_rank: bool = False
+    only: tuple[str, ...] | None = None
     message_bytes: int = SMALL
 
 
@@ -97,11 +99,12 @@ def sync_cases(rank: int, world: int, device: str, dtype: str, cases: Mapping[st
         for target in targets:
             target.arena.fill_(0xA5)
             target.messages.clear()
+            target.only = case.only
         if device != "cpu":
             torch.cuda.synchronize()  # others write next
         sync = connected(rank, world, case, targets, device)
-        sync.sync(version)
-        receipt = sync.sync(version)  # tables are used again
+        sync.sync(version, names=case.only)
+        receipt = sync.sync(version, names=case.only)  # tables are used again
         seen[name] = Seen(
             digests=receipt.digests,
             own=tuple(target.digest() for target in targets),
@@ -119,7 +122,7 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
     tensors, covered = full(device), torch.zeros_like(target.arena)
     if changed:
         tensors["proj"] += 0.5 * torch.arange(7.0, device=device).view(7, 1)
-    for number, p in enumerate(target.layout.slices):
+    for number, p in target._meant():
         box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
         if not torch.equal(target.read(number), tensors[p.name][box].to(torch_dtype(p.dtype))):
             return False
