@@ -133,7 +133,7 @@ class WeightSync:
             self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
         except BaseException as error:
-            _abort(state.opened, error)
+            abort_all(state.opened, error)
             raise
         self._version = version
         return SyncReceipt(
@@ -223,7 +223,8 @@ def _mapped(offer: WeightOffer, leases: contextlib.ExitStack) -> Tensor:
     return lease.tensor((lease.nbytes,), torch.uint8)
 
 
-def _abort(opened: Sequence[SyncTarget], error: BaseException) -> None:
+def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
+    """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
     for target in opened:
         try:
             target.abort_update(f"{type(error).__name__}: {error}")
