@@ -55,18 +55,18 @@ def _one_gpu(scale: Scale, source: Source) -> list[Figure]:
             model_path=path, random_init=True, dtype=source.dtype, param_dtype="bfloat16", device="cuda:0"
         )
         with open_ray(config, {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}) as (trainer, rollout):
-            every = [_over_actors(trainer, rollout, version) for version in range(1, scale.repeats + WARMUP + 1)]
-    rows = every[WARMUP:]
+            risen = [_rise(trainer, rollout, version) for version in range(WARMUP)]
+            rows = [_over_actors(trainer, rollout, version) for version in range(WARMUP, scale.repeats + WARMUP)]
     middle = medians(rows)
     assert middle["nbytes"] == source.params * TARGET.itemsize
-    first = {"first sync's rise, MiB": every[0]["rise"] / 2**20}
+    first = {"first sync's rise, MiB": risen[0] / 2**20}
     return [
         Figure(what=f"{source}: memsaver, cast, copy and digest", ms=middle["copy"], copied=source.copied),
         Figure(
             what=f"{source}: memsaver, whole sync over Ray actors",
             ms=middle["sync"],
             copied=source.copied,
-            rise=int(max(row["rise"] for row in rows)),
+            rise=max(risen[1:]),
             parts={key: middle[key] for key in ("open", "write", "verify", "commit", "call")} | first,
         ),
     ]
@@ -75,12 +75,22 @@ def _one_gpu(scale: Scale, source: Source) -> list[Figure]:
 def _over_actors(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> dict[str, float]:
     time.sleep(ASLEEP)
     rollout.wake_up(["weights"])
-    with Sampler() as sampler:
-        started = time.perf_counter()
-        receipt = trainer.sync_weights(version)
-        call = time.perf_counter() - started
+    started = time.perf_counter()
+    receipt = trainer.sync_weights(version)
+    call = time.perf_counter() - started
     rollout.sleep(level=2)
-    return {**_row(receipt), "call": call * 1e3, "rise": float(sampler.rise)}
+    return {**_row(receipt), "call": call * 1e3}
+
+
+def _rise(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> int:
+    """Bytes of the device, all processes together, during a sync. Apart from the times: who asks for the use all the
+    time slows mapping down."""
+    time.sleep(ASLEEP)
+    rollout.wake_up(["weights"])
+    with Sampler() as sampler:
+        trainer.sync_weights(version)
+    rollout.sleep(level=2)
+    return sampler.rise
 
 
 def _row(receipt: SyncReceipt) -> dict[str, float]:
@@ -121,7 +131,7 @@ def _figures(case: Case, seen: Sequence[Sequence[Mapping[str, float]]]) -> list[
     name, source = f"{case.source}: {case.name}", case.source
     local, linked = moves(source.shapes, RANKS, case.needs, case.aligned)
     rows = [{key: max(row[key] for row in pair) for key in pair[0]} for pair in zip(*seen, strict=True)]
-    middle = medians(rows[WARMUP:])
+    middle = medians(rows)
     assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "more went over the link than must"
     copied = local * (source.torch_dtype.itemsize + TARGET.itemsize)
     floor = {"copied": copied, "linked": linked * TARGET.itemsize}
@@ -167,12 +177,13 @@ def _two_gpus(rank: int, scale: Scale, case: Case, consensus: StoreConsensus) ->
     saver = MemorySaver(device=device)
     engine = _engine(scale, case, saver)
     sync = WeightSync(shards, lambda: tensors, [engine], consensus, place=place_of(device))
+    with memory_rise(device) as rise:  # apart: who asks for the use all the time slows mapping down
+        for version in range(WARMUP):
+            sync.sync(version)
     rows = []
-    for version in range(1, scale.repeats + WARMUP + 1):
+    for version in range(WARMUP, scale.repeats + WARMUP):
         dist.barrier()
-        with memory_rise(device) as rise:
-            receipt = sync.sync(version)
-        rows.append({**_row(receipt), "rise": float(rise[0] if rise else 0)})
+        rows.append({**_row(sync.sync(version)), "rise": float(rise[0] if rise else 0)})
     _check(engine, case, rank)
     saver.close()
     return rows
