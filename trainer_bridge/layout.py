@@ -6,19 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsaver.ops.strided import row_major
 from rollout.types import Manifest, ParamSlice
 
 
-def byte_offsets(layout: Manifest, model: nn.Module) -> dict[str, int]:
-    """Where the layout has each parameter of the model: name -> bytes from the start of the tag.
+def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
+    """Where the layout has each parameter, by the trainer's name: bytes from the start of the tag.
 
     A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes. Tied parameters are
-    looked up by the name that the layout stores. Tensors may be on any device, meta too, and sharded over one rank.
+    looked up by the name that the layout stores. Tensors may be on any device, meta too.
     """
-    params = dict(model.named_parameters())
     stored = {layout.aliases.get(name, name): name for name in params}
     count = Counter(piece.name for piece in layout.slices)
     problems = [f"{name} is not in the rollout's layout" for name in sorted(stored.keys() - count.keys())]

@@ -47,7 +47,7 @@ def build_model(
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config)
-    starts = None if layout is None else byte_offsets(layout, model)
+    starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, mesh, shard_dims or {})
     _allocate_shards(model, device, saver, starts)
     _finish_fsdp(model, saver)
