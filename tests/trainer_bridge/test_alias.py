@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver import LeaseError, StateError
+from memsaver import LeaseError, MemorySaver, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.types import Manifest
 from tests.helpers.engines import PipedEngine
@@ -217,6 +217,24 @@ def test_what_needs_a_layout_says_so(model_path: str, tmp_path: Path, make_train
     with pytest.raises(ValueError, match=r"embed_tokens.weight: shape \(64, 32\) in the trainer, \(96, 32\) in"):
         make_trainer(write_model(tmp_path, vocab_size=64), layout=engine.manifest)
     engine.saver.close()
+
+
+def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str) -> None:
+    engine, saver = Engine.from_pretrained(model_path, load_weights=False, **ENGINE), MemorySaver("cpu")
+    other = saver.empty((64,), tag="params", content="host")
+    trainer = Trainer(config(model_path), saver, layout=engine.manifest)
+    try:
+        trainer.connect([engine])
+        with pytest.raises(ValueError, match=r"lies at byte 256 of tag 'params', the layout says 0; allocate nothing"):
+            trainer.share_weights(1)
+        assert saver.leases("params") == 0 and bytes_held(engine) > 0, "the engine was asked"
+    finally:
+        trainer.close()
+        del other
+
+
+def bytes_held(engine: Engine) -> int:
+    return engine.report().tags["weights"].committed_bytes
 
 
 # ---------------------------------------------------------------- layouts
