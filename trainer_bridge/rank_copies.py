@@ -104,7 +104,9 @@ class RankCopies:
             if not cast.on_gpu:
                 cast.start(pages[target], on_part)
                 continue
-            stream = self._streams.setdefault(target, torch.cuda.Stream())
+            if target not in self._streams:
+                self._streams[target] = torch.cuda.Stream()
+            stream = self._streams[target]
             stream.wait_stream(torch.cuda.current_stream())  # the step that made the weights may be queued
             programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
             with torch.cuda.stream(stream):
