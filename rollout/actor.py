@@ -13,6 +13,7 @@ from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
     Completion,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -73,6 +74,9 @@ class RolloutActor:
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self._engine.begin_update(version, shadow=shadow, names=names)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: torch.Tensor) -> None:
+        self._engine.write_update(boxes, data)
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self._engine.verify_update(receipt)

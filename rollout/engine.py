@@ -32,6 +32,7 @@ from rollout.types import (
     CommitReceipt,
     Completion,
     Manifest,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -333,6 +334,13 @@ class Engine:
         if not shadow:
             self._require_idle("begin a weight update", "begin one with shadow=True, or when generate has returned")
         return self._update.begin(version, shadow, names)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer that cannot map them.
+
+        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was written then.
+        """
+        self._update.write(boxes, data)
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read the written pages back, and compare with what the writer says it wrote.

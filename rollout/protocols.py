@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.types import (
     CommitReceipt,
     Completion,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -14,6 +15,8 @@ from rollout.types import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memsaver import Event, Report, Ticket
 
 Progress = Callable[[int, int, int], None]
@@ -29,6 +32,8 @@ class SyncTarget(Protocol):
     def begin_update(
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer: ...
+
+    def write_update(self, boxes: Sequence[PackedBox], data: "Tensor") -> None: ...
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
 

@@ -2,12 +2,13 @@
 
     state      begin      verify                    commit            adopt        abort        sleep of the weights
     closed     open       -                         -                 borrowed     closed       closed
-    open       open       verified, or closed [1]   -                 borrowed     closed       closed
+    open [4]   open       verified, or closed [1]   -                 borrowed     closed       closed
     verified   open       -                         closed, defined   borrowed     closed       closed
     borrowed   - [2]      -                         -                 borrowed     closed [3]   closed [3]
 
 "-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says; no second try.
-[2] a StateError. [3] The pages go back to the trainer, and the weights sleep, undefined.
+[2] a StateError. [3] The pages go back to the trainer, and the weights sleep, undefined. [4] `write`
+is legal here only, for writers that cannot map the pages.
 
 What the engine serves when an update is closed without a commit depends on what was offered. The pages that are served:
 nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old version, all the time.
@@ -24,12 +25,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from memsaver import LeaseError, StateError
 from rollout.borrowed import BorrowedPages
+from rollout.boxes import write_boxes
 from rollout.errors import WeightUpdateError
 from rollout.shadow import ShadowPages
-from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, PackedBox, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
 from rollout.weights import WeightStore
 
 if TYPE_CHECKING:
@@ -84,6 +87,19 @@ class WeightUpdate:
             self._shadow.copy_all()
         self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))
         return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket, shadow=shadow, names=chosen)
+
+    def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """Put boxes of a message into the offered pages, for a writer that cannot map them.
+
+        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is outside of the weights
+        or of `data`. Nothing changed then.
+        """
+        require_active(self._saver, self._store.tag, "write into a weight update")
+        update = self._required()
+        if update.digest is not None:
+            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+        pages = self._shadow.arena if update.shadow else self._store.arena
+        write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
 
     def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read back what was written, and compare. WeightUpdateError where it differs: the update is closed then."""

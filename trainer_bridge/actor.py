@@ -12,6 +12,7 @@ from rollout.types import (
     CommitReceipt,
     Completion,
     Manifest,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -25,6 +26,8 @@ from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memsaver import Event, Report, Ticket
 
 
@@ -185,6 +188,10 @@ class RemoteRollout(RemoteActor):
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self.call("begin_update", version, shadow=shadow, names=names)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """`data` is copied once: a view would take all bytes of its buffer along."""
+        self.call("write_update", boxes, data.clone())
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self.call("verify_update", receipt)

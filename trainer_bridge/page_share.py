@@ -67,7 +67,8 @@ class PageShare:
         stages["prepare"] = time.perf_counter() - started
         asked: list[SyncTarget] = []
         try:
-            self._consensus.agree("adopt", lambda: self._adopt(version, digests[self._consensus.rank], asked))
+            mine = digests[self._consensus.rank]
+            adopted = self._consensus.agree("adopt", lambda: self._adopt(version, mine, asked))
         except BaseException as error:
             abort_all(asked, error)
             raise
@@ -81,6 +82,7 @@ class PageShare:
             link_bytes=0,
             seconds=seconds,
             copy_seconds=0.0,
+            verify_seconds=max((each.seconds for rank in adopted for each in rank), default=0.0),
             stages=stages,
         )
 

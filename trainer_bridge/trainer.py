@@ -28,6 +28,7 @@ from trainer_bridge.processes import ensure_process_group, sum_ranks, use_device
 from trainer_bridge.session import SyncReceipt, WeightSync
 from trainer_bridge.sources import SourceShard, dtensor_shards
 from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
+from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
     from memsaver import Event, MemorySaver, Report
@@ -150,19 +151,35 @@ class Trainer:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def connect(self, targets: Sequence[SyncTarget], consensus: Consensus | None = None) -> None:
+    def connect(
+        self, targets: Sequence[SyncTarget], consensus: Consensus | None = None, *, transport: str = "auto"
+    ) -> None:
         """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights` replaces their weights.
 
-        consensus: how the ranks agree, by default over the store of their process group. A ValueError lists what does
-        not fit, a `SyncError` says which other rank found that; nothing has been touched then.
+        consensus: how the ranks agree, by default over the store of their process group. transport: how bytes reach the
+        engines (see `WeightSync`); what came of it is in `transports`. A ValueError lists what does not fit, a
+        `SyncError` says which other rank found that; nothing has been touched then.
         """
         if consensus is None:
             assert dist.group.WORLD is not None
             consensus = group_consensus(dist.group.WORLD)
-        self._sync = WeightSync(self._my_shards(), self.shards, targets, consensus, place=place_of(self.device))
+        self._sync = WeightSync(
+            self._my_shards(),
+            self.shards,
+            targets,
+            consensus,
+            place=place_of(self.device),
+            transport=transport,
+            group=dist.group.WORLD,
+        )
         if self._layout is not None:
             assert self.saver is not None
             self._share = PageShare(self.saver, PARAMS, self._layout, self.shards, targets, consensus)
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """By which ways the bytes of a sync go, and what they cost; empty before `connect`."""
+        return () if self._sync is None else self._sync.transports
 
     def sync_weights(
         self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
