@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import torch
 
-from memsaver import Event, MemorySaver, Report
+from memsaver import Event, MemorySaver, Report, Ticket
 from rollout.engine import Engine
 from rollout.protocols import Progress
 from rollout.types import (
@@ -83,6 +83,9 @@ class RolloutActor:
 
     def commit_update(self, version: int) -> CommitReceipt:
         return self._engine.commit_update(version)
+
+    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
+        return self._engine.adopt_update(version, ticket, layout_hash, digest)
 
     def abort_update(self, reason: str) -> None:
         self._engine.abort_update(reason)

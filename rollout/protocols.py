@@ -17,7 +17,7 @@ from rollout.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memsaver import Event, Report
+    from memsaver import Event, Report, Ticket
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam search counts as
@@ -38,6 +38,10 @@ class SyncTarget(Protocol):
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
 
     def commit_update(self, version: int) -> CommitReceipt: ...
+
+    def adopt_update(
+        self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None = None
+    ) -> CommitReceipt: ...
 
     def abort_update(self, reason: str) -> None: ...
 

@@ -254,8 +254,8 @@ class VerifyReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
-    """What the engine now serves; the digest is that of the verification."""
+    """What the engine now serves; the digest is that of the verification, None for pages adopted without one."""
 
     version: int
-    digest: int
+    digest: int | None
     seconds: float

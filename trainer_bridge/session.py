@@ -2,6 +2,7 @@
 
     prepare   finite? newer? the shards where they were?            nothing is touched yet
     open      every target offers its pages                         without shadow pages: undefined from here on
+    map       every rank maps the pages that it writes into         from here on ranks may wait for each other
     write     every rank writes its copies into all targets         both sides know digests
     verify    every target reads its pages back                     digests are the same, or the sync ends
     commit    every target serves the version                       only now may the trainer give its shards away
@@ -161,9 +162,8 @@ class WeightSync:
         try:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = [offer for each in offered for offer in each]
-            if state.relay is not None:  # on all ranks: they wait for each other, so none of them is to fail before
-                self._agree(state, "map", lambda: self._map(state, offers))
-            written = self._agree(state, "write", lambda: self._write(state, offers, on_part))
+            self._agree(state, "map", lambda: self._map(state, offers))
+            written = self._agree(state, "write", lambda: self._write(state, on_part))
             receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
             verified = self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
@@ -239,12 +239,10 @@ class WeightSync:
         for number in {*state.copies.targets, *relayed}:
             state.pages[number] = mapped(offers[number], state.leases)
 
-    def _write(self, state: _Round, offers: Sequence[WeightOffer], on_part: OnPart | None) -> dict[int, Written]:
+    def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
         copies = state.copies
         assert copies is not None
         with state.leases:
-            if state.relay is None:
-                self._map(state, offers)
             started = time.perf_counter()
             relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
             written = copies.write(state.pages, state.derived, on_part) | relayed
@@ -276,9 +274,17 @@ def _plan(ranks: Sequence[_Joined]) -> Plan:
 
 def _abort(state: _Round, error: BaseException) -> None:
     state.pages.clear()
-    ends = [lambda target=target: target.abort_update(f"{type(error).__name__}: {error}") for target in state.opened]
-    for end in (state.leases.close, *ends):
+    try:
+        state.leases.close()
+    except Exception as kept:  # the first failure is the one to report
+        error.add_note(f"a lease was not closed: {type(kept).__name__}: {kept}")
+    abort_all(state.opened, error)
+
+
+def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
+    """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
+    for target in opened:
         try:
-            end()
+            target.abort_update(f"{type(error).__name__}: {error}")
         except Exception as deaf:  # a target may be what died; the first failure is the one to report
             error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

@@ -102,7 +102,7 @@ def test_one_rank_and_one_target(dtype: str, device: str, make_target: Callable[
     assert target.version == receipt.version == 5 and receipt.digests == (target.digest(),)
     assert receipt.nbytes == sum(map(math.prod, SHAPES.values())) * torch_dtype(dtype).itemsize
     assert receipt.link_bytes == 0
-    assert list(receipt.stages) == ["prepare", "open", "write", "verify", "commit"]
+    assert list(receipt.stages) == ["prepare", "open", "map", "write", "verify", "commit"]
     assert int((target.arena == 0xA5).sum()) >= target.layout.nbytes - receipt.nbytes, "padding was written"
 
 
