@@ -7,6 +7,9 @@
     verify    every target reads its pages back                     digests are the same, or the sync ends
     commit    every target serves the version                       only now may the trainer give its shards away
 
+Bytes for targets whose pages a rank cannot map go by way of others (`transport/`); only then is there a stage "map",
+before "write", after which no rank fails to take part in the exchanges.
+
 After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
 stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
 """

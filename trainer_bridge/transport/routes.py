@@ -76,7 +76,7 @@ class Transport:
     """A way that bytes of a sync take, for a table. The same on every rank.
 
     pairs: (rank, target) whose bytes they are; of pages only those of different devices. nbytes: of a whole sync.
-    staging_bytes: buffers of each rank that takes part, on its device and in host memory together. cost: against
+    staging_bytes: at most, of each rank that takes part, on its device and in host memory together. cost: against
     mapped pages. reason: why not pages.
     """
 

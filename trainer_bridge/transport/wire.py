@@ -18,6 +18,7 @@ class Wire:
     A rank that is gone: on gloo the others' `wait` raises a `SyncError`, at once or after the group's time-out. On NCCL
     nothing is raised here: the others wait on the device, and NCCL's watchdog ends their processes after the group's
     time-out (unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise), as with any collective of the training itself.
+    After an exchange that broke off the ranks may be out of step: start them anew.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,8 +80,6 @@ def test_a_foreign_engine_gets_its_weights() -> None:
 
 
 def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    import contextlib
-
     ticket, pages = ipc.IpcTicket(arguments=(1,), device_key="GPU-0"), torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):

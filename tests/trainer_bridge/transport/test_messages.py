@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.ops.strided import row_major
+from rollout.boxes import write_boxes
+from trainer_bridge.ops.cast_copy import CastCopy
+from trainer_bridge.placements import placements
 from trainer_bridge.plan import Copy
 from trainer_bridge.transport.messages import messages
 from trainer_bridge.transport.staging import Packing, Unpacking
@@ -71,10 +74,6 @@ def test_messages_are_bounded_and_lose_nothing(given_copies: list[Copy], limit: 
 @given(copies(), st.sampled_from([20, 64, 10_000]))
 def test_packed_and_unpacked_is_copied(given_copies: list[Copy], limit: int) -> None:
     """By tables and by the boxes of a handle; digests are those of the elements at their places."""
-    from rollout.boxes import write_boxes
-    from trainer_bridge.ops.cast_copy import CastCopy
-    from trainer_bridge.placements import placements
-
     sources = {copy.name: torch.randn(6, 6, 6).flatten()[: _held(copy)].view(_shape(copy)) for copy in given_copies}
     expected, pages, boxes = ([torch.full((8192,), 0xA5, dtype=torch.uint8) for _ in range(2)] for _ in range(3))
     digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
