@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_bridge.sources import SourceShard
 
 import memsaver
 from memsaver.ops.digest import digest
 from memsaver.places import place_of
 from rollout.types import CommitReceipt, Manifest, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import StoreConsensus
+from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
 from trainer_bridge.session import WeightSync
+from trainer_bridge.sources import SourceShard
 
 UNTOUCHED = 0xA5
 
@@ -108,20 +109,31 @@ class Rank:
     targets: Sequence[Any] = ()
     place: str = "here"
     sync: WeightSync | None = None
+    derived: Callable[[], Mapping[str, LowRank]] = dict
 
 
 def in_ranks(
-    ranks: Sequence[Rank], run: Callable[[int, Rank], Any], shards: Sequence[SourceShard], timeout: float = 30.0
+    ranks: Sequence[Rank],
+    run: Callable[[int, Rank], Any],
+    shards: Sequence[SourceShard],
+    timeout: float = 30.0,
+    consensus: Callable[..., StoreConsensus] = StoreConsensus,
 ) -> list[Any]:
-    """What `run(number, rank)` returned or raised in every rank, after all were connected (once)."""
+    """What `run(number, rank)` returned or raised in every rank, after all were connected (once), by `consensus`."""
     store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
     results: list[Any] = [None] * len(ranks)
 
     def body(number: int, rank: Rank) -> None:
         try:
-            consensus = StoreConsensus(store, number, len(ranks), timeout=timeout)
             mine = [shard for shard in shards if shard.rank == number]
-            rank.sync = WeightSync(mine, lambda: rank.sources, rank.targets, consensus, place=rank.place)
+            rank.sync = WeightSync(
+                mine,
+                lambda: rank.sources,
+                rank.targets,
+                consensus(store, number, len(ranks), timeout=timeout),
+                place=rank.place,
+                derived=rank.derived,
+            )
             results[number] = run(number, rank)
         except Exception as error:
             results[number] = error
