@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -225,6 +226,7 @@ class World:
         outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedConsensus)
         for problem in (*problems, *outcomes):
             if problem is not None:
+                traceback.clear_frames(problem.__traceback__)  # they hold tensors, and those hold savers
                 raise problem
 
     def possible(self, step: Step) -> Step:
@@ -336,6 +338,8 @@ class World:
     def close(self) -> None:
         for engine in self.engines:
             engine.target.saver.close()
+        self.engines.clear()
+        self.trainers.clear()
 
 
 @settings(derandomize=True, deadline=None, max_examples=rounds(25, 500))
