@@ -20,7 +20,7 @@ from memsaver.errors import BackendError, LockTimeout
 from memsaver.processes import command_of, process_name
 
 _FIRST_SLEEP_SECONDS = 50e-6
-_LONGEST_SLEEP_SECONDS = 0.01
+_LONGEST_SLEEP_SECONDS = 0.001  # mapping takes about as long
 _COMMAND_BYTES = 80  # of the record in the file, padded, so that every record overwrites the last
 
 

@@ -14,9 +14,6 @@ from trainer_bridge.placements import placements
 from trainer_bridge.plan import Plan
 from trainer_bridge.sources import SourceShard
 
-PUSH_PROGRAMS = 264
-"""Thread blocks of a write into another GPU: they fill NVLink, and leave room for the copies on this GPU."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -60,6 +57,7 @@ class RankCopies:
             plain = [copy for copy in mine if copy.name not in derived]
             self._casts[target] = CastCopy([place for copy in plain for place in placements(copy, sources[copy.name])])
         self._derived = DerivedCopies([copy for copy in copies if copy.name in derived], sources)
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._remote = [target for target in self._casts if plan.targets[target].place != plan.places[rank]]
 
     @property
@@ -100,15 +98,19 @@ class RankCopies:
             raise ValueError(f"the weights are refused, {listed(problems)}")
 
     def _start_remote(self, pages: Mapping[int, Tensor], on_part: OnPart | None) -> None:
+        """One program a multiprocessor fills NVLink, and leaves room for the copies on this GPU."""
         for target in self._remote:
             cast = self._casts[target]
             if not cast.on_gpu:
                 cast.start(pages[target], on_part)
                 continue
-            stream = torch.cuda.Stream()
+            if target not in self._streams:
+                self._streams[target] = torch.cuda.Stream()
+            stream = self._streams[target]
             stream.wait_stream(torch.cuda.current_stream())  # the step that made the weights may be queued
+            programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
             with torch.cuda.stream(stream):
-                cast.start(pages[target], on_part, programs=PUSH_PROGRAMS)
+                cast.start(pages[target], on_part, programs=programs)
 
 
 def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import memsaver
 from rollout.protocols import SyncTarget
-from rollout.types import WeightLayout, WeightOffer, WriteReceipt
+from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import Alone, Consensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.ops.cast_copy import OnPart
@@ -40,7 +40,8 @@ class SyncReceipt:
     """A version that all targets serve. The same on every rank, but for the seconds.
 
     digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one device to another.
-    seconds: of the whole sync; copy_seconds: of this rank's copies; stages: seconds of each stage, waiting included.
+    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this rank's copies;
+    verify_seconds: of the slowest target's reading back.
     """
 
     version: int
@@ -49,6 +50,7 @@ class SyncReceipt:
     link_bytes: int
     seconds: float
     copy_seconds: float
+    verify_seconds: float
     stages: dict[str, float]
 
 
@@ -130,7 +132,7 @@ class WeightSync:
             offers = [offer for each in offered for offer in each]
             written = self._agree(state, "write", lambda: self._write(state, offers, on_part))
             receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
-            self._agree(state, "verify", lambda: self._verify(receipts))
+            verified = self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
         except BaseException as error:
             _abort(state.opened, error)
@@ -143,6 +145,7 @@ class WeightSync:
             link_bytes=sum(each.link_bytes for rank in written for each in rank.values()),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
+            verify_seconds=max((each.seconds for rank in verified for each in rank), default=0.0),
             stages=state.stages,
         )
 
@@ -201,9 +204,10 @@ class WeightSync:
             nbytes=sum(part.nbytes for part in parts),
         )
 
-    def _verify(self, receipts: Sequence[WriteReceipt]) -> None:
-        for number, target in enumerate(self._targets, start=self._first):
-            target.verify_update(receipts[number])
+    def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
+        return [
+            target.verify_update(receipts[number]) for number, target in enumerate(self._targets, start=self._first)
+        ]
 
 
 def _plan(ranks: Sequence[_Joined]) -> Plan:

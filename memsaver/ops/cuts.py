@@ -47,9 +47,9 @@ def cut(fields: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int) -> 
     for aligned, part, its in _whole_vectors(runs, run_owners, widths):
         found[aligned, False] = _cut_runs(part, its, widths, chunk)
     grids, grid_owners = fields[some & ~apart], owners[some & ~apart]
-    aligned = _aligned_grids(grids, widths)
-    for wide in (True, False):
-        found[wide, True] = _cut_grids(grids[aligned == wide], grid_owners[aligned == wide], widths, chunk)
+    wide = _aligned_grids(grids, widths)
+    for aligned, these in ((True, wide), (False, ~wide)):
+        found[aligned, True] = _cut_grids(grids[these], grid_owners[these], widths, chunk)
     return {kind: part for kind, part in found.items() if len(part.rows)}
 
 

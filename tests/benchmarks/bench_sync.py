@@ -30,6 +30,7 @@ ONE: dict[str, Case] = {
     "checkpoint-engine": rival_checkpoint_engine.one_gpu,
 }
 TWO: dict[str, Case] = {
+    "memsaver 2": ours.two_gpus,
     "all-gather": rivals_two.all_gather,
     "replicas": rivals_two.replicas,
     "checkpoint-engine 2": rival_checkpoint_engine.two_gpus,

@@ -14,7 +14,7 @@ from torch import Tensor
 import memsaver
 from memsaver.ops.digest import digest
 from memsaver.places import place_of
-from rollout.types import CommitReceipt, Manifest, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, Manifest, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
@@ -25,7 +25,10 @@ UNTOUCHED = 0xA5
 
 
 class PageTarget:
-    """A tag of a saver, filled with a pattern, with the contract of an engine. fail_at: a stage in which it raises."""
+    """A tag of a saver, filled with a pattern, with the contract of an engine.
+
+    fail_at: a stage in which it raises. only: the parameters that the next sync is to name.
+    """
 
     def __init__(self, layout: Manifest, device: str = "cpu", place: str | None = None) -> None:
         self.saver = memsaver.MemorySaver(device=device)
@@ -36,12 +39,14 @@ class PageTarget:
         self.reason = ""
         self.state = "closed"
         self.fail_at: str | None = None
+        self.only: tuple[str, ...] | None = None
 
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(manifest=self.layout, place=self.place)
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Any = None) -> WeightOffer:
         self._at("begin")
+        assert names == self.only
         self.version, self.reason, self.state = None, "begun", "open"
         ticket = self.saver.share("weights", writable=True)
         return WeightOffer(version=version, manifest=self.layout, ticket=ticket)
@@ -52,7 +57,7 @@ class PageTarget:
         read = self.digest()
         if receipt.digest != read:
             raise ValueError(f"digest {receipt.digest} is {read} here")
-        assert receipt.nbytes == sum(self.read(i).nbytes for i in range(len(self.layout.slices)))
+        assert receipt.nbytes == sum(self.read(i).nbytes for i, _ in self._meant())
         self.state = "verified"
         return VerifyReceipt(version=receipt.version, digest=read, seconds=0.0)
 
@@ -82,13 +87,16 @@ class PageTarget:
 
     def digest(self) -> int:
         total = 0
-        for number, p in enumerate(self.layout.slices):
+        for number, p in self._meant():
             numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
             box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
             flat = self.read(number).reshape(-1).cpu()
             for at, index in enumerate(numbers[box].reshape(-1).tolist()):
                 total += digest(flat[at : at + 1], p.index_base + index)
         return total % 2**64
+
+    def _meant(self) -> list[tuple[int, ParamSlice]]:
+        return [(i, p) for i, p in enumerate(self.layout.slices) if self.only is None or p.name in self.only]
 
     def untouched(self) -> bool:
         return bool((self.arena == UNTOUCHED).all())
@@ -108,8 +116,8 @@ class Rank:
     sources: Mapping[str, Tensor]
     targets: Sequence[Any] = ()
     place: str = "here"
+    derived: Mapping[str, LowRank] = dataclasses.field(default_factory=dict)
     sync: WeightSync | None = None
-    derived: Callable[[], Mapping[str, LowRank]] = dict
 
 
 def in_ranks(
@@ -132,7 +140,7 @@ def in_ranks(
                 rank.targets,
                 consensus(store, number, len(ranks), timeout=timeout),
                 place=rank.place,
-                derived=rank.derived,
+                derived=lambda: rank.derived,
             )
             results[number] = run(number, rank)
         except Exception as error:

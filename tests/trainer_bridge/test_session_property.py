@@ -148,21 +148,20 @@ def box(shard: SourceShard) -> tuple[slice, ...]:
 
 @dataclasses.dataclass
 class Trainer:
-    """A rank, its shards, and the factors of the sync that comes."""
+    """A rank and its shards."""
 
     rank: Rank
     shards: list[SourceShard]
-    lora: dict[str, LowRank]
-    hook: Fault | None = None
 
     def load(self, values: Whole) -> None:
-        self.lora.clear()
+        lora = {}
         for shard in self.shards:
             index = box(shard)
             self.rank.sources[shard.name].copy_(values.base[shard.name][index])
             if shard.name in values.a:
                 a, b = values.a[shard.name][:, index[1]], values.b[shard.name][index[0]]
-                self.lora[shard.name] = LowRank(a=a, b=b, scale=SCALE)
+                lora[shard.name] = LowRank(a=a, b=b, scale=SCALE)
+        self.rank.derived = lora
 
 
 @dataclasses.dataclass
@@ -197,9 +196,7 @@ class World:
         shards = [shard for shard in self.layout.shards if shard.rank == number]
         sources = {shard.name: torch.empty(shard.shape, dtype=self.layout.source_dtype) for shard in shards}
         targets = [engine.target for engine in self.engines if engine.rank == number]
-        lora: dict[str, LowRank] = {}
-        rank = Rank(sources=sources, targets=targets, place=self.layout.places[number], derived=lambda: dict(lora))
-        return Trainer(rank, shards, lora)
+        return Trainer(Rank(sources=sources, targets=targets, place=self.layout.places[number]), shards)
 
     # ---------------------------------------------------------------- running
 

@@ -140,7 +140,8 @@ def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int 
         assert target.is_contiguous() and source.is_contiguous()
         target, source = target.view(1, -1), source.view(1, -1)
     source, pitch, total = source.detach(), index_pitch or 0, 0
-    for down, across in blocks(*source.shape, _CHUNK if source.device.type == "cpu" else _CHUNK_CUDA):
+    rows, width = source.shape
+    for down, across in blocks(rows, width, _CHUNK if source.device.type == "cpu" else _CHUNK_CUDA):
         cast = source[down, across].to(target.dtype)
         target[down, across].copy_(cast)
         first = index_base + down.start * pitch + across.start
