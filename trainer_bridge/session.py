@@ -105,6 +105,7 @@ class WeightSync:
         self._consensus.agree("plan", lambda: plans.append(_plan(said)))
         (self.plan,) = plans
         self._copies: dict[object, RankCopies] = {}  # of the last kind of sync
+        self._leases = memsaver.KeptLeases()
 
     def sync(
         self,
@@ -183,13 +184,27 @@ class WeightSync:
     def _write(self, state: _Round, offers: Sequence[WeightOffer], on_part: OnPart | None) -> dict[int, Written]:
         copies = state.copies
         assert copies is not None
-        with contextlib.ExitStack() as leases:
-            pages = {number: _mapped(offers[number], leases) for number in copies.targets}
+        with contextlib.ExitStack() as uses:
+            pages = {number: self._mapped(offers[number], uses) for number in copies.targets}
             started = time.perf_counter()
             written = copies.write(pages, state.derived, on_part)
             state.copy_seconds = time.perf_counter() - started
-            pages.clear()  # they dangle when the leases end
+            pages.clear()  # they may dangle afterwards
         return written
+
+    def _mapped(self, offer: WeightOffer, uses: contextlib.ExitStack) -> Tensor:
+        """All bytes of the offered pages, as long as the uses last."""
+        lease = uses.enter_context(self._leases.use(offer.ticket, at_least=offer.manifest.nbytes))
+        if lease.nbytes < offer.manifest.nbytes:
+            raise ValueError(
+                f"the rollout shares {lease.nbytes} bytes, its manifest describes {offer.manifest.nbytes}; "
+                "offer all of tag weights"
+            )
+        return lease.tensor((lease.nbytes,), torch.uint8)
+
+    def close(self) -> None:
+        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
+        self._leases.close()
 
     def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:
         """What all ranks together wrote into one target."""
@@ -210,17 +225,6 @@ def _plan(ranks: Sequence[_Joined]) -> Plan:
     shards = [shard for rank in ranks for shard in rank.shards]
     targets = [Target(manifest=each.manifest, place=each.place) for rank in ranks for each in rank.layouts]
     return make_plan(shards, targets, [rank.place for rank in ranks])
-
-
-def _mapped(offer: WeightOffer, leases: contextlib.ExitStack) -> Tensor:
-    """All bytes of the offered pages, as long as the leases are held."""
-    lease = leases.enter_context(memsaver.attach(offer.ticket))
-    if lease.nbytes < offer.manifest.nbytes:
-        raise ValueError(
-            f"the rollout shares {lease.nbytes} bytes, its manifest describes {offer.manifest.nbytes}; "
-            "offer all of tag weights"
-        )
-    return lease.tensor((lease.nbytes,), torch.uint8)
 
 
 def _abort(opened: Sequence[SyncTarget], error: BaseException) -> None:
