@@ -58,8 +58,8 @@ class PageShare:
 
         verify: the parameters are digested here, and read back by every engine through its own addresses; None: the
         first time only. Without, the layouts' hashes are all that is compared: nothing is written, so nothing can be
-        written wrongly. The receipt has nbytes 0, and digests only where they were read. Raises what went wrong here,
-        or a `SyncError` that names the stage, the rank and its error.
+        written wrongly. The receipt has nbytes 0, and digests and verify_seconds (mapping included) only where
+        they were read. Raises what went wrong here, or a `SyncError` that names the stage, the rank and its error.
         """
         started, stages = time.perf_counter(), dict[str, float]()
         thorough = not self._verified if verify is None else verify
@@ -67,8 +67,7 @@ class PageShare:
         stages["prepare"] = time.perf_counter() - started
         asked: list[SyncTarget] = []
         try:
-            mine = digests[self._consensus.rank]
-            adopted = self._consensus.agree("adopt", lambda: self._adopt(version, mine, asked))
+            made = self._consensus.agree("adopt", lambda: self._adopt(version, digests[self._consensus.rank], asked))
         except BaseException as error:
             abort_all(asked, error)
             raise
@@ -82,7 +81,9 @@ class PageShare:
             link_bytes=0,
             seconds=seconds,
             copy_seconds=0.0,
-            verify_seconds=max((each.seconds for rank in adopted for each in rank), default=0.0),
+            verify_seconds=max(
+                (each.seconds for rank in made for each in rank if each.digest is not None), default=0.0
+            ),
             stages=stages,
         )
 

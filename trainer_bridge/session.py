@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import memsaver
 from rollout.protocols import SyncTarget
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import Alone, Consensus
@@ -132,6 +133,7 @@ class WeightSync:
             message_bytes=message_bytes,
         )
         self.transports = self._connection.transports
+        self._kept = memsaver.KeptLeases()
         self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
@@ -180,6 +182,10 @@ class WeightSync:
             verify_seconds=max((each.seconds for rank in verified for each in rank), default=0.0),
             stages=state.stages,
         )
+
+    def close(self) -> None:
+        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
+        self._kept.close()
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
         started = time.perf_counter()
@@ -236,7 +242,7 @@ class WeightSync:
         assert state.copies is not None
         relayed = [] if state.relay is None else state.relay.targets
         for number in {*state.copies.targets, *relayed}:
-            state.pages[number] = mapped(offers[number], state.leases)
+            state.pages[number] = mapped(offers[number], self._kept, state.leases)
 
     def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
         copies = state.copies
@@ -246,7 +252,7 @@ class WeightSync:
             relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
             written = copies.write(state.pages, state.derived, on_part) | relayed
             state.copy_seconds = time.perf_counter() - started
-            state.pages.clear()  # they dangle when the leases end
+            state.pages.clear()  # they may dangle afterwards
         return written
 
     def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:

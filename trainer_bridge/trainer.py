@@ -238,7 +238,9 @@ class Trainer:
         return [] if self.saver is None else self.saver.drain_events()
 
     def close(self) -> None:
-        """End the process group if this trainer made it. The saver is its maker's to close."""
+        """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""
+        if self._sync is not None:
+            self._sync.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

@@ -90,7 +90,14 @@ class FakeTrainer:
         self.world.at("sync_weights")
         self.world.version, self.world.reason = version, None
         return SyncReceipt(
-            version=version, digests=(), nbytes=0, link_bytes=0, seconds=0.0, copy_seconds=0.0, stages={}
+            version=version,
+            digests=(),
+            nbytes=0,
+            link_bytes=0,
+            seconds=0.0,
+            copy_seconds=0.0,
+            verify_seconds=0.0,
+            stages={},
         )
 
 

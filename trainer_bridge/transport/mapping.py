@@ -16,7 +16,8 @@ from trainer_bridge.transport.ipc import IpcTicket
 def obstacle(place: str, target: str) -> str | None:
     """Why this process, whose device is at `place`, cannot map pages at `target`; None: it can.
 
-    Places as of `memsaver.places.place_of`; one without a host is on this one.
+    Places as of `memsaver.places.place_of`; one without a host is on this one. Of a GPU that is hidden here
+    (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, mine), (other, theirs) = _split(place), _split(target)
     if host and other and host != other:
@@ -24,9 +25,7 @@ def obstacle(place: str, target: str) -> str | None:
     if not theirs.startswith("GPU-") or theirs == mine:
         return None
     gpus = {device_key(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    if theirs not in gpus:
-        return f"{theirs} is not visible in this process (CUDA_VISIBLE_DEVICES)"
-    if mine in gpus and not torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs]):
+    if mine in gpus and theirs in gpus and not torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs]):
         return f"{mine} cannot reach {theirs}"
     return None
 
@@ -36,13 +35,13 @@ def _split(place: str) -> tuple[str, str]:
     return host, device
 
 
-def mapped(offer: WeightOffer, leases: contextlib.ExitStack) -> Tensor:
-    """All bytes of the offered pages, uint8, as long as the leases are held."""
+def mapped(offer: WeightOffer, kept: memsaver.KeptLeases, uses: contextlib.ExitStack) -> Tensor:
+    """All bytes of the offered pages, uint8, as long as the uses last."""
     if isinstance(offer.ticket, IpcTicket):
         pages = offer.ticket.map()
     else:
         try:
-            lease = leases.enter_context(memsaver.attach(offer.ticket))
+            lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.manifest.nbytes))
         except memsaver.LeaseError as error:
             raise memsaver.LeaseError(
                 f"{error} (where pages cannot be mapped at all, connect with transport='handle')"

@@ -45,6 +45,7 @@ class Seen:
     digests: tuple[int, ...]
     own: tuple[int, ...]
     link_bytes: int
+    stages: list[str]
     transports: tuple[Transport, ...]
     right: bool
     messages: list[list[int]]
@@ -108,6 +109,7 @@ def sync_cases(rank: int, world: int, device: str, dtype: str, cases: Mapping[st
             digests=receipt.digests,
             own=tuple(target.digest() for target in targets),
             link_bytes=receipt.link_bytes,
+            stages=list(receipt.stages),
             transports=sync.transports,
             right=all(holds(target, device, case.low_rank) and target.version == version for target in targets),
             messages=[list(target.messages) for target in targets],

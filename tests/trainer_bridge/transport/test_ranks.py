@@ -51,7 +51,9 @@ def test_every_way_brings_the_same(name: str, seen: list[dict]) -> None:
     assert seen[0][name].own + seen[-1][name].own == seen[0][name].digests
 
 
-def test_mapped_pages_need_no_staging(seen: list[dict]) -> None:
+def test_the_stages_are_the_same_by_any_way(seen: list[dict]) -> None:
+    assert seen[0]["pages"].stages == seen[0]["relay"].stages
+    assert seen[0]["relay"].stages == ["prepare", "open", "map", "write", "verify", "commit"]
     (pages,) = seen[0]["pages"].transports
     assert (pages.kind, pages.nbytes, pages.staging_bytes) == ("pages", NBYTES, 0)
 
