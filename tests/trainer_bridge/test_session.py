@@ -110,7 +110,7 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     sync = alone(target, device)
     for version in (1, 2):
         sync.sync(version)
-        (kept,) = sync._leases._kept.values()
+        (kept,) = sync._kept._kept.values()
         assert target.leases() == 1
     first = kept.lease
     target.saver.pause()
