@@ -185,6 +185,7 @@ class WeightSync:
         copies = state.copies
         assert copies is not None
         with contextlib.ExitStack() as uses:
+            uses.enter_context(_current(copies.sources))
             pages = {number: self._mapped(offers[number], uses) for number in copies.targets}
             started = time.perf_counter()
             written = copies.write(pages, state.derived, on_part)
@@ -219,6 +220,12 @@ class WeightSync:
     def _verify(self, receipts: Sequence[WriteReceipt]) -> None:
         for number, target in enumerate(self._targets, start=self._first):
             target.verify_update(receipts[number])
+
+
+def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
+    """Makes the shards' GPU the current one, for which pages are mapped."""
+    shard = next(iter(shards.values()), None)
+    return torch.cuda.device(shard.device) if shard is not None and shard.is_cuda else contextlib.nullcontext()
 
 
 def _plan(ranks: Sequence[_Joined]) -> Plan:
