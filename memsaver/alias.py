@@ -51,13 +51,17 @@ class Aliasing(Placing):
         """
         with self._lock:
             self._borrower(tag, ticket)
+        from memsaver.backends.peer import peer_backend
         from memsaver.lease import lease_extents
         from memsaver.loan import Loan
 
         started, ends = time.perf_counter(), contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(ends.close)
-            extents = lease_extents(ticket, ends).extents  # without the lock: the owner may be waiting for this saver
+            backend = peer_backend(ticket.device_key, self._backend.device)
+            extents = lease_extents(
+                ticket, backend, ends
+            ).extents  # without the lock: the owner may be waiting for this saver
             with self._operation():
                 arena, loan = self._borrower(tag, ticket), Loan(ticket, extents, ends.close)
                 self._check_size(arena, ticket, loan.nbytes)

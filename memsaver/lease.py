@@ -60,7 +60,7 @@ class Lease:
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with contextlib.ExitStack() as undo:
-            grant = lease_extents(ticket, undo, kept)
+            grant = lease_extents(ticket, self._backend, undo, kept)
             self.owner, self.number, extents = grant.owner, grant.number, grant.extents
             self.nbytes = sum(extent.nbytes for extent in extents)
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
@@ -146,11 +146,11 @@ class Grant(NamedTuple):
     extents: list[shim.Extent]
 
 
-def lease_extents(ticket: Ticket, undo: contextlib.ExitStack, kept: bool = False) -> Grant:
+def lease_extents(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False) -> Grant:
     """A lease of the tag: its extents as they lie there, until ``undo`` (empty) unwinds."""
     with _explained(ticket):
         owner = owner_of(ticket.socket_name)
-    ask = partial(_ask, owner, ticket, peer_backend(ticket.device_key), undo, kept)
+    ask = partial(_ask, owner, ticket, backend, undo, kept)
     with owner.granting:
         number, granted, forgotten = ask()
         if lost := imports.missing([extent_id for extent_id, _, _ in granted]):

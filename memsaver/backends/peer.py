@@ -14,13 +14,14 @@ from memsaver.errors import LeaseError
 from memsaver.places import device_key
 
 
-def peer_backend(key: str) -> Backend:
-    """For memory of the device ``key``; ``LeaseError`` where the current GPU does not reach that one, or none is."""
+def peer_backend(key: str, device: torch.device | None = None) -> Backend:
+    """For memory of the device ``key``, which ``device`` (None: the current GPU) is to reach; ``LeaseError`` if it does
+    not, or there is no GPU."""
     if key == "cpu":
         return _backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():
         raise LeaseError(f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it")
-    here = torch.cuda.current_device()
+    here = torch.cuda.current_device() if device is None or device.index is None else device.index
     _check_reach(here, key)
     return _backend_of(torch.device("cuda", here))
 

@@ -1,0 +1,284 @@
+"""Kept leases end with their process, their owner, their keeper, and under threads and random orders."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from memsaver import KeptLeases, LeaseError, MemorySaver, StateError, Ticket
+from memsaver.imports import imports
+from tests.helpers.memory import family_bytes, open_fds
+from tests.helpers.peers import Peer
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+
+
+def _shared(device: str, value: int = 1) -> tuple[MemorySaver, torch.Tensor, Ticket]:
+    saver = MemorySaver(device)
+    tensor = saver.empty(SIZE, torch.uint8, tag="t").fill_(value)
+    return saver, tensor, saver.share("t", writable=True)
+
+
+def _first(kept: KeptLeases, ticket: Ticket) -> int:
+    with kept.use(ticket) as lease:
+        return int(lease.tensor((1,), torch.uint8))
+
+
+def _until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _keep(pipe: Connection, ticket: Ticket) -> None:
+    kept = KeptLeases()
+    pipe.send(_first(kept, ticket))
+    pipe.recv()
+
+
+def test_a_process_that_dies_keeps_nothing(device: str) -> None:
+    saver, tensor, ticket = _shared(device)
+    peer = Peer(_keep, ticket)
+    assert peer.hear() == 1 and saver.report().tags["t"].leases == 1
+    peer.bury()
+    saver.pause()  # notices while it waits
+    assert saver.report().tags["t"].leases == 0
+    saver.close()
+    del tensor
+
+
+def _own(pipe: Connection, device: str) -> None:
+    saver, tensor, ticket = _shared(device)
+    pipe.send(ticket)
+    pipe.recv()
+    pipe.send(saver.device.type)
+    tensor.numel()
+
+
+def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
+    """Idle ones at once, so that its memory is free; used ones with the use."""
+    before, here = family_bytes(device), len(imports)
+    for used in (False, True):
+        owner, kept = Peer(_own, device), KeptLeases()
+        ticket = owner.hear()
+        with contextlib.ExitStack() as uses:
+            lease = uses.enter_context(kept.use(ticket))
+            if not used:
+                uses.close()
+            owner.bury()
+            if used:
+                _until(lambda lease=lease: lease.owner.endpoint.closed)
+                assert int(lease.tensor((1,), torch.uint8)) == 1
+        _until(lambda lease=lease: lease.closed)
+        if device == "cpu":
+            _until(lambda: (family_bytes(device), len(imports)) == (before, here))
+        with pytest.raises(LeaseError, match="does not answer"), kept.use(ticket):
+            pass
+        kept.close()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_an_owner_that_closes_or_is_dropped(how: str, device: str) -> None:
+    kept = KeptLeases()
+    saver, tensor, ticket = _shared(device)
+    with kept.use(ticket) as lease:
+        pass
+    if how == "close":
+        saver.close()
+    del saver, tensor
+    gc.collect()
+    _until(lambda: lease.closed)
+    with pytest.raises(LeaseError, match="does not answer"), kept.use(ticket):
+        pass
+    kept.close()
+
+
+def test_a_keeper_that_is_dropped_ends_its_leases(device: str) -> None:
+    saver, tensor, ticket = _shared(device)
+    kept: Any = KeptLeases()
+    assert _first(kept, ticket) == 1
+    kept.cycle = kept
+    threads = threading.active_count()
+    with saver._lock:  # what its finalizer must not want
+        del kept
+        gc.collect()
+        _until(lambda: not saver.report().tags["t"].leases)
+    assert threading.active_count() == threads
+    saver.close()
+    del tensor
+
+
+def test_a_forked_child_is_inert(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("CUDA does not survive a fork")
+    saver, tensor, ticket = _shared(device)
+    kept = KeptLeases()
+    assert _first(kept, ticket) == 1
+    if not (child := os.fork()):
+        code = 1
+        with contextlib.suppress(BaseException):
+            with pytest.raises(StateError, match="forked child"), kept.use(ticket):
+                pass
+            kept.close()
+            del kept
+            gc.collect()
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert saver.report().tags["t"].leases == 1 and _first(kept, ticket) == 1
+    saver.pause()
+    kept.close()
+    saver.close()
+    del tensor
+
+
+def test_threads_use_while_the_owner_pauses_and_resumes(device: str) -> None:
+    """Each use sees what the owner wrote after its last resume; nobody waits for long."""
+    saver, tensor, ticket = _shared(device)
+    kept, stop, failed, seen = KeptLeases(), threading.Event(), [], set()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(LeaseError), kept.use(ticket) as lease:  # paused now
+                    ends = lease.tensor((SIZE,), torch.uint8)[:: SIZE - 1].tolist()
+                    assert ends[0] == ends[1] or 0 in ends, ends
+                    seen.add(ends[0])
+        except BaseException:
+            failed.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for value in range(1, 80):
+        saver.pause()
+        saver.resume()
+        tensor[-1] = 0
+        tensor[0] = value
+        tensor[-1] = value
+        time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+    assert len(seen) > 10
+    kept.close()
+    assert saver.report().tags["t"].leases == 0
+    saver.check_integrity()
+    saver.close()
+
+
+def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
+    """Each holds its lock and asks the other's thread, which needs none."""
+    sides = [_shared(device) for _ in range(2)]
+    kept = KeptLeases()
+    for _ in range(5):
+        for _, _, ticket in sides:
+            _first(kept, ticket)
+        threads = [threading.Thread(target=saver.pause) for saver, _, _ in sides]
+        started = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - started < 0.9
+        for saver, _, _ in sides:
+            assert saver.is_paused("t")
+            saver.resume()
+    kept.close()
+    for saver, _, _ in sides:
+        saver.close()
+
+
+class Machine(RuleBasedStateMachine):
+    """Two tags of a saver, used through kept leases; the model is what every tag must show, None when undefined."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saver, self.kept = MemorySaver(self.device), KeptLeases()
+        self.tensors = {tag: self.saver.empty(SIZE, torch.uint8, tag=tag).fill_(0) for tag in ("a", "b")}
+        self.tickets = {tag: self.saver.share(tag, writable=True) for tag in self.tensors}
+        self.content: dict[str, int | None] = dict.fromkeys(self.tensors, 0)
+
+    tags = st.sampled_from(("a", "b"))
+
+    def active(self, *tags: str) -> bool:
+        return not any(self.saver.is_paused(tag) for tag in tags)
+
+    @rule(tag=tags, value=st.integers(0, 250))
+    def use(self, tag: str, value: int) -> None:
+        if not self.active(tag):
+            with pytest.raises(LeaseError, match="is paused"), self.kept.use(self.tickets[tag]):
+                pass
+            return
+        with self.kept.use(self.tickets[tag]) as lease:
+            seen = lease.tensor((SIZE,), torch.uint8)
+            if (before := self.content[tag]) is not None:
+                assert int(seen[0]) == int(seen[-1]) == before
+            seen.fill_(value)
+        self.content[tag] = value
+
+    @rule(tag=tags, content=st.sampled_from(("discard", "host")), release=st.sampled_from(("driver", "keep")))
+    def pause(self, tag: str, content: str, release: str) -> None:
+        if self.active(tag):
+            self.saver.pause(tag, content=content, release=release)
+            self.content[tag] = self.content[tag] if content == "host" else None
+            assert self.saver.report().tags[tag].leases == 0
+
+    @rule()
+    def resume(self) -> None:
+        self.saver.resume()
+
+    @precondition(lambda self: self.active("a", "b"))
+    @rule()
+    def exchange(self) -> None:
+        self.saver.exchange("a", "b")
+        self.content["a"], self.content["b"] = self.content["b"], self.content["a"]
+
+    @rule(tag=tags)
+    def trim(self, tag: str) -> None:
+        self.saver.trim(tag)
+
+    @rule()
+    def keep_anew(self) -> None:
+        self.kept.close()
+        self.kept = KeptLeases()
+
+    @invariant()
+    def shows_the_model(self) -> None:
+        for tag, value in self.content.items():
+            if value is not None and self.active(tag):
+                assert int(self.tensors[tag][0]) == int(self.tensors[tag][-1]) == value
+            assert self.saver.report().tags[tag].leases <= 1
+
+    def teardown(self) -> None:
+        self.kept.close()
+        self.saver.check_integrity()
+        self.saver.close()
+
+
+def test_random_orders(device: str) -> None:
+    fds = open_fds()
+    machine: Any = type("Here", (Machine,), {"device": device})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+    )
+    gc.collect()
+    _until(lambda: open_fds() <= fds + 8)

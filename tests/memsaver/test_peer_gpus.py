@@ -1,0 +1,180 @@
+"""Pages of another GPU, mapped for the current one: also of a hidden GPU, and without a context there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import KeptLeases, LeaseError, MemorySaver, Ticket
+from memsaver.backends import peer
+from memsaver.backends.base import Backend
+from memsaver.backends.host import HostBackend
+from memsaver.ops.digest import digest
+from memsaver.places import device_key
+from tests.helpers.memory import process_bytes
+from tests.helpers.peers import Peer
+
+MIB = 1 << 20
+SIZE = 8 * MIB
+CONTEXT = 64 * MIB  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def _shared(device: str) -> tuple[MemorySaver, torch.Tensor, Ticket]:
+    saver = MemorySaver(device)
+    tensor = saver.empty(SIZE, torch.uint8, tag="t")
+    tensor.view(torch.int64).copy_(torch.arange(SIZE // 8))
+    return saver, tensor, saver.share("t", writable=True)
+
+
+def test_a_window_shows_the_pages(device: str) -> None:
+    saver, tensor, ticket = _shared(device)
+    with memsaver.attach(ticket) as lease:
+        seen = lease.tensor((SIZE // 16,), torch.int64, SIZE // 2)
+        shown = seen.device, seen.is_contiguous(), int(seen[0])
+        seen[3:5].fill_(-1)
+        digests = digest(seen.view(torch.int32), 7), digest(tensor[SIZE // 2 :].view(torch.int32), 7)
+        del seen
+    assert shown == (tensor.device, True, SIZE // 16) and digests[0] == digests[1]
+    assert tensor.view(torch.int64)[SIZE // 16 :][2:6].tolist() == [SIZE // 16 + 2, -1, -1, SIZE // 16 + 5]
+    saver.close()
+
+
+def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
+    """Read, hash and write the pages from the other GPU: with a kernel, and with copies both ways."""
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible  # CUDA has not started in this process
+        assert torch.cuda.device_count() == 1
+    here = torch.device("cuda", 0 if visible else 1)
+    torch.cuda.set_device(here)
+    digest(torch.zeros(10, dtype=torch.uint8, device=here), 0)  # this GPU's own context and kernels
+    pipe.send(device_key(here))
+    pipe.recv()
+    kept = KeptLeases()
+    while True:
+        with kept.use(ticket) as lease:
+            pages = lease.tensor((SIZE,), torch.uint8)
+            assert pages.device == here
+            mine = pages.clone()
+            seen = digest(pages, 0), digest(mine, 0)
+            pages[: SIZE // 2].copy_(mine[SIZE // 2 :])
+            pages.view(torch.int64)[-1:].fill_(-7)
+        pipe.send(seen)
+        pipe.recv()
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("hidden", [False, True])
+def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool) -> None:
+    saver, tensor, ticket = _shared("cuda:0")
+    other = Peer(_work, ticket, device_key(torch.device("cuda", 1)) if hidden else None)
+    try:
+        assert other.hear() == device_key(torch.device("cuda", 1))
+        digest(tensor, 0)
+        torch.cuda.synchronize()
+        before = process_bytes("cuda:0")
+        for _ in range(3):
+            expected, last = digest(tensor, 0), tensor[SIZE // 2 :].clone()
+            assert other.ask("work") == (expected, expected)
+            assert torch.equal(tensor[: SIZE // 2], last) and int(tensor.view(torch.int64)[-1]) == -7
+            assert saver.report().tags["t"].leases == 1
+            saver.pause(content="host")  # recalls what is kept there
+            saver.resume()
+        del last
+        torch.cuda.empty_cache()
+        assert process_bytes("cuda:0") - before < CONTEXT
+    finally:
+        other.bury()
+    saver.close()
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_in_one_process_leases_are_of_the_current_gpu() -> None:
+    saver, tensor, ticket = _shared("cuda:0")
+    leases = set()
+    with KeptLeases() as kept:
+        for index in (0, 1, 0, 1):
+            with torch.cuda.device(index), kept.use(ticket) as lease:
+                pages = lease.tensor((SIZE,), torch.uint8)
+                assert pages.device == torch.device("cuda", index)
+                pages.fill_(index + 5)
+                leases.add(lease)
+            assert bool((tensor == index + 5).all())
+        assert len(leases) == saver.report().tags["t"].leases == 2
+        saver.pause()
+        assert all(lease.closed for lease in leases)
+    saver.close()
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, reach: bool) -> list[torch.device]:
+    """Two GPUs that torch tells of; and the devices that backends were asked of."""
+    made: list[torch.device] = []
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 2,
+        "can_device_access_peer": lambda here, there: reach,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid{device.index}"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(peer, "_backend_of", made.append)
+    peer._check_reach.cache_clear()
+    return made
+
+
+@pytest.mark.parametrize("key", ["GPU-uuid0", "GPU-uuid1", "GPU-hidden"])
+def test_pages_are_mapped_for_the_current_gpu(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _gpus(monkeypatch, reach=True)
+    peer.peer_backend(key)
+    peer.peer_backend(key, torch.device("cuda", 1))
+    peer.peer_backend("cpu")
+    assert made == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _gpus(monkeypatch, reach=False)
+    peer.peer_backend("GPU-uuid0")
+    with pytest.raises(LeaseError, match=r"cuda:0 does not reach the memory of cuda:1 \(GPU-uuid1\); use GPUs"):
+        peer.peer_backend("GPU-uuid1")
+    assert len(made) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LeaseError, match="GPU-uuid1 is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES"):
+        peer.peer_backend("GPU-uuid1")
+
+
+def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stood in for by the host, under another device's key, whose calls fail one after the other."""
+    saver, tensor, ticket = _shared("cpu")
+    backend: Any = HostBackend()
+    backend.device_key = "GPU-here"
+
+    def there(key: str) -> Backend:
+        return backend  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(memsaver.lease, "peer_backend", there)
+    said = []
+    for call in range(1, 10):
+        backend.inject_fault(call, 2)
+        with contextlib.ExitStack() as lease:
+            try:
+                lease.enter_context(memsaver.attach(ticket))
+            except LeaseError as error:
+                said.append(str(error))
+            except memsaver.BackendError:
+                pass
+            backend.inject_fault(0, 0)
+        assert saver.report().tags["t"].leases == 0
+    (message,) = said
+    assert "no lease of tag 't': cpu does not reach the memory of cpu (set access on cpu failed" in message
+    saver.close()
+    tensor.numel()
