@@ -16,6 +16,7 @@ from memsaver.errors import (
     StateError,
     TagError,
 )
+from memsaver.kept import KeptLeases
 from memsaver.lease import Lease, PoolTicket, Ticket, attach
 from memsaver.report import CallStats, Event, Report, TagReport
 from memsaver.saver import MemorySaver
@@ -27,6 +28,7 @@ __all__ = [
     "CompilerError",
     "Event",
     "HostMemoryError",
+    "KeptLeases",
     "Lease",
     "LeaseError",
     "LockTimeout",

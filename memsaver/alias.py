@@ -57,7 +57,7 @@ class Aliasing(Placing):
         started, ends = time.perf_counter(), contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(ends.close)
-            extents = lease_extents(ticket, ends)  # without the lock: the owner may be waiting for this saver
+            extents = lease_extents(ticket, ends).extents  # without the lock: the owner may be waiting for this saver
             with self._operation():
                 arena, loan = self._borrower(tag, ticket), Loan(ticket, extents, ends.close)
                 self._check_size(arena, ticket, loan.nbytes)

@@ -1,27 +1,26 @@
-"""The peer's side of sharing: connections to owners, leases of their tags, extents handed over to them."""
+"""The peer's side of sharing: leases of owners' tags, extents handed over to them."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from memsaver import rpc
 from memsaver.allocator import shim
 from memsaver.arena import Reservation
-from memsaver.backends.base import Backend, make_backend
+from memsaver.backends.base import Backend
+from memsaver.backends.peer import peer_backend
 from memsaver.device_lock import device_lock
-from memsaver.errors import LeaseError
+from memsaver.errors import BackendError, LeaseError
 from memsaver.imports import Import, imports
-from memsaver.places import device_key
+from memsaver.owner import Owner, owner_of
 
 TIMEOUT_SECONDS = 10.0
 
@@ -47,72 +46,22 @@ class PoolTicket:
     pid: int
 
 
-class Owner:
-    """The connection of this process to one saver, here or in another process; one for all leases of it.
-
-    ``granting``: held from asking for a lease until what came with it is imported, for the next answer builds on that.
-    """
-
-    def __init__(self, socket_name: str) -> None:
-        self._socket_name = socket_name
-        self.granting = threading.Lock()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect("\0" + socket_name)
-            _, uid = rpc.credentials(connection)
-            if uid != os.getuid():  # who would not answer; or who has taken a dead saver's name, to be told tokens
-                raise rpc.Refused(f"its saver is user {uid}'s, this process is user {os.getuid()}'s")
-        except BaseException:
-            connection.close()
-            raise
-        self.endpoint = rpc.Endpoint(connection, self._serve, self._gone, "memsaver-peer", self._late)
-        self.endpoint.start()
-
-    def _gone(self) -> None:
-        imports.drop_owner(self)
-        with _lock:
-            if _owners.get(self._socket_name) is self:
-                del _owners[self._socket_name]
-
-    def _late(self, answer: dict[str, Any]) -> None:
-        """Give back a lease that nobody waits for any longer; what came with it, the next one asks for."""
-        if "lease" in answer:
-            self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
-
-    def _serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        assert op == "revoke" and not fds
-        if mapped := imports.drop(arguments["ids"]):
-            raise rpc.Refused(f"{len(mapped)} extents are mapped by a lease")
-        return {}, []
-
-
-_owners: dict[str, Owner] = {}
-_lock = threading.Lock()
-
-
-def owner_of(socket_name: str) -> Owner:
-    """The process's connection to that saver, made anew when it was lost. OSError: nobody listens."""
-    with _lock:
-        owner = _owners.get(socket_name)
-        if owner is None or owner.endpoint.closed:
-            owner = _owners[socket_name] = Owner(socket_name)
-        return owner
-
-
 class Lease:
     """A tag of another saver, mapped at an address of this process.
 
-    Where the GPU that is current is another one than the tag's, both can use the address, if they reach each other;
-    ``close`` waits for the work of the tag's GPU only.
+    On GPUs the one that is current now can use the address, and no other; tensors say that they are on it. If it is not
+    the tag's, the two must reach each other; the tag's may be hidden, and this process has no context there.
     Tensors from ``tensor`` dangle after ``close``. Errors: ``LeaseError`` when the owner refuses or is gone, or the
-    tag's GPU is not visible here.
+    current GPU does not reach the tag's.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, kept: bool = False) -> None:
+        """kept: the owner may ask for it back; ``KeptLeases`` is who answers."""
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with contextlib.ExitStack() as undo:
-            extents = lease_extents(ticket, undo)
+            grant = lease_extents(ticket, undo, kept)
+            self.owner, self.number, extents = grant.owner, grant.number, grant.extents
             self.nbytes = sum(extent.nbytes for extent in extents)
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
@@ -123,36 +72,59 @@ class Lease:
                     self._backend.map(address, extent.nbytes, extent.handle, ticket.writable)
                     mapped.callback(self._backend.unmap, address, extent.nbytes)
                 if self.nbytes:
-                    self._backend.set_access(self._address, self.nbytes)
-                    self._backend.set_peer_access(self._address, self.nbytes)
+                    self._open_access()
                 mapped.pop_all()
             self._undo = undo.pop_all()
-        self._closed = False
+        self.closed = False
+
+    def _open_access(self) -> None:
+        try:
+            self._backend.set_access(self._address, self.nbytes)
+        except BackendError as error:
+            if self._backend.device_key == self.ticket.device_key:
+                raise
+            raise LeaseError(
+                f"no lease of tag {self.ticket.tag!r}: {self._backend.device} does not reach the memory of "
+                f"{self.ticket.device_key} ({error}); use GPUs that reach each other (nvidia-smi topo -p2p r)"
+            ) from error
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
         """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self._closed:
+        if self.closed:
             raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
         if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
             last = byte_offset + nbytes
             raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)
-        return self._backend.view(self._address + byte_offset, nbytes)[0].view(dtype).view(shape)
+        return self._backend.window(self._address + byte_offset, nbytes).view(dtype).view(shape)
 
     def close(self) -> None:
         """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
 
         May be tried again when the driver refused (``BackendError``).
         """
-        if not self._closed:
-            self._backend.synchronize()
+        if not self.closed:
+            self.synchronize()
+            self.end()
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device that maps it."""
+        self._backend.synchronize()
+
+    def end(self) -> None:
+        """``close`` without waiting: no work uses the pages any longer."""
+        if not self.closed:
             with device_lock(self.ticket.device_key):
                 if self.nbytes:
                     self._backend.unmap(self._address, self.nbytes)
-            self._closed = True
+            self.closed = True
             self._undo.close()
+
+    def bind_thread(self) -> None:
+        """Before ``end`` in a thread of our own."""
+        self._backend.bind_thread()
 
     def __enter__(self) -> Lease:
         return self
@@ -166,39 +138,45 @@ def attach(ticket: Ticket) -> Lease:
     return Lease(ticket)
 
 
-def lease_extents(ticket: Ticket, undo: contextlib.ExitStack) -> list[shim.Extent]:
-    """A lease of the tag: its extents as they lie there, by this process's handles, until ``undo`` (empty) unwinds."""
-    granted = _granted(ticket, peer_backend(ticket.device_key), undo)
+class Grant(NamedTuple):
+    """A lease as its owner knows it: its number there, and the tag's extents by this process's handles."""
+
+    owner: Owner
+    number: int
+    extents: list[shim.Extent]
+
+
+def lease_extents(ticket: Ticket, undo: contextlib.ExitStack, kept: bool = False) -> Grant:
+    """A lease of the tag: its extents as they lie there, until ``undo`` (empty) unwinds."""
+    with _explained(ticket):
+        owner = owner_of(ticket.socket_name)
+    ask = partial(_ask, owner, ticket, peer_backend(ticket.device_key), undo, kept)
+    with owner.granting:
+        number, granted, forgotten = ask()
+        if lost := imports.missing([extent_id for extent_id, _, _ in granted]):
+            forgotten += lost  # with an answer that came too late
+            undo.close()
+            number, granted, _ = ask()
     ids = [extent_id for extent_id, _, _ in granted]
     handles = imports.pin(ids)
     undo.callback(imports.unpin, ids)
-    return [shim.Extent(handle, *extent, shared=True) for handle, extent in zip(handles, granted, strict=True)]
-
-
-def _granted(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack) -> list[tuple[int, int, int]]:
-    """(id, offset, nbytes) of every extent, all of them imported here."""
-    with _explained(ticket):
-        owner = owner_of(ticket.socket_name)
-    with owner.granting:
-        extents, forgotten = _ask(owner, ticket, backend, undo)
-        if lost := imports.missing([extent_id for extent_id, _, _ in extents]):
-            forgotten += lost  # with an answer that came too late
-            undo.close()
-            extents, _ = _ask(owner, ticket, backend, undo)
-    return extents
+    extents = [shim.Extent(handle, *extent, shared=True) for handle, extent in zip(handles, granted, strict=True)]
+    return Grant(owner, number, extents)
 
 
 def _ask(
-    owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack
-) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """The leased extents, and which of them the owner wrongly believes to be here: to be told when the lease ends."""
+    owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool
+) -> tuple[int, list[tuple[int, int, int]], list[int]]:
+    """The lease's number; (id, offset, nbytes) of its extents, which are imported then; and which of them the owner
+    wrongly believes to be here: to be told when the lease ends."""
     with _explained(ticket):
-        answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token)
+        answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token, kept=kept)
     fresh = [(extent_id, nbytes) for extent_id, _, nbytes, new in answer["extents"] if new]
     forgotten = [extent_id for extent_id, _ in fresh]
     undo.callback(_end_lease, owner, answer["lease"], forgotten)
     import_all(fresh, fds, backend, owner, forgotten)
-    return [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]], forgotten
+    extents = [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]]
+    return answer["lease"], extents, forgotten
 
 
 def import_all(
@@ -283,14 +261,3 @@ def explained(what: str, who: str) -> Iterator[None]:
         raise LeaseError(f"{what}: {error}") from error
     except (OSError, TimeoutError) as error:
         raise LeaseError(f"{what}: {who} does not answer ({error}); is its process alive?") from error
-
-
-@cache
-def peer_backend(key: str) -> Backend:
-    """What this process maps another saver's memory with."""
-    if key == "cpu":
-        return make_backend(torch.device("cpu"))
-    for index in range(torch.cuda.device_count()):
-        if device_key(torch.device("cuda", index)) == key:
-            return make_backend(torch.device("cuda", index))
-    raise LeaseError(f"{key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")

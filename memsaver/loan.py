@@ -29,7 +29,7 @@ class Loan:
         self.nbytes = sum(extent.nbytes for extent in extents)
         self.end = end
         self._pid = os.getpid()
-        self._endings = _endings(self._pid)  # now: a finalizer is not to start threads
+        self._endings = endings(self._pid)  # now: a finalizer is not to start threads
 
     def drop(self, backend: Backend, address: int) -> None:
         """Unmap and end, for a finalizer: it may run under any lock, so another thread talks to the owner.
@@ -43,7 +43,7 @@ class Loan:
 
 
 @cache
-def _endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
+def endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
     """What a thread of this process calls, one after the other; putting something there is safe in a finalizer."""
     pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     threading.Thread(target=_call_all, args=[pending], name=f"memsaver-loans-{pid}", daemon=True).start()

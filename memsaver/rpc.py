@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 _FDS = 200  # in a message; the kernel takes 253
@@ -41,7 +41,8 @@ class Refused(Exception):
 
 class Endpoint:
     """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or this one closed.
-    ``on_late`` gets, from the same thread, an answer that came when its caller had given up; it must not ``call``."""
+    ``on_late`` gets, from the same thread, an answer that came when its caller had given up; it must not ``call``.
+    ``prompt``: operations that wait for nothing, served by that thread while another request is being worked on."""
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class Endpoint:
         on_close: Callable[[], None],
         name: str,
         on_late: Callable[[dict[str, Any]], None] = lambda answer: None,
+        prompt: Collection[str] = (),
     ) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout(_SEND_SECONDS))
         self._socket = connection
         self._serve = serve
         self._on_close = on_close
         self._on_late = on_late
+        self._prompt = prompt
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[tuple[dict[str, Any], list[int]]]] = {}
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = queue.SimpleQueue()
@@ -151,7 +154,10 @@ class Endpoint:
         while message := self._receive():
             answer, number, content, fds = message
             if not answer:
-                self._requests.put((number, content, fds))
+                if content.get("op") in self._prompt:
+                    self._reply(number, content, fds)
+                else:
+                    self._requests.put((number, content, fds))
                 continue
             with self._lock:  # a caller that gives up meanwhile finds the answer, or leaves it to us
                 waiting = self._waiting.get(number)
@@ -172,11 +178,13 @@ class Endpoint:
 
     def _work(self) -> None:
         while request := self._requests.get():
-            number, content, fds = request
-            reply, sent = self._answer(content, fds)
-            with contextlib.suppress(Closed, TimeoutError):
-                self._send(True, number, reply, sent)
-            close_all(sent)
+            self._reply(*request)
+
+    def _reply(self, number: int, content: dict[str, Any], fds: list[int]) -> None:
+        reply, sent = self._answer(content, fds)
+        with contextlib.suppress(Closed, TimeoutError):
+            self._send(True, number, reply, sent)
+        close_all(sent)
 
     def _answer(self, content: dict[str, Any], fds: list[int]) -> Reply:
         from memsaver.errors import MemSaverError

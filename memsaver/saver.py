@@ -210,6 +210,7 @@ class MemorySaver(Aliasing):
         """
         with self._operation():
             arenas = self._select(() if tag is None else (tag,))
+            self._switch.recall(arenas)
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
             if arenas and self.device.type == "cuda":

@@ -30,6 +30,7 @@ from memsaver.lease import TIMEOUT_SECONDS, PoolTicket, Ticket, gives_for
 from memsaver.page_pool import PagePool
 
 REVOKE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
 _BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
 _CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -37,11 +38,13 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(eq=False)
 class Link:
-    """One connection of a peer process: the extents it has imported, the leases it holds (number -> tag)."""
+    """One connection of a peer process: the extents it has imported, the leases it holds (number -> tag), and which of
+    them it may keep mapped while it does not use them."""
 
     endpoint: rpc.Endpoint = field(init=False)
     imported: set[int] = field(default_factory=set)
     leases: dict[int, str] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
 
 class ShareServer:
@@ -92,16 +95,34 @@ class ShareServer:
             return [link.endpoint.peer_pid for link in self._links for held in link.leases.values() if held == tag]
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
-        """Wait until no lease of the tags is left; ``LeaseError`` names who still holds one."""
+        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who still holds one."""
         deadline = time.monotonic() + timeout
-        with self._changed:
-            while held := [(t, link) for link in self._links for t in link.leases.values() if t in tags]:
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+        while True:
+            self.recall(tags)
+            with self._changed:
+                held = [(t, link) for link in self._links for t in link.leases.values() if t in tags]
+                if not held:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
                     names = ", ".join(f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held)
                     raise LeaseError(
                         f"leased: {names}; close the Lease there, or pause what "
                         f"borrowed the pages, before pausing (nothing was changed)"
                     )
+                self._changed.wait(min(left, _AGAIN_SECONDS))
+
+    def recall(self, tags: Sequence[str]) -> None:
+        """Peers end leases of the tags that they keep: at once, or with the use that is under way.
+
+        The caller may hold the saver's lock, but not the device's: peers, and this process as one, unmap meanwhile.
+        """
+        for link in list(self._links):
+            with self._changed:
+                wanted = [number for number in link.kept if link.leases[number] in tags]
+            if wanted:
+                with contextlib.suppress(rpc.Closed, rpc.Refused, TimeoutError):  # then the lease is still there
+                    link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
@@ -152,7 +173,8 @@ class ShareServer:
                 connection.close()  # a stranger costs no thread
                 continue
             link = Link()
-            link.endpoint = rpc.Endpoint(connection, _Handler(self, link), partial(self._gone, link), "memsaver-owner")
+            handler, gone = _Handler(self, link), partial(self._gone, link)
+            link.endpoint = rpc.Endpoint(connection, handler, gone, "memsaver-owner", prompt=["unlease"])
             with self._changed:
                 self._links.append(link)
             link.endpoint.start()
@@ -165,7 +187,7 @@ class ShareServer:
 
     # ---------------------------------------------------------------- requests
 
-    def lease(self, link: Link, token: str) -> rpc.Reply:
+    def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
         if ticket is None:
             raise rpc.Refused("unknown ticket")
@@ -194,6 +216,8 @@ class ShareServer:
             number = next(self._numbers)
             with self._changed:
                 link.leases[number] = ticket.tag
+                if kept:
+                    link.kept.add(number)
         listed = [[extent.id, extent.offset, extent.nbytes, extent.id in new] for extent in extents]
         return {"extents": listed, "lease": number}, fds
 
@@ -201,6 +225,7 @@ class ShareServer:
         link.imported.difference_update(forgotten)
         with self._changed:
             link.leases.pop(lease, None)
+            link.kept.discard(lease)
             self._changed.notify_all()
         return {}, []
 

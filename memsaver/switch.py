@@ -61,6 +61,11 @@ class Switch:
         if self.server is not None:
             self.server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
 
+    def recall(self, arenas: Sequence[Arena]) -> None:
+        """Leases that peers keep without using them end."""
+        if self.server is not None:
+            self.server.recall([arena.tag for arena in arenas])
+
     def pause(
         self,
         arenas: Sequence[Arena],

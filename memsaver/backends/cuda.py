@@ -114,12 +114,6 @@ class CudaBackend(ShimBackend):
         with self._call(Operation.UNRESERVE, nbytes):
             _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
 
-    def set_peer_access(self, address: int, nbytes: int) -> None:
-        here, own = torch.cuda.current_device(), self.device.index
-        if here != own and torch.cuda.can_device_access_peer(here, own):
-            with self._call(Operation.SET_ACCESS, nbytes):
-                _value("access of another GPU", driver.cuMemSetAccess(address, nbytes, [_access_desc(here)], 1))
-
     def bind_thread(self) -> None:
         """Make the device's primary context current in a thread of our own."""
         torch.cuda.set_device(self.device)
@@ -137,6 +131,12 @@ class CudaBackend(ShimBackend):
         """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
+
+    def window(self, address: int, nbytes: int) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped as long as it is used. It says that it is on this
+        device, whichever GPU the memory is of: torch asks the driver for that, and copies, where ``view`` is used."""
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
 
     @property
     def host_arena(self) -> HostArena:

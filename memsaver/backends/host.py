@@ -86,6 +86,10 @@ class HostBackend(ShimBackend):
         owner = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
+    def window(self, address: int, nbytes: int) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped as long as it is used."""
+        return self.view(address, nbytes)[0]
+
     @property
     def host_arena(self) -> HostArena:
         return _host_arena()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -82,7 +83,8 @@ class MappedWriter(Writer):
 
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         share, offset = ticket
-        self._leases.append(attach(share))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._leases.append(attach(share))  # for this GPU, which copies
         self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
 
     def _put(self, peer: int, staged: Tensor, offset: int) -> None:
@@ -90,7 +92,6 @@ class MappedWriter(Writer):
         ring[offset : offset + len(staged)].copy_(staged)
         if ring.is_cuda:  # the peer reads as soon as it is told
             torch.cuda.current_stream(ring.device).synchronize()
-            torch.cuda.current_stream(staged.device).synchronize()
 
     def settle(self, peer: int) -> None:
         return

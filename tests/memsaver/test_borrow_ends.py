@@ -17,8 +17,8 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.backends.peer import peer_backend
 from memsaver.imports import imports
-from memsaver.lease import peer_backend
 from tests.helpers.memory import family_bytes, open_fds
 from tests.helpers.peers import Peer
 from tests.memsaver.lending import MIB, SIZE, THEIRS, World

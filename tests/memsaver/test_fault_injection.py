@@ -15,7 +15,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.lease import peer_backend
+from memsaver.backends.peer import peer_backend
 from tests.helpers.memory import open_fds, process_bytes
 
 ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import MemorySaver, lease
+from memsaver import MemorySaver
 from memsaver.imports import imports
+from memsaver.owner import _owners
 from tests.helpers.memory import machine_bytes, memfd_bytes, memory_maps, open_fds
 from tests.helpers.peers import PATIENCE, Address, Gone, Peer
 from tests.helpers.soak import rounds
@@ -228,7 +229,7 @@ class Survivor:
         return {
             "bytes": memfd_bytes([os.getpid()]) if self.device == "cpu" else machine_bytes(self.device),
             "imports": len(imports),
-            "owners": len(lease._owners),
+            "owners": len(_owners),
             "fds": open_fds(),
             "threads": threading.active_count(),
         }

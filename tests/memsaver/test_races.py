@@ -18,6 +18,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver, lease, rpc
 from memsaver.imports import imports
+from memsaver.owner import Owner
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.peers import Peer
 
@@ -196,7 +197,7 @@ def test_two_savers_that_hand_over_to_each_other_at_once(device: str, saver: Mem
     kv = other.empty(SIZE, torch.uint8, tag="kv")
     original = lease.owner_of
 
-    def owner_of(name: str) -> lease.Owner:
+    def owner_of(name: str) -> Owner:
         ready.wait(5)
         return original(name)
 

@@ -14,7 +14,17 @@ from torch import Tensor
 import memsaver
 from memsaver.ops.digest import digest
 from memsaver.places import place_of
-from rollout.types import CommitReceipt, Manifest, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.boxes import write_boxes
+from rollout.types import (
+    CommitReceipt,
+    Manifest,
+    PackedBox,
+    ParamSlice,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+    WriteReceipt,
+)
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
@@ -38,6 +48,7 @@ class PageTarget:
         self.version: int | None = 0
         self.reason = ""
         self.state = "closed"
+        self.messages: list[int] = []  # bytes of each
         self.fail_at: str | None = None
         self.only: tuple[str, ...] | None = None
 
@@ -51,9 +62,15 @@ class PageTarget:
         ticket = self.saver.share("weights", writable=True)
         return WeightOffer(version=version, manifest=self.layout, ticket=ticket)
 
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        self._at("write")
+        assert self.state == "open"
+        self.messages.append(data.numel())
+        write_boxes(self.arena, boxes, data)
+
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         self._at("verify")
-        assert self.state == "open" and self.leases() == 0
+        assert self.state == "open"
         read = self.digest()
         if receipt.digest != read:
             raise ValueError(f"digest {receipt.digest} is {read} here")

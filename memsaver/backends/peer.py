@@ -1,0 +1,42 @@
+"""What this process maps other savers' memory with: on GPUs always the one that is current.
+
+So no context and no stream appears on a GPU because its memory is mapped, and it need not be visible here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from memsaver.backends.base import Backend, make_backend
+from memsaver.errors import LeaseError
+from memsaver.places import device_key
+
+
+def peer_backend(key: str) -> Backend:
+    """For memory of the device ``key``; ``LeaseError`` where the current GPU does not reach that one, or none is."""
+    if key == "cpu":
+        return _backend_of(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise LeaseError(f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it")
+    here = torch.cuda.current_device()
+    _check_reach(here, key)
+    return _backend_of(torch.device("cuda", here))
+
+
+@cache
+def _backend_of(device: torch.device) -> Backend:
+    return make_backend(device)
+
+
+@cache
+def _check_reach(here: int, key: str) -> None:
+    """Of a GPU that is hidden, the driver tells when the memory is mapped."""
+    for index in range(torch.cuda.device_count()):
+        there = device_key(torch.device("cuda", index)) == key
+        if there and index != here and not torch.cuda.can_device_access_peer(here, index):
+            raise LeaseError(
+                f"cuda:{here} does not reach the memory of cuda:{index} ({key}); use GPUs that reach each other "
+                "(nvidia-smi topo -p2p r)"
+            )

@@ -1,0 +1,267 @@
+"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag has left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import KeptLeases, Lease, LeaseError, MemorySaver, StateError, Ticket
+from memsaver.imports import imports
+from tests.helpers.memory import family_bytes, memory_maps, open_fds, process_bytes
+from tests.helpers.peers import Peer
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+SOON = 0.9  # seconds: less than an owner waits for a lease that is used
+
+
+class World:
+    """A saver whose tag "weights" has one tensor, and leases of it that are kept in the same process."""
+
+    def __init__(self, device: str) -> None:
+        self.saver, self.kept = MemorySaver(device), KeptLeases()
+        self.tensor = self.saver.empty(SIZE, torch.uint8, tag="weights").fill_(1)
+        self.ticket = self.saver.share("weights", writable=True)
+
+    @property
+    def leases(self) -> int:
+        return self.saver.report().tags["weights"].leases
+
+    def write(self, value: int) -> Lease:
+        """Through the kept lease, and seen by the owner."""
+        with self.kept.use(self.ticket) as lease:
+            lease.tensor((SIZE,), torch.uint8).fill_(value)
+        assert int(self.tensor[0]) == int(self.tensor[-1]) == value
+        return lease
+
+
+@pytest.fixture
+def world(device: str) -> Iterator[World]:
+    made = World(device)
+    yield made
+    made.kept.close()
+    made.saver.check_integrity()
+    made.saver.close()
+
+
+def test_a_lease_is_mapped_once_until_it_is_recalled(world: World) -> None:
+    first = world.write(2)
+    assert world.leases == 1 and world.write(3) is first
+    started = time.monotonic()
+    world.saver.pause("weights")
+    assert first.closed and world.leases == 0 and time.monotonic() - started < SOON
+    with pytest.raises(LeaseError, match="'weights' is paused"), world.kept.use(world.ticket):
+        pass
+    world.saver.resume("weights")
+    second = world.write(4)
+    assert second is not first and world.write(5) is second
+
+
+def _trimmed(world: World) -> None:
+    extra = world.saver.empty(3 * SIZE, torch.uint8, tag="weights")
+    with world.kept.use(world.ticket, at_least=SIZE + extra.nbytes):
+        pass
+    del extra
+    gc.collect()
+    assert world.saver.trim("weights") >= SIZE
+
+
+def _exchanged(world: World) -> None:
+    other = world.saver.empty(SIZE, torch.uint8, tag="other").fill_(9)
+    world.saver.exchange("weights", "other")
+    assert int(world.tensor[0]) == 9 and int(other[0]) == 2
+
+
+def _swapped(world: World) -> None:
+    world.saver.empty(SIZE, torch.uint8, tag="other")
+    world.saver.pause("other")
+    world.saver.swap(pause="weights", resume="other")
+    world.saver.pause("other")
+    world.saver.resume("weights")
+
+
+MOVES: dict[str, Callable[[World], Any]] = {
+    "pause": lambda world: (world.saver.pause(), world.saver.resume()),
+    "keep": lambda world: (world.saver.pause(release="keep"), world.saver.resume()),
+    "host": lambda world: (world.saver.pause(content="host"), world.saver.resume()),
+    "resize": lambda world: (world.saver.resize("weights", 0), world.saver.resize("weights", SIZE)),
+    "trim": _trimmed,
+    "exchange": _exchanged,
+    "swap": _swapped,
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_whatever_moves_the_pages_ends_it(how: str, world: World) -> None:
+    before = world.write(2)
+    MOVES[how](world)
+    assert before.closed and world.leases == 0
+    assert world.write(3) is not before
+
+
+def test_the_pages_of_before_go_back(world: World, device: str) -> None:
+    world.write(2)
+    before, committed = family_bytes(device), world.saver.report().committed_bytes
+    world.saver.pause()
+    assert before - family_bytes(device) == committed
+    world.saver.resume()
+
+
+def test_one_in_use_is_waited_for_and_then_ends(world: World) -> None:
+    with world.kept.use(world.ticket) as lease:
+        with pytest.raises(LeaseError, match="leased: 'weights' by process"):
+            world.saver.pause("weights")
+        assert not world.saver.is_paused("weights")
+        lease.tensor((SIZE,), torch.uint8).fill_(7)
+        with world.kept.use(world.ticket) as again:  # the owner has given up, and may be asked for another
+            assert again is not lease and int(again.tensor((1,), torch.uint8)) == 7
+    assert lease.closed and not again.closed and world.leases == 1
+
+
+def test_a_pause_goes_on_when_the_use_ends(world: World) -> None:
+    with world.kept.use(world.ticket):
+        pausing = threading.Thread(target=world.saver.pause)
+        pausing.start()
+        time.sleep(0.1)
+        assert not world.saver.is_paused("weights")
+    pausing.join()
+    assert world.saver.is_paused("weights")
+    world.saver.resume()
+
+
+def test_uses_of_threads_share_it(world: World) -> None:
+    with world.kept.use(world.ticket) as one, world.kept.use(world.ticket) as other:
+        assert one is other and world.leases == 1
+    assert not one.closed
+    meet = threading.Barrier(4)
+    seen: list[int] = []
+
+    def work() -> None:
+        with fresh.use(world.ticket) as lease:
+            meet.wait(5)  # each has its own, or another's
+            seen.append(int(lease.tensor((1,), torch.uint8)))
+
+    with KeptLeases() as fresh:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [1] * 4 and world.leases == 2  # one of them stays
+    assert world.leases == 1
+
+
+def test_a_tag_that_has_grown_is_mapped_anew_where_that_is_needed(world: World) -> None:
+    first = world.write(2)
+    more = world.saver.empty(SIZE, torch.uint8, tag="weights").fill_(8)
+    assert world.write(3) is first
+    with world.kept.use(world.ticket, at_least=2 * SIZE) as lease:
+        seen = lease.tensor((SIZE,), torch.uint8, world.saver.offset_of(more))
+        assert int(seen[-1]) == 8
+    assert first.closed and world.leases == 1 and world.write(4) is lease
+
+
+def test_rights_and_tags_are_kept_apart(world: World) -> None:
+    world.saver.empty(10, tag="other")
+    tickets = [world.saver.share("weights"), world.ticket, world.saver.share("other")]
+    for _ in range(2):
+        for ticket in tickets:
+            with world.kept.use(ticket):
+                pass
+    assert world.leases == 2
+    world.saver.pause("other")
+    assert world.leases == 2
+    world.kept.close()
+    assert world.leases == 0
+    with pytest.raises(StateError, match="closed; make new ones"), world.kept.use(world.ticket):
+        pass
+
+
+def test_close_leaves_a_use_its_pages(world: World) -> None:
+    with world.kept.use(world.ticket) as lease:
+        world.kept.close()
+        assert int(lease.tensor((1,), torch.uint8)) == 1
+    assert lease.closed and world.leases == 0
+
+
+def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
+    lease = world.write(2)
+    lease._backend.inject_fault(1, 2)  # type: ignore[attr-defined]
+    world.saver.pause("weights")  # the recall is repeated
+    assert lease.closed
+    world.saver.resume("weights")
+    again = world.write(3)
+    again._backend.inject_fault(1, 2)  # type: ignore[attr-defined]
+    with pytest.raises(memsaver.BackendError):
+        world.kept.close()
+    world.kept.close()
+    assert again.closed and world.leases == 0
+
+
+def test_a_recall_that_overtakes_the_lease_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner grants a lease, and pauses before it is mapped."""
+    original, pausing = memsaver.lease.import_all, threading.Thread(target=world.saver.pause)
+
+    def import_all(*arguments: Any) -> None:
+        pausing.start()
+        time.sleep(0.1)
+        original(*arguments)
+
+    monkeypatch.setattr(memsaver.lease, "import_all", import_all)
+    with world.kept.use(world.ticket):
+        pass
+    pausing.join()
+    assert world.saver.is_paused("weights") and world.leases == 0
+    world.saver.resume()
+
+
+def _use(pipe: Connection, ticket: Ticket) -> None:
+    kept = KeptLeases()
+    while True:
+        value = pipe.recv()
+        with kept.use(ticket) as lease:
+            lease.tensor((SIZE,), torch.uint8).fill_(value)
+        pipe.send("done")
+
+
+def test_another_process_keeps_it_while_it_does_something_else(world: World) -> None:
+    peer = Peer(_use, world.ticket)
+    try:
+        for value in (5, 6):
+            assert peer.ask(value) == "done" and int(world.tensor[-1]) == value and world.leases == 1
+        started = time.monotonic()
+        world.saver.pause()
+        assert time.monotonic() - started < SOON and world.leases == 0
+        world.saver.resume()
+        assert peer.ask(7) == "done" and int(world.tensor[-1]) == 7
+    finally:
+        peer.bury()
+
+
+def test_a_thousand_uses_and_recalls_leave_nothing(world: World, device: str) -> None:
+    def cycle(count: int) -> None:
+        for value in range(count):
+            world.write(value % 251)
+            if value % 5 == 0:
+                world.saver.pause()
+                world.saver.resume()
+        world.saver.drain_events()
+
+    cycle(50)
+    gc.collect()
+    before = process_bytes(device), open_fds(), threading.active_count(), len(imports)
+    maps = memory_maps()
+    cycle(1000)
+    gc.collect()
+    assert (process_bytes(device), open_fds(), threading.active_count(), len(imports)) == before
+    assert memory_maps() <= maps + 16
+    (kept,) = world.kept._kept.values()
+    assert list(kept.lease.owner.kept.values()) == [kept]
