@@ -63,7 +63,7 @@ class StoredWeights:
         return self.store._box(piece)
 
     def check_bytes(self) -> None:
-        """Nothing beside the slices was written, padding is zero, and shadow pages are given back. (A lease that is used
+        """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A lease that is used
         beyond its sync keeps the saver from closing.)"""
         assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), "bytes of no parameter were written"
         for first, nbytes in self.store.manifest.zeros:
