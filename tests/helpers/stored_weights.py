@@ -63,12 +63,12 @@ class StoredWeights:
         return self.store._box(piece)
 
     def check_bytes(self) -> None:
-        """Nothing beside the slices was written, padding is zero, and nobody holds anything any longer."""
+        """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A lease that is used
+        beyond its sync keeps the saver from closing.)"""
         assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), "bytes of no parameter were written"
         for first, nbytes in self.store.manifest.zeros:
             assert not self.store.arena[first : first + nbytes].any(), "padding is not zero"
         tags = self.saver.report().tags
-        assert not any(tag.leases for tag in tags.values())
         assert WEIGHTS_SHADOW not in tags or tags[WEIGHTS_SHADOW].committed_bytes == 0
 
     @staticmethod

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -94,6 +95,9 @@ class Pair:
             self.nursery.wait(self.trainers.pop())
 
     def end(self) -> None:
+        for trainer in self.trainers:  # of a test that failed
+            os.kill(trainer.pid, signal.SIGKILL)
+        self.stop()
         gc.unfreeze()
         self.nursery.end()
         for engine in self.engines:

@@ -36,7 +36,6 @@ SOME = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("model"))
     yield made
-    made.stop()
     made.end()
 
 
@@ -140,8 +139,9 @@ class Killing:
 
     def watch(self, case: Round, old: int) -> None:
         """Engines are asked all the time."""
-        verified = case.fails_in in ("commit", None)
+        verified, deadline = case.fails_in in ("commit", None), time.monotonic() + PATIENCE
         while self.pair.busy():
+            assert time.monotonic() < deadline, "the survivor waits for ever"
             for number in (0, 1):
                 version = self.pair.serves(number)
                 assert version in (None, old) or (version == self.version and verified)
