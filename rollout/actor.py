@@ -7,12 +7,13 @@ from typing import Any
 import ray
 import torch
 
-from memsaver import Event, MemorySaver, Report
+from memsaver import Event, MemorySaver, Report, Ticket
 from rollout.engine import Engine
 from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
     Completion,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -74,11 +75,17 @@ class RolloutActor:
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self._engine.begin_update(version, shadow=shadow, names=names)
 
+    def write_update(self, boxes: Sequence[PackedBox], data: torch.Tensor) -> None:
+        self._engine.write_update(boxes, data)
+
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self._engine.verify_update(receipt)
 
     def commit_update(self, version: int) -> CommitReceipt:
         return self._engine.commit_update(version)
+
+    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
+        return self._engine.adopt_update(version, ticket, layout_hash, digest)
 
     def abort_update(self, reason: str) -> None:
         self._engine.abort_update(reason)

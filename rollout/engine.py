@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from memsaver import Event, MemorySaver, Report, StateError
+from memsaver import Event, MemorySaver, Report, StateError, Ticket
 from memsaver.ops.hash import splitmix64_int
 from memsaver.places import place_of
 from rollout.beam import BeamGroup, check_vocabulary
@@ -32,6 +32,7 @@ from rollout.types import (
     CommitReceipt,
     Completion,
     Manifest,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -121,6 +122,7 @@ class Engine:
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0. Ends an update that is open."""
         require_active(self.saver, WEIGHTS, "load weights")
+        self._update.require_own("load weights")
         self._update.abort(f"loading from {path} did not finish")
         self._prefixes.new_weights()
         self._store.load(iter_checkpoint(path), str(path))
@@ -257,7 +259,8 @@ class Engine:
         unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
         wake-up under the version then loaded; "abort" ends them with what they have.
         A sleep of the weights ends an open update: one with shadow pages is rolled back first (and stays so where the
-        sleep is refused after all), what another has written is lost, and the weights are undefined.
+        sleep is refused after all), what another has written is lost, and the weights are undefined. Adopted pages go
+        back to the trainer at either level: the weights are undefined.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)")
@@ -272,7 +275,7 @@ class Engine:
             )
         if WEIGHTS in chosen:
             self._update.before_sleep()
-            keep = level == 1 and self._store.version is not None
+            keep = level == 1 and self._update.keepable
             self.saver.pause(WEIGHTS, content="host" if keep else "discard")
             self._update.on_sleep(level)
         if unfinished == "abort":
@@ -332,6 +335,13 @@ class Engine:
             self._require_idle("begin a weight update", "begin one with shadow=True, or when generate has returned")
         return self._update.begin(version, shadow, names)
 
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer that cannot map them.
+
+        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was written then.
+        """
+        self._update.write(boxes, data)
+
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read the written pages back, and compare with what the writer says it wrote.
 
@@ -348,9 +358,22 @@ class Engine:
         self._require_idle("commit a weight update", "commit it when generate has returned")
         return self._update.commit(version)
 
+    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
+        """Serve another saver's pages as version `version`, without a copy. Replaces an open update.
+
+        ticket: of a tag laid out as this engine's manifest says (`Trainer(layout=...)`); layout_hash: of that. Memory
+        of the engine's own goes back, the tag may sleep already; addresses stay. digest: what the pages must hold, read
+        back; None: not read. Their owner must not write to them until a sleep or an abort has given them back.
+        Nothing changes where it raises a ValueError (an older version, another layout), a StateError (requests run,
+        other tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other errors
+        (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
+        """
+        self._require_idle("adopt weights", "adopt them when generate has returned")
+        return self._update.adopt(version, ticket, layout_hash, digest)
+
     def abort_update(self, reason: str) -> None:
         """End the update. One with shadow pages, open or refused, leaves the version that is served; otherwise the
-        engine is poisoned: it refuses to generate, giving `reason`, until an update commits."""
+        engine is poisoned: it refuses to generate, giving `reason`, until an update commits. Adopted pages go back."""
         self._update.abort(reason)
         if self._store.version is None:
             self._prefixes.clear()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.types import (
     CommitReceipt,
     Completion,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -14,7 +15,9 @@ from rollout.types import (
 )
 
 if TYPE_CHECKING:
-    from memsaver import Event, Report
+    from torch import Tensor
+
+    from memsaver import Event, Report, Ticket
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam search counts as
@@ -30,9 +33,15 @@ class SyncTarget(Protocol):
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer: ...
 
+    def write_update(self, boxes: Sequence[PackedBox], data: "Tensor") -> None: ...
+
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
 
     def commit_update(self, version: int) -> CommitReceipt: ...
+
+    def adopt_update(
+        self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None = None
+    ) -> CommitReceipt: ...
 
     def abort_update(self, reason: str) -> None: ...
 

@@ -1,10 +1,11 @@
 """Plain data that crosses the engine's boundary: requests, answers, and the weight-update messages."""
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from memsaver import Ticket
@@ -189,9 +190,42 @@ class WeightOffer:
 
     version: int
     manifest: Manifest
-    ticket: "Ticket"
+    ticket: "Ticket | Any"  # of pages that are not a saver's: `trainer_bridge.transport.ipc.IpcTicket`
     shadow: bool = False
     names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBox:
+    """A box of elements of the weights, row-major from byte `at` of a message.
+
+    offset: of its first element, in bytes from the start of the tag's arena; strides: of the others there, in elements
+    of `itemsize` bytes.
+    """
+
+    at: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.itemsize not in (1, 2, 4) or len(self.shape) != len(self.strides):
+            raise ValueError(f"a box has elements of 1, 2 or 4 bytes and as many strides as sizes, got {self}")
+        if min(self.at, self.offset, *self.shape, *self.strides) < 0:
+            raise ValueError(f"a box has no negative numbers, got {self}")
+        if self.at % self.itemsize or self.offset % self.itemsize:
+            raise ValueError(f"at and offset must be multiples of the {self.itemsize} bytes of an element, got {self}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def end(self) -> int:
+        """First byte of the arena after it."""
+        span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+        return self.offset + (span * self.itemsize if self.nbytes else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +254,8 @@ class VerifyReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
-    """What the engine now serves; the digest is that of the verification."""
+    """What the engine now serves; the digest is that of the verification, None for pages adopted without one."""
 
     version: int
-    digest: int
+    digest: int | None
     seconds: float

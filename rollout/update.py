@@ -1,11 +1,14 @@
-"""The engine's side of a weight update: offer pages, read them back, commit or refuse.
+"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the trainer's pages.
 
-    state      begin   verify                    commit            abort    sleep of the weights
-    closed     open    -                         -                 closed   closed
-    open       open    verified, or closed [1]   -                 closed   closed
-    verified   open    -                         closed, defined   closed   closed
+    state      begin      verify                    commit            adopt        abort        sleep of the weights
+    closed     open       -                         -                 borrowed     closed       closed
+    open [4]   open       verified, or closed [1]   -                 borrowed     closed       closed
+    verified   open       -                         closed, defined   borrowed     closed       closed
+    borrowed   - [2]      -                         -                 borrowed     closed [3]   closed [3]
 
 "-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says; no second try.
+[2] a StateError. [3] The pages go back to the trainer, and the weights sleep, undefined. [4] `write`
+is legal here only, for writers that cannot map the pages.
 
 What the engine serves when an update is closed without a commit depends on what was offered. The pages that are served:
 nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old version, all the time.
@@ -22,15 +25,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from memsaver import LeaseError, StateError
+from rollout.borrowed import BorrowedPages
+from rollout.boxes import write_boxes
 from rollout.errors import WeightUpdateError
 from rollout.shadow import ShadowPages
-from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import CommitReceipt, PackedBox, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
 from rollout.weights import WeightStore
 
 if TYPE_CHECKING:
-    from memsaver import MemorySaver
+    from memsaver import MemorySaver, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,7 @@ class _Open:
 
 
 class WeightUpdate:
-    """The states above. The caller sees to it that no forward runs at `begin` without shadow, nor at `commit`."""
+    """The states above. The caller sees to it that no forward runs at `begin` without shadow, `commit` or `adopt`."""
 
     def __init__(self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]) -> None:
         """on_new_weights: what was computed so far is of other weights than what will be, called when that is so."""
@@ -53,6 +59,7 @@ class WeightUpdate:
         self._saver = saver
         self._on_new_weights = on_new_weights
         self._shadow = ShadowPages(store, saver)
+        self._borrowed = BorrowedPages(store, saver)
         self._open: _Open | None = None
         self._spared = False  # the last update was to be a shadow update, and was not committed
 
@@ -65,10 +72,8 @@ class WeightUpdate:
         if self._open is None:
             self._spared = shadow
         require_active(self._saver, self._store.tag, "begin a weight update")
-        if version < self._store.last_version:
-            raise ValueError(
-                f"version {version} is older than the engine's version {self._store.last_version}; use a higher one"
-            )
+        self.require_own("begin a weight update")
+        self._check_version(version)
         chosen = None if names is None else self._choose(names)
         if shadow:
             self._shadow.take()
@@ -82,6 +87,19 @@ class WeightUpdate:
             self._shadow.copy_all()
         self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))
         return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket, shadow=shadow, names=chosen)
+
+    def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """Put boxes of a message into the offered pages, for a writer that cannot map them.
+
+        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is outside of the weights
+        or of `data`. Nothing changed then.
+        """
+        require_active(self._saver, self._store.tag, "write into a weight update")
+        update = self._required()
+        if update.digest is not None:
+            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+        pages = self._shadow.arena if update.shadow else self._store.arena
+        write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
 
     def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read back what was written, and compare. WeightUpdateError where it differs: the update is closed then."""
@@ -122,10 +140,50 @@ class WeightUpdate:
         self._free_shadow()
         return CommitReceipt(version=version, digest=update.digest, seconds=time.perf_counter() - started)
 
+    def adopt(self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None) -> CommitReceipt:
+        """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes back.
+
+        ValueError (an older version, another layout), StateError (other tensors on the tag), LeaseError (a process maps
+        the weights): nothing changed. After any other error the engine is poisoned, and the pages are given back.
+        """
+        started = time.perf_counter()
+        self._check_version(version)
+        if layout_hash != (own := self._store.manifest.layout_hash):
+            raise ValueError(
+                f"the pages of version {version} are laid out as {layout_hash}, these weights as {own}; make the "
+                "trainer with layout=engine.manifest, or sync by copies"
+            )
+        self._borrowed.require_possible()
+        self.before_sleep()
+        self._borrowed.empty()
+        self._poison(f"the adoption of version {version} did not finish")
+        self._on_new_weights()
+        try:
+            self._borrowed.take(ticket)
+            if digest is not None and (read := self._store.digest()) != digest:
+                raise WeightUpdateError(
+                    f"the pages of version {version} have digest {read}, the trainer says {digest}; the engine refuses "
+                    "to generate until an update commits"
+                )
+            self._store.define(version)
+        except BaseException as error:
+            self._poison(f"version {version} could not be adopted: {type(error).__name__}: {error}")
+            raise
+        return CommitReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
+
+    def require_own(self, action: str) -> None:
+        """StateError while the weights lie in the trainer's pages."""
+        self._borrowed.require_own(action)
+
     def abort(self, reason: str) -> None:
         """Close the update: see above what is served then. `reason` is what a poisoned engine gives."""
         if self._open is not None or not self._spared:
             self._close(reason)
+
+    @property
+    def keepable(self) -> bool:
+        """Whether the weights are some version, in memory of the engine's own: a sleep can keep them."""
+        return self._store.version is not None and not self._borrowed.held
 
     def before_sleep(self) -> None:
         """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its pages; nothing
@@ -136,7 +194,9 @@ class WeightUpdate:
 
     def on_sleep(self, level: int) -> None:
         """After the weights were paused. An update that is open has lost what was written."""
-        if level == 2:
+        if self._borrowed.give_back():
+            self._poison("a sleep gave the trainer's pages back; sync or share the weights anew")
+        elif level == 2:
             self._poison("the weights were discarded by sleep(level=2); commit a weight update")
         elif self._open is not None:
             self._poison(f"a sleep ended the update to version {self._open.version}; begin it anew")
@@ -151,6 +211,13 @@ class WeightUpdate:
     def _poison(self, reason: str) -> None:
         self._open, self._spared = None, False
         self._store.undefine(reason)
+        self._borrowed.give_back()
+
+    def _check_version(self, version: int) -> None:
+        if version < self._store.last_version:
+            raise ValueError(
+                f"version {version} is older than the engine's version {self._store.last_version}; use a higher one"
+            )
 
     def _free_shadow(self) -> None:
         with contextlib.suppress(LeaseError):  # a writer that hangs; a sleep insists, other updates go on

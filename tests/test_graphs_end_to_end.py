@@ -103,6 +103,32 @@ def test_cycles_with_new_weights_each(
     record_property("cycles", count)
 
 
+def test_graphs_replay_on_pages_that_are_borrowed_anew_each_cycle(tmp_path: Path, scribbler: Scribbler) -> None:
+    path = write_model(tmp_path / "model", "qwen3", **SHAPE)
+    with open_inprocess(config(path, device="cuda:0"), ENGINE, alias=True) as (trainer, rollout):
+        graphs = rollout.graphs
+        assert graphs is not None
+        captured, addresses = graphs.captures, graphs.addresses()
+        cycle = Cycle(trainer, rollout, alias=True, on_stage=lambda *_: scribbler.fill(64 << 20))
+        for version in range(1, 6):
+            randomize(trainer, version)
+            fresh = fresh_engine(path, trainer)
+            inputs = prompts(version)
+            wanted = tokens_of(fresh.generate(inputs, GREEDY)), tokens_of(fresh.generate(inputs, SAMPLED))
+            fresh.saver.close()
+            del fresh
+            assert cycle.to_rollout(version).nbytes == 0
+            assert rollout.report().tags["weights"].committed_bytes == 0
+            assert rollout.report().tags["weights"].borrowed_bytes == trainer.report().committed_bytes
+            got = tokens_of(rollout.generate(inputs, GREEDY)), tokens_of(rollout.generate(inputs, SAMPLED))
+            assert got == wanted, f"version {version}"
+            cycle.to_train()
+            trainer.saver.check_integrity()
+            rollout.saver.check_integrity()
+        assert graphs.captures == captured == len(graphs.sizes) and graphs.addresses() == addresses
+        assert graphs.replays > 50
+
+
 def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
     """Every batch from 1 to beyond the ladder, against the same engine without graphs; padded rows change nothing."""
     path = write_model(tmp_path / "model", "llama", **SHAPE, num_key_value_heads=1)

@@ -11,6 +11,8 @@ from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
     Completion,
+    Manifest,
+    PackedBox,
     SamplingParams,
     VerifyReceipt,
     WeightLayout,
@@ -24,7 +26,9 @@ from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 if TYPE_CHECKING:
-    from memsaver import Event, Report
+    from torch import Tensor
+
+    from memsaver import Event, Report, Ticket
 
 
 class TrainerActor:
@@ -36,9 +40,9 @@ class TrainerActor:
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
 
-    def build(self) -> None:
+    def build(self, layout: Manifest | None = None) -> None:
         self.saver = memsaver.MemorySaver(device=self.config.device)
-        self.trainer = Trainer(self.config, self.saver)
+        self.trainer = Trainer(self.config, self.saver, layout=layout)
 
     def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
         return self.trainer.compute_log_prob(batch, temperature)
@@ -60,6 +64,9 @@ class TrainerActor:
 
     def sync_weights(self, version: int) -> SyncReceipt:
         return self.trainer.sync_weights(version)
+
+    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+        return self.trainer.share_weights(version, verify=verify)
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         self.trainer.save_checkpoint(directory, extra)
@@ -135,6 +142,9 @@ class RemoteTrainer(RemoteActor):
     def sync_weights(self, version: int) -> SyncReceipt:
         return self.call("sync_weights", version)
 
+    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+        return self.call("share_weights", version, verify=verify)
+
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         self.call("save_checkpoint", directory, extra)
 
@@ -179,11 +189,18 @@ class RemoteRollout(RemoteActor):
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         return self.call("begin_update", version, shadow=shadow, names=names)
 
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """`data` is copied once: a view would take all bytes of its buffer along."""
+        self.call("write_update", boxes, data.clone())
+
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         return self.call("verify_update", receipt)
 
     def commit_update(self, version: int) -> CommitReceipt:
         return self.call("commit_update", version)
+
+    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
+        return self.call("adopt_update", version, ticket, layout_hash, digest)
 
     def abort_update(self, reason: str) -> None:
         self.call("abort_update", reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,3 +124,16 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
         column=torch.tensor(column, dtype=torch.int64, device=device),
         target=torch.tensor(target, dtype=torch.int64, device=device),
     )
+
+
+def check_tokens(batch: SequenceBatch, model: Any) -> None:
+    """ValueError for an id out of range, which would kill a GPU's context, or a position that would be scored wrongly.
+
+    model: the configuration, with vocab_size and max_position_embeddings.
+    """
+    limit = model.max_position_embeddings
+    if batch.max_length > limit:
+        raise ValueError(f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it")
+    for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
+        if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
+            raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{model.vocab_size - 1}")

@@ -14,9 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 _VALUES = "values.json"
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds, by name; the tensors are the model's and the optimizer's own."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        moments = optimizer.state[param]
+        found[f"params.{name}"] = param.detach()
+        found[f"optim.exp_avg.{name}"] = moments["exp_avg"]
+        found[f"optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+    return found
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

@@ -29,11 +29,14 @@ _STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, we
 
 
 @contextlib.contextmanager
-def open_inprocess(trainer: TrainerConfig, engine: Mapping[str, Any]) -> Iterator[tuple[Trainer, Engine]]:
+def open_inprocess(
+    trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
+) -> Iterator[tuple[Trainer, Engine]]:
     """Both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where not given. It loads no
-    weights: the first sync brings them.
+    weights: the first sync brings them. alias: lay the trainer's parameters out as the engine's weights, for
+    `Cycle(alias=True)`; a ValueError says why it cannot be.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
@@ -43,7 +46,7 @@ def open_inprocess(trainer: TrainerConfig, engine: Mapping[str, Any]) -> Iterato
         rollout.sleep(level=2)
         saver = memsaver.MemorySaver(device=trainer.device)
         undo.callback(saver.close)
-        side = Trainer(trainer, saver)
+        side = Trainer(trainer, saver, layout=rollout.manifest if alias else None)
         undo.callback(side.close)
         side.connect([rollout])
         yield side, rollout
@@ -57,11 +60,12 @@ def open_ray(
     timeout: float = 600.0,
     address: str | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
+    alias: bool = False,
 ) -> Iterator[tuple[RemoteTrainer, RemoteRollout]]:
     """Each side as an actor, half of one GPU each when the device is CUDA; Ray chooses the GPU.
 
     timeout: seconds for one call. address: of a running cluster ("auto": the one of this machine); None takes the one
-    this process is connected to, or starts a small one of its own and ends it.
+    this process is connected to, or starts a small one of its own and ends it. alias: see `open_inprocess`.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -84,7 +88,7 @@ def open_ray(
         undo.callback(ray.kill, handle)
         side = RemoteTrainer(handle, "trainer", timeout)
         rollout.sleep(level=2)
-        side.call("build")
+        side.call("build", rollout.weight_layout().manifest if alias else None)
         side.connect(rollout)
         yield side, rollout
 

@@ -8,9 +8,10 @@
     rollout  nothing               weights, kv_cache, cuda_graph     generate
     score    params                nothing                           compute_log_prob
 
-Tags that the caller names in `keep` stay on the device in every state. Both sides are protocols: the same code drives
-objects of this process and handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced,
-the rollout is poisoned with the reason and serves nothing.
+Tags that the caller names in `keep` stay on the device in every state. With `alias` the rollout serves the trainer's
+own pages: `params` stays, lent in state "rollout", and tag `weights` never has memory of its own. Both sides are
+protocols: the same code drives objects of this process and handles on Ray actors. A stage that fails ends the cycle;
+where weights were being replaced, the rollout is poisoned with the reason and serves nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class TrainerSide(Protocol):
 
     def sync_weights(self, version: int) -> SyncReceipt: ...
 
+    def share_weights(self, version: int) -> SyncReceipt: ...
+
 
 OnStage = Callable[[str, float, float], None]
 """Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""
@@ -64,17 +67,22 @@ class Cycle:
         on_stage: OnStage | None = None,
         sleep_level: int = 2,
         keep: Iterable[str] = (),
+        alias: bool = False,
     ) -> None:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
 
         keep: tags of either side that stay on the device, where there is room for them; a ValueError names an unknown
-        one.
+        one. alias: the rollout serves the trainer's pages, which it gives back when it sleeps, at any level; the pair
+        is opened with the same.
         """
         kept = set(keep)
         if unknown := sorted(kept.difference(KEEPABLE)):
             raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
+        if alias and WEIGHTS in kept:
+            raise ValueError(f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back; leave it out")
         self.state = "train"
-        self._parked = set(TRAINER_TAGS) - kept
+        self._alias = alias
+        self._parked = set(TRAINER_TAGS) - kept - ({PARAMS} if alias else set())
         self._sleeping = [tag for tag in TAGS if tag not in kept]
         self._trainer = trainer
         self._rollout = rollout
@@ -89,10 +97,11 @@ class Cycle:
         """
         after = self._enter("to_rollout")
         self._make_room()
-        with self._stage("wake_weights"):
-            self._rollout.wake_up([WEIGHTS])
+        if not self._alias:
+            with self._stage("wake_weights"):
+                self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
-            committed = self._trainer.sync_weights(version)
+            committed = self._trainer.share_weights(version) if self._alias else self._trainer.sync_weights(version)
         if PARAMS in self._parked:
             with self._stage("park_params"):  # not before all engines have committed what they hold
                 self._trainer.park(PARAMS)

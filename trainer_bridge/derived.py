@@ -61,11 +61,12 @@ class DerivedCopies:
         wanted = max((min(rows[name], len(sources[name])) * sources[name].shape[1] for name in named), default=0)
         device = next((sources[name].device for name in named), None)
         self._scratch = torch.empty(wanted, dtype=torch.float32, device=device)
-        self._pieces = [
+        pieces = (
             self._piece(name, first, min(first + rows[name], len(sources[name])), named[name])
             for name in named
             for first in range(0, len(sources[name]), rows[name])
-        ]
+        )
+        self._pieces = [piece for piece in pieces if piece.casts]
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
         """On the current stream, which orders the pieces: each uses the scratch after the one before."""

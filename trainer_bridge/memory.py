@@ -1,4 +1,4 @@
-"""Tensors laid side by side in one block of a saver's tag: nothing between them, so the tag commits what is used."""
+"""Tensors laid side by side in one block of a saver's tag: little between them, so the tag commits what is used."""
 
 from __future__ import annotations
 
@@ -9,29 +9,44 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memsaver.rounding import round_up
+
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 _ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
+_END = 256  # bytes: a rollout's weights end so, and who borrows pages needs all of them
 
 
 def side_by_side(
-    specs: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device, saver: MemorySaver | None, tag: str
+    specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    device: torch.device,
+    saver: MemorySaver | None,
+    tag: str,
+    starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """One tensor a (shape, dtype), all in one allocation of `tag` (content host); plain memory without a saver.
 
-    The content is undefined. The tensors keep the block alive.
+    starts: the first byte of each in the block, None: one after the other. The content is undefined. The tensors keep
+    the block alive.
     """
-    starts, end = [], 0
-    for shape, dtype in specs:
-        starts.append(end)
-        end += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGN) * _ALIGN
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    if starts is None:
+        starts = _packed(sizes)
+    end = round_up(max((start + size for start, size in zip(starts, sizes, strict=True)), default=0), _END)
     if saver is None:
         block = torch.empty(end, dtype=torch.uint8, device=device)
     else:
         block = saver.empty((end,), torch.uint8, tag=tag, content="host")
-    views = []
-    for start, (shape, dtype) in zip(starts, specs, strict=True):
-        nbytes = math.prod(shape) * dtype.itemsize
-        views.append(block[start : start + nbytes].view(dtype).view(shape))
-    return views
+    return [
+        block[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)
+    ]
+
+
+def _packed(sizes: Sequence[int]) -> list[int]:
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += round_up(size, _ALIGN)
+    return starts

@@ -17,9 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from memsaver.ops.hash import hash_text
+from rollout.types import Manifest
 from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.layout import byte_offsets
 from trainer_bridge.memory import side_by_side
 from trainer_bridge.sources import local_box
 from trainer_bridge.tags import PARAMS
@@ -34,17 +36,20 @@ def build_model(
     device: torch.device,
     saver: MemorySaver | None,
     shard_dims: Mapping[str, int] | None = None,
+    layout: Manifest | None = None,
 ) -> nn.Module:
     """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
 
-    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). A ValueError names a
-    missing file, and parameters that are missing, unknown, of another shape, or not to be sharded so.
+    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). layout: of a rollout,
+    whose place for each parameter this one takes, too (one rank). A ValueError names a missing file, and parameters
+    that are missing, unknown, of another shape, or not to be sharded or laid out so.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config)
+    starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, mesh, shard_dims or {})
-    _allocate_shards(model, device, saver)
+    _allocate_shards(model, device, saver, starts)
     _finish_fsdp(model, saver)
     _rebuild_buffers(model, device)
     if files is None:
@@ -108,8 +113,10 @@ def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int]
         raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
 
 
-def _allocate_shards(model: nn.Module, device: torch.device, saver: MemorySaver | None) -> None:
-    """Give every meta shard memory: in one block, except where FSDP pads.
+def _allocate_shards(
+    model: nn.Module, device: torch.device, saver: MemorySaver | None, starts: Mapping[str, int] | None
+) -> None:
+    """Give every meta shard memory: in one block, except where FSDP pads. starts: bytes in the block, by name.
 
     FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
     copy is made inside the region, and its source is plain memory.
@@ -121,11 +128,13 @@ def _allocate_shards(model: nn.Module, device: torch.device, saver: MemorySaver 
     padded = [param for param in owners if _is_padded(param)]
     whole = [param for param in owners if not _is_padded(param)]
     specs = [(tuple(_local(param).shape), param.dtype) for param in whole]
-    memory = dict(zip(whole, side_by_side(specs, device, saver, PARAMS), strict=True))
+    names = {param: name for name, param in model.named_parameters()}
+    places = None if starts is None else [starts[names[param]] for param in whole]
+    memory = dict(zip(whole, side_by_side(specs, device, saver, PARAMS, places), strict=True))
     memory |= {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
-    for param, places in owners.items():
+    for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
-        for module, name in places:
+        for module, name in users:
             setattr(module, name, shard)
 
 

@@ -1,9 +1,18 @@
-"""The process group that FSDP needs, also for one process alone."""
+"""The device and the process group that FSDP needs, also for one process alone."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
+
+def use_device(name: str) -> torch.device:
+    """The device of that name; a GPU with its number, and current from here on."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
 
 
 def ensure_process_group(device: torch.device) -> bool:

@@ -39,16 +39,18 @@ class RankCopies:
         rank: int = 0,
         names: Collection[str] | None = None,
         derived: Collection[str] = (),
+        targets: Collection[int] | None = None,
     ) -> None:
         """shards: this rank's; sources: their tensors, by name. names: only these, as the trainer calls them. derived:
-        which of them are made of their shard (`LowRank`). A ValueError lists shards that are missing or of another
-        shape."""
+        which of them are made of their shard (`LowRank`). targets: write into these only; None: all. A ValueError lists
+        shards that are missing or of another shape."""
         boxes = {shard.name: shard for shard in shards}
         copies = [copy for copy in plan.copies(rank) if names is None or copy.name in names]
         self.names = sorted({copy.name for copy in copies})
         if problems := [problem for name in self.names if (problem := _misfit(sources, boxes[name]))]:
             raise ValueError(f"the shards of rank {rank} do not fit the plan, {listed(problems)}")
         self.sources = sources
+        copies = [copy for copy in copies if targets is None or copy.target in targets]
         self._nbytes: dict[int, int] = {}
         self._casts: dict[int, CastCopy] = {}
         for target in sorted({copy.target for copy in copies}):
@@ -104,7 +106,9 @@ class RankCopies:
             if not cast.on_gpu:
                 cast.start(pages[target], on_part)
                 continue
-            stream = self._streams.setdefault(target, torch.cuda.Stream())
+            if target not in self._streams:
+                self._streams[target] = torch.cuda.Stream()
+            stream = self._streams[target]
             stream.wait_stream(torch.cuda.current_stream())  # the step that made the weights may be queued
             programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
             with torch.cuda.stream(stream):

@@ -2,9 +2,13 @@
 
     prepare   finite? newer? the shards where they were?            nothing is touched yet
     open      every target offers its pages                         without shadow pages: undefined from here on
+    map       every rank maps the pages that it writes into         from here on ranks may wait for each other
     write     every rank writes its copies into all targets         both sides know digests
     verify    every target reads its pages back                     digests are the same, or the sync ends
     commit    every target serves the version                       only now may the trainer give its shards away
+
+Bytes for targets whose pages a rank cannot map go by way of others (`transport/`); only then is there a stage "map",
+before "write", after which no rank fails to take part in the exchanges.
 
 After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
 stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
@@ -19,17 +23,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
 from rollout.protocols import SyncTarget
-from rollout.types import WeightLayout, WeightOffer, WriteReceipt
+from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import Alone, Consensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.ops.cast_copy import OnPart
 from trainer_bridge.plan import Plan, Target, make_plan
 from trainer_bridge.rank_copies import RankCopies, Written
 from trainer_bridge.sources import SourceShard
+from trainer_bridge.transport.connection import connect, obstacles
+from trainer_bridge.transport.mapping import mapped
+from trainer_bridge.transport.relay import MESSAGE_BYTES, Relay
 
 T = TypeVar("T")
 _MASK64 = (1 << 64) - 1
@@ -40,7 +48,8 @@ class SyncReceipt:
     """A version that all targets serve. The same on every rank, but for the seconds.
 
     digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one device to another.
-    seconds: of the whole sync; copy_seconds: of this rank's copies; stages: seconds of each stage, waiting included.
+    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this rank's copies;
+    verify_seconds: of the slowest target's reading back.
     """
 
     version: int
@@ -49,6 +58,7 @@ class SyncReceipt:
     link_bytes: int
     seconds: float
     copy_seconds: float
+    verify_seconds: float
     stages: dict[str, float]
 
 
@@ -59,6 +69,9 @@ class _Round:
     version: int
     opened: list[SyncTarget] = field(default_factory=list)
     copies: RankCopies | None = None
+    relay: Relay | None = None
+    leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    pages: dict[int, Tensor] = field(default_factory=dict)
     derived: Mapping[str, LowRank] = field(default_factory=dict)
     copy_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
@@ -88,11 +101,18 @@ class WeightSync:
         *,
         place: str,
         derived: Callable[[], Mapping[str, LowRank]] = dict,
+        transport: str = "auto",
+        group: dist.ProcessGroup | None = None,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard moves. place: of this
-        rank's device, as in `WeightLayout`. derived: asked
-        for with every sync, the parameters that are written as a function of this rank's shard of them. A ValueError
-        lists what does not fit; nothing has been touched then."""
+        rank's device, as in `WeightLayout`. derived: asked for with every sync, the parameters that are written as a
+        function of this rank's shard of them.
+
+        transport: "auto" writes into mapped pages wherever a rank can map them, and falls back where it can't, with a
+        warning and an entry in `transports`; or "pages", "relay", "handle" alone. group: of the ranks, for what goes
+        from one to another, in messages of at most `message_bytes`. A ValueError lists what does not fit; nothing has
+        been touched then."""
         self._consensus = consensus or Alone()
         self._targets = tuple(targets)
         self._shards = tuple(shards)
@@ -101,11 +121,26 @@ class WeightSync:
         self._version: int | None = None
         said = self._consensus.agree("connect", lambda: _Joined(place, shards, [t.weight_layout() for t in targets]))
         self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
-        plans: list[Plan] = []  # a rank's own: they are the same, and too large to be exchanged
-        self._consensus.agree("plan", lambda: plans.append(_plan(said)))
-        (self.plan,) = plans
-        self._copies: dict[object, RankCopies] = {}  # of the last kind of sync
-        self._leases = memsaver.KeptLeases()
+        blocked = self._consensus.agree("plan", lambda: self._make_plan(said, place))
+        self._message_bytes = message_bytes
+        self._connection = connect(
+            self.plan,
+            [rank for rank, each in enumerate(said) for _ in each.layouts],
+            blocked,
+            mode=transport,
+            rank=self._consensus.rank,
+            device=next((source.device for source in sources().values()), torch.device("cpu")),
+            group=group,
+            message_bytes=message_bytes,
+        )
+        self.transports = self._connection.transports
+        self._kept = memsaver.KeptLeases()
+        self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
+
+    def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
+        """Every rank makes its own: they are the same, and too large to be exchanged. Returns what it cannot map."""
+        self.plan = _plan(said)
+        return obstacles(place, self.plan)
 
     def sync(
         self,
@@ -129,12 +164,13 @@ class WeightSync:
         try:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = [offer for each in offered for offer in each]
-            written = self._agree(state, "write", lambda: self._write(state, offers, on_part))
+            self._agree(state, "map", lambda: self._map(state, offers))
+            written = self._agree(state, "write", lambda: self._write(state, on_part))
             receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
-            self._agree(state, "verify", lambda: self._verify(receipts))
+            verified = self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
         except BaseException as error:
-            _abort(state.opened, error)
+            _abort(state, error)
             raise
         self._version = version
         return SyncReceipt(
@@ -144,8 +180,13 @@ class WeightSync:
             link_bytes=sum(each.link_bytes for rank in written for each in rank.values()),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
+            verify_seconds=max((each.seconds for rank in verified for each in rank), default=0.0),
             stages=state.stages,
         )
+
+    def close(self) -> None:
+        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
+        self._kept.close()
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
         started = time.perf_counter()
@@ -160,13 +201,30 @@ class WeightSync:
             )
         sources, state.derived = self._sources(), self._derived()
         key = (names, frozenset(state.derived))
-        if key not in self._copies or self._copies[key].sources is not sources:
-            copies = RankCopies(
-                self.plan, self._shards, sources, rank=self._consensus.rank, names=names, derived=state.derived
-            )
-            self._copies = {key: copies}
-        state.copies = self._copies[key]
+        if key not in self._copies or self._copies[key][0].sources is not sources:
+            self._copies = {key: self._tables(sources, names, state.derived)}
+        state.copies, state.relay = self._copies[key]
         state.copies.check(state.derived, check_finite)
+
+    def _tables(
+        self, sources: Mapping[str, Tensor], names: tuple[str, ...] | None, derived: Collection[str]
+    ) -> tuple[RankCopies, Relay | None]:
+        rank, routes = self._consensus.rank, self._connection.routes
+        direct = routes.direct(rank) if routes.indirect else None
+        copies = RankCopies(self.plan, self._shards, sources, rank=rank, names=names, derived=derived, targets=direct)
+        if not routes.indirect:
+            return copies, None
+        relay = Relay(
+            self.plan,
+            self._connection,
+            sources,
+            dict(enumerate(self._targets, start=self._first)),
+            rank=rank,
+            names=names,
+            derived=derived,
+            message_bytes=self._message_bytes,
+        )
+        return copies, relay
 
     def _open(self, state: _Round, shadow: bool, names: tuple[str, ...] | None) -> list[WeightOffer]:
         offers = []
@@ -181,31 +239,23 @@ class WeightSync:
                 )
         return offers
 
-    def _write(self, state: _Round, offers: Sequence[WeightOffer], on_part: OnPart | None) -> dict[int, Written]:
+    def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
+        assert state.copies is not None
+        relayed = [] if state.relay is None else state.relay.targets
+        with _current(state.copies.sources):
+            for number in {*state.copies.targets, *relayed}:
+                state.pages[number] = mapped(offers[number], self._kept, state.leases)
+
+    def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
         copies = state.copies
         assert copies is not None
-        with contextlib.ExitStack() as uses:
-            uses.enter_context(_current(copies.sources))
-            pages = {number: self._mapped(offers[number], uses) for number in copies.targets}
+        with _current(copies.sources), state.leases:
             started = time.perf_counter()
-            written = copies.write(pages, state.derived, on_part)
+            relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
+            written = copies.write(state.pages, state.derived, on_part) | relayed
             state.copy_seconds = time.perf_counter() - started
-            pages.clear()  # they may dangle afterwards
+            state.pages.clear()  # they may dangle afterwards
         return written
-
-    def _mapped(self, offer: WeightOffer, uses: contextlib.ExitStack) -> Tensor:
-        """All bytes of the offered pages, as long as the uses last."""
-        lease = uses.enter_context(self._leases.use(offer.ticket, at_least=offer.manifest.nbytes))
-        if lease.nbytes < offer.manifest.nbytes:
-            raise ValueError(
-                f"the rollout shares {lease.nbytes} bytes, its manifest describes {offer.manifest.nbytes}; "
-                "offer all of tag weights"
-            )
-        return lease.tensor((lease.nbytes,), torch.uint8)
-
-    def close(self) -> None:
-        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
-        self._leases.close()
 
     def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:
         """What all ranks together wrote into one target."""
@@ -217,9 +267,10 @@ class WeightSync:
             nbytes=sum(part.nbytes for part in parts),
         )
 
-    def _verify(self, receipts: Sequence[WriteReceipt]) -> None:
-        for number, target in enumerate(self._targets, start=self._first):
-            target.verify_update(receipts[number])
+    def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
+        return [
+            target.verify_update(receipts[number]) for number, target in enumerate(self._targets, start=self._first)
+        ]
 
 
 def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
@@ -234,9 +285,19 @@ def _plan(ranks: Sequence[_Joined]) -> Plan:
     return make_plan(shards, targets, [rank.place for rank in ranks])
 
 
-def _abort(opened: Sequence[SyncTarget], error: BaseException) -> None:
+def _abort(state: _Round, error: BaseException) -> None:
+    state.pages.clear()
+    try:
+        state.leases.close()
+    except Exception as kept:  # the first failure is the one to report
+        error.add_note(f"a lease was not closed: {type(kept).__name__}: {kept}")
+    abort_all(state.opened, error)
+
+
+def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
+    """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
     for target in opened:
         try:
             target.abort_update(f"{type(error).__name__}: {error}")
-        except Exception as deaf:  # it may be what died; the first failure is the one to report
+        except Exception as deaf:  # a target may be what died; the first failure is the one to report
             error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

@@ -16,20 +16,23 @@ from memsaver.errors import StateError
 from memsaver.places import place_of
 from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
-from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, deal, pad
+from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.consensus import Consensus, group_consensus
 from trainer_bridge.losses import ppo_clip, token_logprobs
 from trainer_bridge.model import build_model, local_shard, reshard
 from trainer_bridge.ops.cast_copy import OnPart
 from trainer_bridge.optimizer import build_optimizer
-from trainer_bridge.processes import ensure_process_group, sum_ranks
+from trainer_bridge.page_share import PageShare
+from trainer_bridge.processes import ensure_process_group, sum_ranks, use_device
 from trainer_bridge.session import SyncReceipt, WeightSync
 from trainer_bridge.sources import SourceShard, dtensor_shards
 from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
+from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
     from memsaver import Event, MemorySaver, Report
+    from rollout.types import Manifest
 
 
 class Trainer:
@@ -48,18 +51,25 @@ class Trainer:
         saver: MemorySaver | None = None,
         *,
         shard_dims: Mapping[str, int] | None = None,
+        layout: Manifest | None = None,
     ) -> None:
-        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first dimension."""
+        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first dimension.
+
+        layout: of the rollout that `share_weights` is for: parameters lie on tag `params` as its weights do. One rank
+        with a saver, whole parameters of the same dtypes; a ValueError says what is not so.
+        """
         self.config = config
         self.saver = saver
-        self.device = _device(config.device)
+        self.device = use_device(config.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self._owns_group = ensure_process_group(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
-        self.model = build_model(config, mesh, self.device, saver, shard_dims)
+        if layout is not None and (saver is None or self.world > 1):
+            raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
+        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout)
         self.optimizer = build_optimizer(list(self.model.parameters()), config, self.device, saver)
         self.step = 0
         self._parked: set[str] = set()
@@ -67,13 +77,15 @@ class Trainer:
         self._shards: dict[str, Tensor] = {}
         self._addresses: list[int] = []
         self._sync: WeightSync | None = None
+        self._layout = layout
+        self._share: PageShare | None = None
 
     def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
         """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's."""
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         self._require("compute_log_prob", PARAMS)
-        self._check_tokens(batch)
+        check_tokens(batch, self.model.config)
         self.model.eval()
         mine: dict[int, list[float]] = {}
         with torch.no_grad():
@@ -96,7 +108,8 @@ class Trainer:
         finite raises a FloatingPointError and changes nothing.
         """
         self._require("update_actor", PARAMS, OPTIM)
-        self._check_tokens(batch)
+        self._require_unlent("update_actor")
+        check_tokens(batch, self.model.config)
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
         if not batch.num_tokens:
@@ -138,16 +151,35 @@ class Trainer:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def connect(self, targets: Sequence[SyncTarget], consensus: Consensus | None = None) -> None:
+    def connect(
+        self, targets: Sequence[SyncTarget], consensus: Consensus | None = None, *, transport: str = "auto"
+    ) -> None:
         """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights` replaces their weights.
 
-        consensus: how the ranks agree, by default over the store of their process group. A ValueError lists what does
-        not fit, a `SyncError` says which other rank found that; nothing has been touched then.
+        consensus: how the ranks agree, by default over the store of their process group. transport: how bytes reach the
+        engines (see `WeightSync`); what came of it is in `transports`. A ValueError lists what does not fit, a
+        `SyncError` says which other rank found that; nothing has been touched then.
         """
         if consensus is None:
             assert dist.group.WORLD is not None
             consensus = group_consensus(dist.group.WORLD)
-        self._sync = WeightSync(self._my_shards(), self.shards, targets, consensus, place=place_of(self.device))
+        self._sync = WeightSync(
+            self._my_shards(),
+            self.shards,
+            targets,
+            consensus,
+            place=place_of(self.device),
+            transport=transport,
+            group=dist.group.WORLD,
+        )
+        if self._layout is not None:
+            assert self.saver is not None
+            self._share = PageShare(self.saver, PARAMS, self._layout, self.shards, targets, consensus)
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """By which ways the bytes of a sync go, and what they cost; empty before `connect`."""
+        return () if self._sync is None else self._sync.transports
 
     def sync_weights(
         self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
@@ -158,6 +190,19 @@ class Trainer:
         if self._sync is None:
             raise StateError("sync_weights() has no rollout to write to; call connect([engine]) first, on every rank")
         return self._sync.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
+
+    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+        """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is copied.
+
+        Until the engines' weights sleep, what would change or park the parameters raises. See `PageShare.share`.
+        """
+        self._require("share_weights", PARAMS)
+        if self._share is None:
+            raise StateError(
+                "share_weights() needs parameters that lie as the rollout's weights do; make the trainer with "
+                "layout=engine.manifest, and call connect([engine])"
+            )
+        return self._share.share(version, verify=verify)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's rows of every parameter by checkpoint name; tied ones once. The same dict until a shard moves."""
@@ -170,13 +215,16 @@ class Trainer:
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Parameters, moments, step and `extra` (JSON), whole or not at all; replaces what was there."""
         self._require("save_checkpoint", PARAMS, OPTIM)
-        checkpoint.save(directory, self._state(), {"step": self.step, "extra": extra or {}})
+        checkpoint.save(
+            directory, checkpoint.state(self.model, self.optimizer), {"step": self.step, "extra": extra or {}}
+        )
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`."""
         self._require("load_checkpoint", PARAMS, OPTIM)
+        self._require_unlent("load_checkpoint")
         self.zero_grad()
-        values = checkpoint.load(directory, self._state())
+        values = checkpoint.load(directory, checkpoint.state(self.model, self.optimizer))
         self.step = values["step"]
         for state in self.optimizer.state.values():
             state["step"].fill_(self.step)
@@ -245,16 +293,6 @@ class Trainer:
             found += [shard for shard in dtensor_shards(name, param) if shard.rank == self.rank]
         return found
 
-    def _state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name; the tensors are the trainer's own."""
-        state: dict[str, Tensor] = {}
-        for name, param in self.model.named_parameters():
-            moments = self.optimizer.state[param]
-            state[f"params.{name}"] = param.detach()
-            state[f"optim.exp_avg.{name}"] = moments["exp_avg"]
-            state[f"optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        return state
-
     def _tags(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:
             if tag not in TRAINER_TAGS:
@@ -266,28 +304,14 @@ class Trainer:
             if tag in self._parked:
                 raise StateError(f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first")
 
-    def _check_tokens(self, batch: SequenceBatch) -> None:
-        """An id out of range would kill a GPU's context, a position out of range would be scored wrongly."""
-        config: Any = self.model.config
-        limit = config.max_position_embeddings
-        if batch.max_length > limit:
-            raise ValueError(
-                f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it"
+    def _require_unlent(self, method: str) -> None:
+        if self.saver is not None and self.saver.leases(PARAMS):
+            raise StateError(
+                f"{method}() would change parameters that a rollout serves; put its weights to sleep first"
             )
-        for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
-            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-                raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{config.vocab_size - 1}")
 
 
 def _address(param: Tensor) -> int:
     """Of this rank's shard. `to_local` takes a hundred times as long, every time."""
     assert isinstance(param, DTensor)
     return param._local_tensor.data_ptr()
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    return device

@@ -91,6 +91,7 @@ class SegmentTable:
             first += len(part.rows)
         self._segments = len(segments)
         self._stream: torch.cuda.Stream | None = None
+        self._total = torch.zeros((), dtype=torch.int64, pin_memory=self.is_cuda)
 
     @property
     def is_cuda(self) -> bool:
@@ -119,11 +120,14 @@ class SegmentTable:
         for launch in self._launches:
             if launch.ends[first] < launch.ends[last]:
                 launch_rows(launch, base, launch.ends[first], launch.ends[last], programs)
+        if last == self._segments:  # now: the host launches this while the device still copies
+            self._total.copy_(self._partials.sum(), non_blocking=True)
 
     def digest(self) -> int:
-        """Wait; digest of all segments as last launched, in [0, 2**64)."""
-        with torch.cuda.stream(self._stream):  # that of the launch, whatever is current now
-            return int(self._partials.sum().item()) & MASK64
+        """Wait; digest of all segments as last launched, the last one included, in [0, 2**64)."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return int(self._total) & MASK64
 
 
 def _chunk(elements: int) -> int:

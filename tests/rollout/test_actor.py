@@ -10,6 +10,7 @@ import pytest
 from rollout import SamplingParams
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.rollout.test_lifecycle import GREEDY, PROMPTS, TINY, write
+from tests.rollout.test_written_boxes import message
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -51,3 +52,23 @@ def test_a_trainer_in_another_process_writes_the_weights(actor: Any) -> None:
     call("abort_update", "the trainer is gone")
     with pytest.raises(Exception, match="the trainer is gone"):
         call("generate", PROMPTS, SamplingParams())
+
+
+def test_weights_come_as_messages(actor: Any) -> None:
+    from trainer_bridge.actor import RemoteRollout
+
+    rollout = RemoteRollout(actor, "rollout", 120.0)
+    rollout.wake_up()
+    version = rollout.weights_version + 1
+    receipt = write(rollout.begin_update(version), seed=2)
+    offer = rollout.begin_update(version)
+    write(offer, seed=3)  # so that the pages hold something else
+    boxes, data = message(offer, seed=2)
+    buffer = data.new_zeros(data.numel() + 100)
+    buffer[: data.numel()] = data
+    rollout.write_update(boxes, buffer[: data.numel()])
+    rollout.verify_update(receipt)
+    rollout.commit_update(version)
+    model = build_tiny("qwen3", seed=2, **TINY)
+    out = rollout.generate(PROMPTS, GREEDY)
+    assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]

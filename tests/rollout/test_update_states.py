@@ -16,6 +16,7 @@ from rollout import Engine, SamplingParams, WeightOffer, WeightUpdateError
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.soak import rounds
+from tests.rollout.test_adopt import Owner
 from tests.rollout.test_lifecycle import TINY, tiny, write
 
 PROMPT = [5, 3, 8, 1]
@@ -58,7 +59,8 @@ class Under:
 
 
 class UpdateMachine(RuleBasedStateMachine):
-    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to poison."""
+    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to poison. `borrowed`: the
+    weights lie in the owner's pages."""
 
     @initialize()
     def build(self) -> None:
@@ -66,7 +68,8 @@ class UpdateMachine(RuleBasedStateMachine):
         self.size = self.engine.report().tags[WEIGHTS].committed_bytes
         self.content: Content | None = Content(0, 0)
         self.version = 0
-        self.asleep = self.spared = False
+        self.asleep = self.spared = self.borrowed = False
+        self.owner = Owner(self.engine)
         self.under: Under | None = None
 
     def active(self) -> bool:
@@ -76,11 +79,11 @@ class UpdateMachine(RuleBasedStateMachine):
     def begin(self, older: int, more: int, shadow: bool, some: bool) -> None:
         version = self.version - 1 if older else self.version + more
         names = NAMES if some else None
-        refused = self.asleep or older or (some and self.content is None)
+        refused = self.asleep or self.borrowed or older or (some and self.content is None)
         if self.under is None:
             self.spared = shadow
         if refused:
-            with pytest.raises(StateError if self.asleep or not older else ValueError):
+            with pytest.raises(StateError if self.asleep or self.borrowed or not older else ValueError):
                 self.engine.begin_update(version, shadow=shadow, names=names)
             return
         offer = self.engine.begin_update(version, shadow=shadow, names=names)
@@ -118,11 +121,33 @@ class UpdateMachine(RuleBasedStateMachine):
         self.content, self.version = self.under.written, version
         self.under, self.spared = None, False
 
+    @rule(older=st.sampled_from([0, 0, 0, 1]), seed=SEEDS, claim=st.sampled_from([None, "right", "wrong"]))
+    def adopt(self, older: int, seed: int, claim: str | None) -> None:
+        layout = self.engine.manifest.layout_hash
+        if older:
+            with pytest.raises(ValueError, match="older"):
+                self.engine.adopt_update(self.version - 1, self.owner.ticket(), layout)
+            return
+        digest = self.owner.fill(seed)
+        self.under, self.spared, self.borrowed = None, False, claim != "wrong"
+        if claim == "wrong":
+            with pytest.raises(WeightUpdateError, match="digest"):
+                self.engine.adopt_update(self.version + 1, self.owner.ticket(), layout, digest ^ 1)
+            self.content = None
+        else:
+            self.version += 1
+            self.engine.adopt_update(self.version, self.owner.ticket(), layout, digest if claim else None)
+            self.content = Content(seed, seed)
+        self.engine.wake_up()
+        self.asleep = False
+
     @rule()
     def abort(self) -> None:
         self.engine.abort_update("aborted")
         if self.under is not None or not self.spared:
             self.close()
+        if not self.asleep:
+            self.engine.wake_up()  # its own memory, where it gave pages back
 
     @precondition(active)
     @rule(level=st.sampled_from([1, 1, 2]))
@@ -131,8 +156,8 @@ class UpdateMachine(RuleBasedStateMachine):
         self.asleep = True
         if self.under is not None:
             self.close()
-        if level == 2:
-            self.content, self.spared = None, False
+        if level == 2 or self.borrowed:
+            self.content, self.spared, self.borrowed = None, False, False
 
     @rule()
     def wake_up(self) -> None:
@@ -142,6 +167,10 @@ class UpdateMachine(RuleBasedStateMachine):
     @precondition(active)
     @rule()
     def load(self) -> None:
+        if self.borrowed:
+            with pytest.raises(StateError, match="the weights lie in the trainer's pages"):
+                self.engine.load(checkpoint())
+            return
         self.engine.load(checkpoint())
         if self.under is not None or not self.spared:
             self.close()
@@ -151,7 +180,7 @@ class UpdateMachine(RuleBasedStateMachine):
         """What is left of an update that ends without a commit, or of an engine that is poisoned."""
         self.spared = self.under is not None and self.under.offer.shadow
         if not self.spared:
-            self.content = None
+            self.content, self.borrowed = None, False
         self.under = None
 
     @invariant()
@@ -166,6 +195,11 @@ class UpdateMachine(RuleBasedStateMachine):
         assert self.content is not None
         [[out]] = self.engine.generate([PROMPT], params)
         assert out.token_ids == expected(self.content) and set(out.weight_versions) == {self.version}
+
+    @invariant()
+    def pages_are_lent_as_long_as_they_are_served(self) -> None:
+        assert self.owner.saver.leases("params") == self.borrowed
+        assert (self.engine.report().tags[WEIGHTS].borrowed_bytes > 0) == self.borrowed
 
     @invariant()
     def shadow_pages_are_there_when_needed_only(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import memsaver
+from rollout.types import Manifest
 from tests.trainer_bridge.models import config, write_model
 from trainer_bridge import Trainer
 
@@ -22,16 +23,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Trainer]]:
-    """make(path, saver=True, **config): saver=True makes one. The first trainer made ends the process group, last."""
+    """make(path, saver=True, layout=None, **config): saver=True makes one. The first trainer made ends the process
+    group, last."""
     with contextlib.ExitStack() as undo:
 
-        def make(path: str, saver: bool = True, **changes: Any) -> Trainer:
+        def make(path: str, saver: bool = True, layout: Manifest | None = None, **changes: Any) -> Trainer:
             settings = config(path, **changes)
             memory = None
             if saver:
                 memory = memsaver.MemorySaver(device=settings.device)
                 undo.callback(memory.close)
-            trainer = Trainer(settings, memory)
+            trainer = Trainer(settings, memory, layout=layout)
             undo.callback(trainer.close)
             return trainer
 

@@ -10,21 +10,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_bridge.sources import SourceShard
 
 import memsaver
 from memsaver.ops.digest import digest
 from memsaver.places import place_of
-from rollout.types import CommitReceipt, Manifest, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.boxes import write_boxes
+from rollout.types import (
+    CommitReceipt,
+    Manifest,
+    PackedBox,
+    ParamSlice,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+    WriteReceipt,
+)
 from trainer_bridge.consensus import StoreConsensus
+from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
 from trainer_bridge.session import WeightSync
+from trainer_bridge.sources import SourceShard
 
 UNTOUCHED = 0xA5
 
 
 class PageTarget:
-    """A tag of a saver, filled with a pattern, with the contract of an engine. fail_at: a stage in which it raises."""
+    """A tag of a saver, filled with a pattern, with the contract of an engine.
+
+    fail_at: a stage in which it raises. only: the parameters that the next sync is to name.
+    """
 
     def __init__(self, layout: Manifest, device: str = "cpu", place: str | None = None) -> None:
         self.saver = memsaver.MemorySaver(device=device)
@@ -34,16 +48,25 @@ class PageTarget:
         self.version: int | None = 0
         self.reason = ""
         self.state = "closed"
+        self.messages: list[int] = []  # bytes of each
         self.fail_at: str | None = None
+        self.only: tuple[str, ...] | None = None
 
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(manifest=self.layout, place=self.place)
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Any = None) -> WeightOffer:
         self._at("begin")
+        assert names == self.only
         self.version, self.reason, self.state = None, "begun", "open"
         ticket = self.saver.share("weights", writable=True)
         return WeightOffer(version=version, manifest=self.layout, ticket=ticket)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        self._at("write")
+        assert self.state == "open"
+        self.messages.append(data.numel())
+        write_boxes(self.arena, boxes, data)
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         self._at("verify")
@@ -51,7 +74,7 @@ class PageTarget:
         read = self.digest()
         if receipt.digest != read:
             raise ValueError(f"digest {receipt.digest} is {read} here")
-        assert receipt.nbytes == sum(self.read(i).nbytes for i in range(len(self.layout.slices)))
+        assert receipt.nbytes == sum(self.read(i).nbytes for i, _ in self._meant())
         self.state = "verified"
         return VerifyReceipt(version=receipt.version, digest=read, seconds=0.0)
 
@@ -81,13 +104,16 @@ class PageTarget:
 
     def digest(self) -> int:
         total = 0
-        for number, p in enumerate(self.layout.slices):
+        for number, p in self._meant():
             numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
             box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
             flat = self.read(number).reshape(-1).cpu()
             for at, index in enumerate(numbers[box].reshape(-1).tolist()):
                 total += digest(flat[at : at + 1], p.index_base + index)
         return total % 2**64
+
+    def _meant(self) -> list[tuple[int, ParamSlice]]:
+        return [(i, p) for i, p in enumerate(self.layout.slices) if self.only is None or p.name in self.only]
 
     def untouched(self) -> bool:
         return bool((self.arena == UNTOUCHED).all())
@@ -107,21 +133,32 @@ class Rank:
     sources: Mapping[str, Tensor]
     targets: Sequence[Any] = ()
     place: str = "here"
+    derived: Mapping[str, LowRank] = dataclasses.field(default_factory=dict)
     sync: WeightSync | None = None
 
 
 def in_ranks(
-    ranks: Sequence[Rank], run: Callable[[int, Rank], Any], shards: Sequence[SourceShard], timeout: float = 30.0
+    ranks: Sequence[Rank],
+    run: Callable[[int, Rank], Any],
+    shards: Sequence[SourceShard],
+    timeout: float = 30.0,
+    consensus: Callable[..., StoreConsensus] = StoreConsensus,
 ) -> list[Any]:
-    """What `run(number, rank)` returned or raised in every rank, after all were connected (once)."""
+    """What `run(number, rank)` returned or raised in every rank, after all were connected (once), by `consensus`."""
     store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
     results: list[Any] = [None] * len(ranks)
 
     def body(number: int, rank: Rank) -> None:
         try:
-            consensus = StoreConsensus(store, number, len(ranks), timeout=timeout)
             mine = [shard for shard in shards if shard.rank == number]
-            rank.sync = WeightSync(mine, lambda: rank.sources, rank.targets, consensus, place=rank.place)
+            rank.sync = WeightSync(
+                mine,
+                lambda: rank.sources,
+                rank.targets,
+                consensus(store, number, len(ranks), timeout=timeout),
+                place=rank.place,
+                derived=lambda: rank.derived,
+            )
             results[number] = run(number, rank)
         except Exception as error:
             results[number] = error

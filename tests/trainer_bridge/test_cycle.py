@@ -74,7 +74,30 @@ class FakeTrainer:
         self.world.at("sync_weights")
         self.world.version, self.world.reason = version, None
         return SyncReceipt(
-            version=version, digests=(1,), nbytes=4, link_bytes=0, seconds=0.0, copy_seconds=0.0, stages={}
+            version=version,
+            digests=(1,),
+            nbytes=4,
+            link_bytes=0,
+            seconds=0.0,
+            copy_seconds=0.0,
+            verify_seconds=0.0,
+            stages={},
+        )
+
+    def share_weights(self, version: int) -> SyncReceipt:
+        assert "params" in self.world.held and "weights" not in self.world.held
+        self.world.version, self.world.reason = None, "pages not adopted"
+        self.world.at("sync_weights")
+        self.world.version, self.world.reason = version, None
+        return SyncReceipt(
+            version=version,
+            digests=(),
+            nbytes=0,
+            link_bytes=0,
+            seconds=0.0,
+            copy_seconds=0.0,
+            verify_seconds=0.0,
+            stages={},
         )
 
 
@@ -158,6 +181,42 @@ def test_what_is_kept_never_leaves_the_device(keep: tuple[str, ...], stages: lis
 def test_keeping_an_unknown_tag_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep names unknown tags \['kv'\]; known: params, optim, weights"):
         pair(World(), keep=["kv", "params"])
+
+
+@pytest.mark.parametrize("kept", [(), ("optim",), ("params", "kv_cache")])
+def test_with_alias_the_parameters_stay_and_the_rollout_has_no_weights_of_its_own(kept: tuple[str, ...]) -> None:
+    world, seen = World(), list[str]()
+    world.roomy = True
+    cycle = pair(world, alias=True, keep=kept, on_stage=lambda name, start, end: seen.append(name))
+    for version in (1, 2):
+        assert cycle.to_rollout(version).version == version == world.version
+        assert world.held == {"params", "kv_cache", "cuda_graph"} | (set(kept) & {"optim"})
+        cycle.to_score()
+        assert world.held == {"params"} | (set(kept) & {"optim", "kv_cache"}) and world.version is None
+        cycle.to_train()
+        assert world.held == {"params", "optim"} | (set(kept) & {"kv_cache"})
+    stages = ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"]
+    assert seen == (["empty_cache", *stages[1:4]] if "optim" in kept else stages) * 2
+
+
+@pytest.mark.parametrize("stage", ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"])
+def test_with_alias_a_failure_in_any_stage_ends_the_cycle(stage: str) -> None:
+    world = World()
+    world.roomy = True
+    cycle = pair(world, alias=True)
+    world.fail_at = stage
+    with pytest.raises(CycleError, match=f"stage '{stage}' failed"):
+        cycle.to_rollout(1)
+        cycle.to_train()
+    assert world.version is None or stage in ("wake_kv_cache", "sleep")
+    assert stage != "sync_weights" or (world.reason is not None and "sync_weights" in world.reason)
+    with pytest.raises(StateError, match="legal now: nothing"):
+        cycle.to_rollout(2)
+
+
+def test_lent_pages_cannot_be_kept() -> None:
+    with pytest.raises(ValueError, match="keep names 'weights', but with alias the trainer gets these pages back"):
+        pair(World(), alias=True, keep=["weights"])
 
 
 VERBS = ("to_rollout", "to_score", "to_train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from memsaver import StateError
 from rollout import SamplingParams
 from tests.helpers.faults import dying_trainer, wait_gone
-from tests.trainer_bridge.models import config
+from tests.helpers.memory import memfd_bytes
+from tests.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
 
 pytestmark = pytest.mark.ray
@@ -101,6 +103,36 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(device: str, model_path: str, 
             cycle.to_rollout(2)
     assert ray.is_initialized(), "somebody else's cluster was ended"
     wait_gone(pids)
+
+
+def test_a_trainer_killed_while_its_pages_are_lent_leaves_them_to_the_engine(
+    device: str, model_path: str, cluster: None
+) -> None:
+    def served() -> list[list[int]]:
+        return [sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group]
+
+    with open_ray(on(device, model_path), ENGINE, alias=True) as (trainer, rollout):
+        pids = [trainer.call("pid"), rollout.call("pid")]
+        full = trainer.report().tags["params"].committed_bytes
+        cycle, seen = Cycle(trainer, rollout, alias=True), []
+        for version in (1, 2):
+            assert cycle.to_rollout(version).nbytes == 0 and rollout.weights_version == version
+            assert trainer.report().committed_bytes == full
+            rest = rollout.report().committed_bytes
+            assert device != "cpu" or memfd_bytes(pids) == full + rest
+            seen.append(served())
+            if version == 1:
+                cycle.to_train()
+                trainer.update_actor(make_batch(4))
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(ActorDied):
+            trainer.call("pid")
+        assert seen[0] != seen[1] == served()
+        assert device != "cpu" or memfd_bytes(pids[1:]) == full + rest
+        with pytest.raises(CycleError, match="stage 'restore_optim' failed: ActorDied: the trainer actor died"):
+            cycle.to_train()
+        assert rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
+        assert device != "cpu" or memfd_bytes(pids[1:]) == 0
 
 
 def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(

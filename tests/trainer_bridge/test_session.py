@@ -101,7 +101,7 @@ def test_one_rank_and_one_target(dtype: str, device: str, make_target: Callable[
     assert target.version == receipt.version == 5 and receipt.digests == (target.digest(),)
     assert receipt.nbytes == sum(map(math.prod, SHAPES.values())) * torch_dtype(dtype).itemsize
     assert receipt.link_bytes == 0
-    assert list(receipt.stages) == ["prepare", "open", "write", "verify", "commit"]
+    assert list(receipt.stages) == ["prepare", "open", "map", "write", "verify", "commit"]
     assert int((target.arena == 0xA5).sum()) >= target.layout.nbytes - receipt.nbytes, "padding was written"
 
 
@@ -110,7 +110,7 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     sync = alone(target, device)
     for version in (1, 2):
         sync.sync(version)
-        (kept,) = sync._leases._kept.values()
+        (kept,) = sync._kept._kept.values()
         assert target.leases() == 1
     first = kept.lease
     target.saver.pause()

@@ -70,6 +70,19 @@ def failing_sync(trainer: Trainer, path: str) -> str:
     return "no error"
 
 
+def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
+    """A second trainer, whose o_proj are sharded by columns: the same model, learning and synced the same."""
+    names = [name for name in trainer.shards() if name.endswith("o_proj.weight")]
+    refused = ""
+    try:
+        Trainer(trainer.config, shard_dims={"model.layers.0.mlp.down_proj.weight": 1, "lm_head": 0})
+    except ValueError as error:
+        refused = str(error)
+    other = Trainer(trainer.config, shard_dims=dict.fromkeys(names, 1))
+    result = {"refused": refused, "shapes": [tuple(other.shards()[name].shape) for name in names]}
+    return result | {"metrics": learn(other), "weights": whole(other), "synced": sync(other, path)}
+
+
 def worker(rank: int, port: int, path: str, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -89,6 +102,7 @@ def worker(rank: int, port: int, path: str, out: str) -> None:
     assert_same_bits(bits(trainer), before)
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["synced"] = sync(trainer, path)
+    result["columns"] = columns_sharded(trainer, path)
     result["failed"] = failing_sync(trainer, path)
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
@@ -155,3 +169,18 @@ def test_a_rank_that_fails_to_write_is_heard_of_by_all(two_ranks: Ranks) -> None
     first, second = two_ranks[2]
     assert first["failed"] == "the weight sync failed in stage 'write': rank 1: OSError: cosmic ray"
     assert second["failed"] == "cosmic ray"
+
+
+def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> None:
+    for result in two_ranks[2]:
+        columns = result["columns"]
+        assert set(columns["shapes"]) == {(33, 15)}
+        assert "down_proj.weight: FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts" in columns["refused"]
+        assert "lm_head is no parameter" in columns["refused"]
+        for got, wanted in zip(columns["metrics"], result["metrics"], strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        for name, value in result["weights"].items():
+            torch.testing.assert_close(columns["weights"][name], value, atol=1e-5, rtol=0, msg=name)
+    synced = two_ranks[2][0]["columns"]["synced"]
+    for name, value in two_ranks[2][0]["columns"]["weights"].items():
+        assert torch.equal(synced[name], value), name

@@ -67,7 +67,8 @@ def _one_gpu(scale: Scale, source: Source) -> list[Figure]:
             ms=middle["sync"],
             copied=source.copied,
             rise=max(risen[1:]),
-            parts={key: middle[key] for key in ("open", "write", "verify", "commit", "call")} | first,
+            parts={key: middle[key] for key in ("open", "map", "write", "verify", "read back", "commit", "call")}
+            | first,
         ),
     ]
 
@@ -99,6 +100,7 @@ def _row(receipt: SyncReceipt) -> dict[str, float]:
     return {
         **stages,
         "copy": receipt.copy_seconds * 1e3,
+        "read back": receipt.verify_seconds * 1e3,
         "sync": receipt.seconds * 1e3,
         "nbytes": float(receipt.nbytes),
         "linked": float(receipt.link_bytes),
@@ -135,7 +137,7 @@ def _figures(case: Case, seen: Sequence[Sequence[Mapping[str, float]]]) -> list[
     assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "more went over the link than must"
     copied = local * (source.torch_dtype.itemsize + TARGET.itemsize)
     floor = {"copied": copied, "linked": linked * TARGET.itemsize}
-    parts = {key: middle[key] for key in ("open", "write", "verify", "commit")}
+    parts = {key: middle[key] for key in ("open", "map", "write", "verify", "read back", "commit")}
     rise = int(max(row["rise"] for row in rows))
     return [
         Figure(what=f"{name}: memsaver, cast, copy and digest", ms=middle["copy"], **floor),

@@ -1,0 +1,90 @@
+"""A rollout rank's weight store and its updates, without an engine, as a sync sees them; and what must lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsaver import MemorySaver
+from rollout.model.params import Group
+from rollout.tags import WEIGHTS_SHADOW
+from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.update import WeightUpdate
+from rollout.weights import WeightStore
+from tests.helpers.digests import element
+
+UNTOUCHED = 0xA5
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class StoredWeights:
+    """A SyncTarget. Bytes that belong to no parameter and no padding hold UNTOUCHED."""
+
+    def __init__(
+        self, groups: Sequence[Group], aliases: Mapping[str, str], dtype: torch.dtype, place: str, initial: Any
+    ) -> None:
+        """groups: of this rank. initial: whole tensors by name, version 0."""
+        self.saver = MemorySaver("cpu")
+        self.place = place
+        self.store = WeightStore(groups, dict(aliases), dtype, self.saver)
+        self.store.arena.fill_(UNTOUCHED)
+        self.update = WeightUpdate(self.store, self.saver, lambda: None)
+        self.store.load(initial.items(), "a seed")
+        self._mine = torch.zeros(self.store.arena.numel(), dtype=torch.bool)
+        for piece in self.store.manifest.slices:
+            size = getattr(torch, piece.dtype).itemsize
+            for byte in range(size):
+                self._elements(self._mine, piece, size, byte).fill_(True)
+        for first, nbytes in self.store.manifest.zeros:
+            self._mine[first : first + nbytes] = True
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout(manifest=self.store.manifest, place=self.place)
+
+    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        offer = self.update.begin(version, shadow, names)
+        if shadow and names is None:
+            self.update._shadow.arena.fill_(UNTOUCHED)
+        return offer
+
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        return self.update.verify(receipt)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        return self.update.commit(version)
+
+    def abort_update(self, reason: str) -> None:
+        self.update.abort(reason)
+
+    def read(self, piece: ParamSlice) -> Tensor:
+        return self.store._box(piece)
+
+    def check_bytes(self) -> None:
+        """Nothing beside the slices was written, padding is zero, and nobody holds anything any longer."""
+        assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), "bytes of no parameter were written"
+        for first, nbytes in self.store.manifest.zeros:
+            assert not self.store.arena[first : first + nbytes].any(), "padding is not zero"
+        tags = self.saver.report().tags
+        assert not any(tag.leases for tag in tags.values())
+        assert WEIGHTS_SHADOW not in tags or tags[WEIGHTS_SHADOW].committed_bytes == 0
+
+    @staticmethod
+    def _elements(flat: Tensor, piece: ParamSlice, size: int, byte: int) -> Tensor:
+        strides = piece.strides or torch.empty(piece.shape, device="meta").stride()
+        return flat.as_strided(piece.shape, [stride * size for stride in strides], piece.offset + byte)
+
+
+def box_of(piece: ParamSlice) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(piece.start, piece.shape, strict=True))
+
+
+def digest_of(piece: ParamSlice, whole: Tensor) -> int:
+    """Of the slice's elements, numbered in the whole parameter, by the digest's definition; modulo 2**64."""
+    bits = whole.contiguous().view(_BITS[whole.element_size()])[box_of(piece)].flatten().tolist()
+    numbers = torch.arange(whole.numel()).view(whole.shape)[box_of(piece)].flatten().tolist()
+    mask = (1 << 8 * whole.element_size()) - 1
+    values = (element(piece.index_base + number, each & mask) for number, each in zip(numbers, bits, strict=True))
+    return sum(values) % 2**64

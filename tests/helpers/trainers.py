@@ -1,0 +1,277 @@
+"""Trainer ranks as processes that hold random shards and sync them into engines of the test's process.
+
+They are forked from one that has imported the trainer's side once: a fork takes milliseconds, the imports seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memsaver.imports import imports
+from rollout.protocols import SyncTarget
+from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from tests.helpers.hooked import HookedConsensus
+from tests.helpers.memory import memfd_bytes, open_fds, process_bytes
+from tests.helpers.peers import Failed, Gone, Peer
+from trainer_bridge.session import WeightSync
+from trainer_bridge.sources import fsdp_shards
+
+Shapes = Mapping[str, tuple[int, ...]]
+_CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "commit"}  # and the stages they are in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """When a rank kills itself: at a moment of a stage (`hooked.py`). part: of the write, inside it: 1.5 is half of the
+    second target's copies."""
+
+    stage: str
+    moment: str
+    part: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a rank is told. port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
+
+    rank: int
+    size: int
+    port: int
+    prefix: str
+    shapes: Shapes
+    place: str
+    timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One sync. seed: of the weights (`weights`)."""
+
+    version: int
+    seed: int
+    shadow: bool = False
+    names: tuple[str, ...] | None = None
+    death: Death | None = None
+
+
+def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    """Whole random parameters, fp32. Large, so that greedy choices are never near ties; a norm's gain is about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in sorted(shapes.items())}
+    return {name: value + 1 if "norm" in name else value for name, value in noise.items()}
+
+
+class Nursery:
+    """The process that trainers are forked from."""
+
+    def __init__(self) -> None:
+        self._peer = Peer(_nursery)
+        self._peer.hear(120)
+
+    def start(self, setting: Setting, target: SyncTarget, lock: threading.Lock) -> TrainerRank:
+        """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`."""
+        ends = [multiprocessing.Pipe() for _ in range(2)]
+        self._peer.tell(setting)
+        for _, theirs in ends:
+            send_handle(self._peer._pipe, theirs.fileno(), self._peer.pid)
+            theirs.close()
+        return TrainerRank(self._peer.hear(), ends[0][0], ends[1][0], target, lock)
+
+    def wait(self, rank: TrainerRank) -> None:
+        """Until its process has ended, as it does when its orders end, and its target is called no more."""
+        rank.orders.close()
+        self._peer.ask(rank.pid)
+        rank.served.join(30)
+        assert not rank.served.is_alive(), "the target's thread hangs"
+
+    def end(self) -> None:
+        self._peer.bury()
+
+
+class TrainerRank:
+    """A started rank. served: the thread that calls its target."""
+
+    def __init__(self, pid: int, orders: Connection, calls: Connection, target: SyncTarget, lock: threading.Lock):
+        self.pid = pid
+        self.orders = orders
+        self.served = threading.Thread(target=_serve, args=(calls, target, lock), daemon=True)
+        self.served.start()
+
+    def hear(self, seconds: float = 60.0) -> Any:
+        """What it answers: None, a SyncReceipt, or the exception of its sync. `Gone`: it has died."""
+        try:
+            assert self.orders.poll(seconds), f"trainer {self.pid} gave no answer for {seconds:g} s"
+            answer = self.orders.recv()
+        except (EOFError, ConnectionError) as error:
+            raise Gone(str(self.pid)) from error
+        if isinstance(answer, Failed):
+            raise answer
+        return answer
+
+
+def _serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
+    """Call the target as the rank asks, until it has gone."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            name, args, kwargs = calls.recv()
+            answer: Any
+            try:
+                with lock:
+                    answer = getattr(target, name)(*args, **kwargs)
+            except Exception as error:
+                answer = error
+            calls.send(answer)
+    calls.close()
+
+
+# ---------------------------------------------------------------- in the nursery and its children
+
+
+def _nursery(pipe: Connection) -> None:
+    pipe.send("ready")
+    while True:
+        message = pipe.recv()
+        if isinstance(message, int):
+            os.waitpid(message, 0)
+            pipe.send(None)
+            continue
+        handles = [recv_handle(pipe) for _ in range(2)]
+        if (pid := os.fork()) == 0:
+            os.close(pipe.fileno())
+            try:
+                _trainer(message, *map(Connection, handles))
+            finally:
+                os._exit(0)
+        for handle in handles:
+            os.close(handle)
+        pipe.send(pid)
+
+
+def _trainer(setting: Setting, orders: Connection, calls: Connection) -> None:
+    """Follow orders: an `Order` is a sync, "held" asks what this process has."""
+    try:
+        rank = _Trainer(setting, calls)
+        answer: Any = None
+        while True:
+            orders.send(answer)
+            try:
+                order = orders.recv()
+            except (EOFError, ConnectionError):
+                return
+            answer = rank.held() if order == "held" else rank.run(order)
+    except Exception:
+        orders.send(Failed(traceback.format_exc()))
+
+
+class _Trainer:
+    def __init__(self, setting: Setting, calls: Connection) -> None:
+        self._setting = setting
+        self._death: Death | None = None
+        self._begun = 0  # targets that the write has come to
+        whole = weights(setting.shapes, 0)
+        every = [fsdp_shards(name, shape, "float32", setting.size) for name, shape in setting.shapes.items()]
+        self._shards = [shard for each in every for shard in each if shard.rank == setting.rank]
+        self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
+        self._store = dist.TCPStore("127.0.0.1", setting.port, is_master=False)
+        store = dist.PrefixStore(setting.prefix, self._store)
+        self._consensus = HookedConsensus(
+            store, setting.rank, setting.size, timeout=setting.timeout, hook=self._die_if_due
+        )
+        target = _RemoteTarget(calls, self._die_if_due)
+        self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=setting.place)
+
+    def run(self, order: Order) -> Any:
+        """The receipt, or what the sync raised."""
+        whole = weights(self._setting.shapes, order.seed)
+        for shard in self._shards:
+            self._sources[shard.name].copy_(_part(shard, whole))
+        self._death, self._begun = order.death, 0
+        try:
+            return self._sync.sync(order.version, shadow=order.shadow, names=order.names, on_part=self._on_part)
+        except Exception as error:
+            return _sendable(error)
+
+    def held(self) -> dict[str, int]:
+        """What this process has at rest. keys: of the store, of all ranks."""
+        gc.collect()
+        return {
+            "RssShmem": process_bytes("cpu"),
+            "memfds": memfd_bytes([os.getpid()]),
+            "imports": len(imports),
+            "fds": open_fds(),
+            "threads": threading.active_count(),
+            "keys": self._store.num_keys(),
+        }
+
+    def _asked(self) -> Mapping[str, Tensor]:
+        self._die_if_due("prepare", "inside")
+        return self._sources
+
+    def _on_part(self, done: int, total: int) -> None:
+        self._begun += done == 0
+        if self._death is not None and self._begun - 1 + done / total >= self._death.part:
+            self._die_if_due("write", "inside")
+
+    def _die_if_due(self, stage: str, moment: str) -> None:
+        if self._death is not None and (self._death.stage, self._death.moment) == (stage, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _RemoteTarget:
+    """A SyncTarget in the test's process."""
+
+    def __init__(self, calls: Connection, at: Any) -> None:
+        self._calls = calls
+        self._at = at
+
+    def weight_layout(self) -> WeightLayout:
+        return self._call("weight_layout")
+
+    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        return self._call("begin_update", version, shadow=shadow, names=names)
+
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        return self._call("verify_update", receipt)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        return self._call("commit_update", version)
+
+    def abort_update(self, reason: str) -> None:
+        self._call("abort_update", reason)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._calls.send((name, args, kwargs))
+        if name in _CALLS:
+            self._at(_CALLS[name], "inside")  # the engine is called all the same
+        answer = self._calls.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _part(shard: Any, whole: Mapping[str, Tensor]) -> Tensor:
+    first, size = shard.start[0], shard.shape[0]
+    return whole[shard.name][first : first + size].clone()
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

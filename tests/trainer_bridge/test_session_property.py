@@ -1,0 +1,238 @@
+"""Syncs in a row over drawn layouts of trainer and rollout: what lies in the pages, who serves what when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.model.sharding import decoder_splits, shard_groups
+from rollout.types import ParamSlice
+from tests.helpers.hooked import HookedConsensus
+from tests.helpers.soak import rounds
+from tests.helpers.stored_weights import StoredWeights, box_of, digest_of
+from tests.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM
+from tests.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, box, layouts, steps, whole
+from tests.trainer_bridge.targets import Rank, in_ranks
+from trainer_bridge.derived import DerivedCopies, LowRank
+from trainer_bridge.errors import SyncError
+from trainer_bridge.session import SyncReceipt
+from trainer_bridge.sources import SourceShard
+
+PATIENCE = 60.0  # seconds that ranks wait for each other
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A rank and its shards."""
+
+    rank: Rank
+    shards: list[SourceShard]
+
+    def load(self, values: Whole) -> None:
+        lora = {}
+        for shard in self.shards:
+            index = box(shard)
+            self.rank.sources[shard.name].copy_(values.base[shard.name][index])
+            if shard.name in values.a:
+                a, b = values.a[shard.name][:, index[1]], values.b[shard.name][index[0]]
+                lora[shard.name] = LowRank(a=a, b=b, scale=SCALE)
+        self.rank.derived = lora
+
+
+@dataclasses.dataclass
+class Engine:
+    """A target, the rank that speaks for it, and what it should serve: a version with these values, or nothing."""
+
+    target: StoredWeights
+    rank: int
+    version: int | None
+    values: dict[str, Whole]
+
+
+class World:
+    """Trainer ranks and engines in one layout, and what is to be there after each sync."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        first = whole(layout, 0)
+        aliases = {HEAD: EMBED} if layout.tied else {}
+        initial = {name: first.base[theirs] for name, theirs in layout.stored.items()}
+        self.engines = []
+        for size, dtype, where in layout.engines:
+            for number, (place, rank) in enumerate(where):
+                groups = shard_groups(layout.groups, decoder_splits(HEAD_DIM), number, size)
+                target = StoredWeights(groups, aliases, dtype, place, initial)
+                self.engines.append(Engine(target, rank, 0, dict.fromkeys(layout.shapes, first)))
+        self.trainers = [self._trainer(number) for number in range(len(layout.places))]
+        self.engines.sort(key=lambda engine: engine.rank)  # the plan's order
+        self.version = 0
+
+    def _trainer(self, number: int) -> Trainer:
+        shards = [shard for shard in self.layout.shards if shard.rank == number]
+        sources = {shard.name: torch.empty(shard.shape, dtype=self.layout.source_dtype) for shard in shards}
+        targets = [engine.target for engine in self.engines if engine.rank == number]
+        return Trainer(Rank(sources=sources, targets=targets, place=self.layout.places[number]), shards)
+
+    # ---------------------------------------------------------------- running
+
+    def run(self, steps: Sequence[Step]) -> None:
+        gate, results = threading.Barrier(len(self.trainers)), [None] * len(self.trainers)
+        problems: list[BaseException] = []
+
+        def body(number: int, rank: Rank) -> None:
+            for step in steps:
+                step = self.possible(step)
+                values = whole(self.layout, step.seed, step.lora)
+                self.trainers[number].load(values)
+                results[number] = self.sync(number, step)
+                if gate.wait(PATIENCE) == 0:  # one of the ranks checks for all
+                    try:
+                        self.after(step, values, results)
+                    except BaseException as problem:
+                        problems.append(problem)
+                gate.wait(PATIENCE)
+                if problems:
+                    return
+
+        ranks = [trainer.rank for trainer in self.trainers]
+        outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedConsensus)
+        for problem in (*problems, *outcomes):
+            if problem is not None:
+                traceback.clear_frames(problem.__traceback__)  # they hold tensors, and those hold savers
+                raise problem
+
+    def possible(self, step: Step) -> Step:
+        """Only defined weights can be written in part."""
+        defined = all(engine.version is not None for engine in self.engines)
+        return step if defined else dataclasses.replace(step, some=None)
+
+    def sync(self, number: int, step: Step) -> Any:
+        sync = self.trainers[number].rank.sync
+        assert sync is not None
+        consensus: Any = sync._consensus
+        fault = step.fault
+
+        def strike(stage: str, moment: str) -> None:
+            if fault is not None and (stage, moment) == (fault.stage, fault.moment) and self.struck(fault) == number:
+                raise OSError("cosmic ray")
+
+        consensus.hook = strike
+        try:
+            return sync.sync(self.version + 1, shadow=step.shadow, names=step.some)
+        except Exception as error:
+            return error
+
+    def struck(self, fault: Fault) -> int:
+        return fault.rank % len(self.trainers)
+
+    # ---------------------------------------------------------------- checks
+
+    def after(self, step: Step, values: Whole, results: Sequence[Any]) -> None:
+        self.version += 1
+        if step.fault is None:
+            self.check_receipts(step, results)
+            for engine in self.engines:
+                engine.version = self.version
+                engine.values |= dict.fromkeys(step.some or self.layout.shapes, values)
+        else:
+            self.check_errors(step.fault, results)
+            for engine in self.engines:
+                if self.loses(engine, step, step.fault):
+                    engine.version = None
+        for engine in self.engines:
+            assert engine.target.store.version == engine.version
+            engine.target.check_bytes()
+            if engine.version is not None:
+                for piece in engine.target.store.manifest.slices:
+                    self.check_slice(engine, piece)
+
+    def check_errors(self, fault: Fault, results: Sequence[Any]) -> None:
+        struck = self.struck(fault)
+        for number, error in enumerate(results):
+            if number == struck:
+                assert isinstance(error, OSError) and str(error) == "cosmic ray"
+            else:
+                assert isinstance(error, SyncError) and error.stage == fault.stage
+                assert error.reason == f"rank {struck}: OSError: cosmic ray"
+
+    def loses(self, engine: Engine, step: Step, fault: Fault) -> bool:
+        """Is the engine poisoned by the fault?"""
+        went = fault.moment == "done" or engine.rank != self.struck(fault)  # its step of the stage was made
+        if fault.stage == "prepare" or (fault.stage == "open" and not went):
+            return False
+        return not step.shadow or (fault.stage == "commit" and went)
+
+    def check_receipts(self, step: Step, results: Sequence[Any]) -> None:
+        sync = self.trainers[0].rank.sync
+        assert sync is not None
+        names = set(step.some or self.layout.shapes)
+        link = 0
+        for rank, place in enumerate(self.layout.places):
+            copies = [copy for copy in sync.plan.copies(rank) if copy.name in names]
+            link += sum(copy.nbytes for copy in copies if sync.plan.targets[copy.target].place != place)
+        digests = tuple(self.digest(engine, step, names) for engine in self.engines)
+        nbytes = sum(sum(self.nbytes(engine, names)) for engine in self.engines)
+        for result in results:
+            assert isinstance(result, SyncReceipt), result
+            assert (result.version, result.nbytes, result.link_bytes) == (self.version, nbytes, link)
+            assert result.digests == digests
+        if step.some is None:
+            assert (nbytes, link) == (sum(sync.plan.nbytes), sum(sync.plan.link_bytes.values()))
+
+    def nbytes(self, engine: Engine, names: set[str]) -> list[int]:
+        return [engine.target.read(piece).nbytes for piece in self.pieces(engine, names)]
+
+    def pieces(self, engine: Engine, names: set[str]) -> list[ParamSlice]:
+        return [p for p in engine.target.store.manifest.slices if self.layout.stored[p.name] in names]
+
+    def digest(self, engine: Engine, step: Step, names: set[str]) -> int:
+        """Of whole parameters, as the target's dtype has them; of derived ones, as they lie there."""
+        values, total = whole(self.layout, step.seed, step.lora), 0
+        for piece in self.pieces(engine, names):
+            name, found = self.layout.stored[piece.name], engine.target.read(piece)
+            full = values.base[name].to(found.dtype)
+            if name in step.lora:
+                full[box_of(piece)] = found
+            total += digest_of(piece, full)
+        return total % 2**64
+
+    def check_slice(self, engine: Engine, piece: ParamSlice) -> None:
+        name, found = self.layout.stored[piece.name], engine.target.read(piece)
+        values = engine.values[name]
+        if name not in values.a:
+            assert torch.equal(found, values.base[name][box_of(piece)].to(found.dtype)), piece
+            return
+        exact, size = (each[box_of(piece)] for each in values.exact(name))
+        one = torch.finfo(found.dtype)
+        allowed = exact.abs() * one.eps + one.smallest_normal * one.eps + size * 4 * torch.finfo(torch.float32).eps
+        assert bool(((found.double() - exact).abs() <= allowed).all()), piece
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.target.saver.close()
+        self.engines.clear()
+        self.trainers.clear()
+
+
+@pytest.mark.soak
+@settings(derandomize=True, deadline=None, max_examples=rounds(25, 500))
+@given(st.data())
+def test_pages_are_the_tensors_sliced_and_a_failure_is_everybodys(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    world = World(layout)
+    bounded = partial(DerivedCopies, scratch_bytes=layout.scratch)
+    try:
+        with mock.patch("trainer_bridge.rank_copies.DerivedCopies", bounded):
+            world.run(data.draw(st.lists(steps(layout), min_size=1, max_size=4)))
+    finally:
+        world.close()

@@ -1,0 +1,168 @@
+"""Ranks in processes of their own, that sync the same shards by one way after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memsaver.places import place_of
+from tests.trainer_bridge.targets import PageTarget
+from tests.trainer_bridge.test_session import columns, full, shards, whole
+from trainer_bridge.consensus import group_consensus
+from trainer_bridge.derived import LowRank
+from trainer_bridge.errors import SyncError
+from trainer_bridge.plan import torch_dtype
+from trainer_bridge.session import WeightSync
+from trainer_bridge.transport.routes import Transport
+
+SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """ranks, targets: hosts that they claim to be on, one each; None: where they are. low_rank: `proj` is base + b @ a.
+    only: write these parameters.
+    message_bytes: small enough for boxes to be split."""
+
+    mode: str = "auto"
+    ranks: Sequence[str] | None = None
+    targets: Sequence[str] | None = None
+    low_rank: bool = False
+    only: tuple[str, ...] | None = None
+    message_bytes: int = SMALL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank saw of a case. right: its targets hold what they should, and serve it. messages: bytes of each that
+    came by the handle, of this rank's targets."""
+
+    digests: tuple[int, ...]
+    own: tuple[int, ...]
+    link_bytes: int
+    stages: list[str]
+    transports: tuple[Transport, ...]
+    right: bool
+    messages: list[list[int]]
+
+
+def make_targets(rank: int, world: int, device: str, dtype: str = "float32") -> list[PageTarget]:
+    """Two tensor-parallel parts beside rank 0, a replica in `dtype` beside the last rank: targets 0, 1 and 2."""
+    made = [PageTarget(columns(part), device) for part in range(2)] if rank == 0 else []
+    return made + ([PageTarget(whole(dtype), device)] if rank == world - 1 else [])
+
+
+def connected(
+    rank: int, world: int, case: Case, targets: Sequence[PageTarget], device: str, timeout: float = 20.0
+) -> WeightSync:
+    assert dist.group.WORLD is not None
+    numbers = ([0, 1] if rank == 0 else []) + ([2] if rank == world - 1 else [])
+    here = place_of(torch.device(device))
+    for target, number in zip(targets, numbers, strict=True):
+        target.place = here if case.targets is None else f"{case.targets[number]}/cpu"
+    mine, place = sources(rank, world, device), here if case.ranks is None else f"{case.ranks[rank]}/cpu"
+    return WeightSync(
+        [shard for shard in shards(world) if shard.rank == rank],
+        lambda: mine,
+        targets,
+        group_consensus(dist.group.WORLD, timeout=timeout),
+        place=place,
+        derived=lambda: {"proj": low_rank(mine["proj"], rank, world)} if case.low_rank else {},
+        transport=case.mode,
+        group=dist.group.WORLD,
+        message_bytes=case.message_bytes,
+    )
+
+
+def sources(rank: int, world: int, device: str) -> dict[str, Tensor]:
+    tensors = full(device)
+    mine = [shard for shard in shards(world) if shard.rank == rank]
+    return {s.name: tensors[s.name][s.start[0] : s.start[0] + s.shape[0]] for s in mine}
+
+
+def low_rank(base: Tensor, rank: int, world: int) -> LowRank:
+    first = next(s.start[0] for s in shards(world) if s.rank == rank and s.name == "proj")
+    b = torch.arange(7.0).view(7, 1)[first : first + len(base)]
+    return LowRank(a=torch.ones(1, 3, device=base.device), b=b.to(base.device), scale=0.5)
+
+
+def sync_cases(rank: int, world: int, device: str, dtype: str, cases: Mapping[str, Case]) -> dict[str, Seen]:
+    """One sync a case, of the same shards into the same targets, which forget between the cases."""
+    targets = make_targets(rank, world, device, dtype)
+    seen = {}
+    for version, (name, case) in enumerate(cases.items(), start=1):
+        for target in targets:
+            target.arena.fill_(0xA5)
+            target.messages.clear()
+            target.only = case.only
+        if device != "cpu":
+            torch.cuda.synchronize()  # others write next
+        sync = connected(rank, world, case, targets, device)
+        sync.sync(version, names=case.only)
+        receipt = sync.sync(version, names=case.only)  # tables are used again
+        seen[name] = Seen(
+            digests=receipt.digests,
+            own=tuple(target.digest() for target in targets),
+            link_bytes=receipt.link_bytes,
+            stages=list(receipt.stages),
+            transports=sync.transports,
+            right=all(holds(target, device, case.low_rank) and target.version == version for target in targets),
+            messages=[list(target.messages) for target in targets],
+        )
+    return seen
+
+
+def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
+    """All slices are what the shards say, and the bytes between them what they were."""
+    tensors, covered = full(device), torch.zeros_like(target.arena)
+    if changed:
+        tensors["proj"] += 0.5 * torch.arange(7.0, device=device).view(7, 1)
+    for number, p in target._meant():
+        box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
+        if not torch.equal(target.read(number), tensors[p.name][box].to(torch_dtype(p.dtype))):
+            return False
+        covered[p.offset : p.offset + target.read(number).nbytes] = 1  # slices of these layouts are runs
+    return bool((target.arena[covered == 0] == 0xA5).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a rank saw of a sync that was broken."""
+
+    error: Exception | None
+    versions: list[int | None]
+    leases: int
+
+
+Break = Callable[[int, pytest.MonkeyPatch], None]
+"""(rank, patch): sees to it that something fails."""
+
+
+def failing(
+    rank: int, world: int, broken: Mapping[str, tuple[Break, Case]], timeout: float
+) -> tuple[dict[str, Failure], bool]:
+    """One sync each; and whether the ranks are fit for another one afterwards."""
+    targets = make_targets(rank, world, "cpu")
+    seen = {}
+    for name, (break_it, case) in broken.items():
+        sync = connected(rank, world, case, targets, "cpu", timeout)
+        with pytest.MonkeyPatch.context() as patch:
+            break_it(rank, patch)
+            try:
+                sync.sync(1)
+                error = None
+            except Exception as caught:
+                error = caught
+        leases = sum(target.leases() for target in targets)
+        seen[name] = Failure(error=error, versions=[target.version for target in targets], leases=leases)
+        if isinstance(error, SyncError) and "broke off" in error.reason:
+            return seen, False
+    for target in targets:
+        target.arena.fill_(0xA5)
+    sync.sync(2)
+    return seen, all(holds(target, "cpu") for target in targets)

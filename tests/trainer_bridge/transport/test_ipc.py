@@ -1,0 +1,97 @@
+"""Pages of cudaMalloc, of an engine in another process that knows nothing of savers."""
+
+from __future__ import annotations
+
+import contextlib
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver.places import place_of
+from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from tests.helpers.peers import Peer
+from tests.trainer_bridge.test_session import full, shards, whole
+from trainer_bridge.session import WeightSync
+from trainer_bridge.transport import ipc
+from trainer_bridge.transport.mapping import mapped
+
+LAYOUT = whole("bfloat16")
+
+
+def foreign(pipe: Connection) -> None:
+    """An engine: 20 MiB, so that its pages begin inside of a segment, too."""
+    torch.cuda.set_device(0)
+    before = torch.zeros(512, dtype=torch.uint8, device="cuda")
+    pages = torch.full((LAYOUT.nbytes,), 0xA5, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    while (asked := pipe.recv()) != "end":
+        pipe.send(ipc.ipc_ticket(pages) if asked == "ticket" else pages.tolist())
+    assert not before.any()
+    pipe.send("ended")
+
+
+class Foreign:
+    """A handle on it. Has no digest of its own: believes what it is told."""
+
+    def __init__(self) -> None:
+        self.peer = Peer(foreign)
+        self.ticket = self.peer.ask("ticket")
+        self.version = 0
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout(manifest=LAYOUT, place=place_of(torch.device("cuda:0")))
+
+    def begin_update(self, version: int, *, shadow: bool = False, names: Any = None) -> WeightOffer:
+        return WeightOffer(version=version, manifest=LAYOUT, ticket=self.ticket)
+
+    def write_update(self, boxes: Any, data: Any) -> None:
+        raise AssertionError("its pages can be mapped")
+
+    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+        return VerifyReceipt(version=receipt.version, digest=receipt.digest, seconds=0.0)
+
+    def commit_update(self, version: int) -> CommitReceipt:
+        self.version = version
+        return CommitReceipt(version=version, digest=0, seconds=0.0)
+
+    def abort_update(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+@pytest.mark.gpu
+def test_a_foreign_engine_gets_its_weights() -> None:
+    device = torch.device("cuda:0")
+    engine, tensors = Foreign(), full("cuda:0")
+    sync = WeightSync(shards(1), lambda: tensors, [engine], place=place_of(device))
+    for version in (1, 2):  # mapped once
+        sync.sync(version)
+        pages = torch.tensor(engine.peer.ask("read"), dtype=torch.uint8)
+        for piece in LAYOUT.slices:
+            stored = pages[piece.offset :][: 2 * tensors[piece.name].numel()].view(torch.bfloat16).view(piece.shape)
+            assert torch.equal(stored, tensors[piece.name].bfloat16().cpu()), piece.name
+        for tensor in tensors.values():
+            tensor.mul_(-2)
+    assert engine.version == 2 and [each.kind for each in sync.transports] == ["pages"]
+    ipc._mapped.cache_clear()
+    assert engine.peer.ask("end") == "ended"
+    engine.peer.kill()
+
+
+def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, pages = ipc.IpcTicket(arguments=(1,), device_key="GPU-0"), torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
+    with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
+        mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack())
+    monkeypatch.setattr(ipc, "_mapped", lambda given: pages[1:] if given is not ticket else pages)
+    assert mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack()) is pages
+    other = WeightOffer(version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0"))
+    with pytest.raises(ValueError, match=f"the rollout shares {LAYOUT.nbytes - 1} bytes"):
+        mapped(other, memsaver.KeptLeases(), contextlib.ExitStack())
+
+
+def test_only_cuda_tensors_are_shared() -> None:
+    with pytest.raises(ValueError, match="cudaIpc shares contiguous CUDA tensors"):
+        ipc.ipc_ticket(torch.zeros(4))

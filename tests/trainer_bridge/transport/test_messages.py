@@ -1,0 +1,99 @@
+"""Messages: bounded, in order, and together exactly the copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memsaver.ops.strided import row_major
+from rollout.boxes import write_boxes
+from trainer_bridge.ops.cast_copy import CastCopy
+from trainer_bridge.placements import placements
+from trainer_bridge.plan import Copy
+from trainer_bridge.transport.messages import messages
+from trainer_bridge.transport.staging import Packing, Unpacking
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[Copy]:
+    """Boxes of parameters of up to three dimensions, of one rank, for two targets one after the other."""
+    found, offset = [], 0
+    for number in range(draw(st.integers(1, 5))):
+        whole = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        start = tuple(draw(st.integers(0, n - 1)) for n in whole)
+        shape = tuple(draw(st.integers(1, n - first)) for n, first in zip(whole, start, strict=True))
+        dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+        strides = row_major(whole)
+        offset = -(-offset // 4) * 4
+        found.append(
+            Copy(
+                rank=0, target=0, name=f"{number}", start=start, shape=shape, dtype=dtype, offset=offset,
+                strides=strides, index_base=1000 * number, index_strides=strides,
+            )
+        )  # fmt: skip
+        offset += math.prod(whole) * found[-1].itemsize
+    split = draw(st.integers(0, len(found)))
+    return [*found[:split], *(dataclasses.replace(copy, target=1) for copy in found[split:])]
+
+
+def elements(copy: Copy) -> dict[tuple[int, int], tuple[object, ...]]:
+    """(target, byte) of every element -> where it comes from, and its number."""
+    found = {}
+    for at in itertools.product(*(range(n) for n in copy.shape)):
+        byte = copy.offset + sum(i * s for i, s in zip(at, copy.strides, strict=True)) * copy.itemsize
+        source = tuple(i + first for i, first in zip(at, copy.start, strict=True))
+        number = copy.index_base + sum(i * s for i, s in zip(at, copy.index_strides, strict=True))
+        found[copy.target, byte] = (copy.name, source, copy.dtype, number)
+    return found
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(copies(), st.sampled_from([4, 20, 64, 10_000]))
+def test_messages_are_bounded_and_lose_nothing(given_copies: list[Copy], limit: int) -> None:
+    made = messages(given_copies, limit)
+    parts: dict[tuple[int, int], tuple[object, ...]] = {}
+    for message in made:
+        end = 0
+        for piece in message.pieces:
+            assert piece.at >= end and piece.at % 16 == 0 and piece.copy.target == message.target
+            end = piece.at + piece.copy.nbytes
+            found = elements(piece.copy)
+            assert not found.keys() & parts.keys(), "sent twice"
+            parts |= found
+        assert end == message.nbytes <= limit
+    assert parts == {key: value for copy in given_copies for key, value in elements(copy).items()}
+    assert [m.target for m in made] == sorted(m.target for m in made)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(copies(), st.sampled_from([20, 64, 10_000]))
+def test_packed_and_unpacked_is_copied(given_copies: list[Copy], limit: int) -> None:
+    """By tables and by the boxes of a handle; digests are those of the elements at their places."""
+    sources = {copy.name: torch.randn(6, 6, 6).flatten()[: _held(copy)].view(_shape(copy)) for copy in given_copies}
+    expected, pages, boxes = ([torch.full((8192,), 0xA5, dtype=torch.uint8) for _ in range(2)] for _ in range(3))
+    digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
+    for copy in given_copies:
+        digest += CastCopy(placements(copy, sources[copy.name])).run(expected[copy.target])
+    for message in messages(given_copies, limit):
+        packing = Packing(message, sources, ())
+        packing.start(stage, {})
+        digest -= packing.digest()
+        Unpacking(message, stage).start(pages[message.target])
+        write_boxes(boxes[message.target], [piece.box for piece in message.pieces], stage[: message.nbytes])
+    assert digest % 2**64 == 0
+    for number in range(2):
+        assert torch.equal(pages[number], expected[number]) and torch.equal(boxes[number], expected[number])
+
+
+def _shape(copy: Copy) -> tuple[int, ...]:
+    """Of a shard that holds the copy's box and nothing behind it."""
+    return tuple(first + n for first, n in zip(copy.start, copy.shape, strict=True))
+
+
+def _held(copy: Copy) -> int:
+    return math.prod(_shape(copy))

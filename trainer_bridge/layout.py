@@ -1,0 +1,60 @@
+"""Parameters where a rollout keeps them: what must agree for an engine to serve the trainer's own pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from memsaver.ops.strided import row_major
+from rollout.types import Manifest, ParamSlice
+
+
+def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
+    """Where the layout has each parameter, by the trainer's name: bytes from the start of the tag.
+
+    A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes. Tied parameters are
+    looked up by the name that the layout stores. Tensors may be on any device, meta too.
+    """
+    stored = {layout.aliases.get(name, name): name for name in params}
+    count = Counter(piece.name for piece in layout.slices)
+    problems = [f"{name} is not in the rollout's layout" for name in sorted(stored.keys() - count.keys())]
+    problems += [f"{name} is not in the trainer" for name in sorted(count.keys() - stored.keys())]
+    if layout.zeros:
+        problems.append("the rollout's layout has padding, as of one rank of several")
+    offsets = {}
+    for piece in layout.slices:
+        if (name := stored.get(piece.name)) is None:
+            continue
+        problem = "the rollout has it in parts" if count[piece.name] > 1 else _misfit(piece, params[name])
+        if problem is not None:
+            problems.append(f"{piece.name}: {problem}")
+        offsets[name] = piece.offset
+    if problems:
+        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(
+            f"the trainer's parameters cannot lie as the rollout's do: {'; '.join(problems[:20])}{more}; leave layout "
+            "away, and sync by copies"
+        )
+    return offsets
+
+
+def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
+    """(parameter, number of its first element) of each: what `memsaver.ops.digest.Digest` takes."""
+    numbers = {piece.name: piece.index_base for piece in layout.slices}
+    return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
+
+
+def _misfit(piece: ParamSlice, param: Tensor) -> str | None:
+    shape = tuple(param.shape)
+    if piece.global_shape != shape:
+        return f"shape {shape} in the trainer, {piece.global_shape} in the rollout"
+    if piece.shape != shape:
+        return f"the rollout has a part {piece.shape} of {shape}"
+    if piece.strides is not None and piece.strides != row_major(shape):
+        return "its elements are not adjacent in the rollout"
+    if (dtype := getattr(torch, piece.dtype)) != param.dtype:
+        return f"{param.dtype} in the trainer, {dtype} in the rollout"
+    return None

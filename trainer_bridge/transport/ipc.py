@@ -1,0 +1,48 @@
+"""cudaIpc, for engines that are not ours: memory of cudaMalloc has no descriptor that `memsaver.attach` could take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from memsaver.places import device_key
+
+_DEVICE = 6  # of the arguments of rebuild_cuda_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class IpcTicket:
+    """Permission to map one tensor of another process; plain data. Good as long as that process keeps the tensor."""
+
+    arguments: tuple[Any, ...]
+    device_key: str
+
+    def map(self) -> Tensor:
+        """uint8, all bytes of the tensor. Mapped once in this process; it stays so until others have taken its place.
+
+        ValueError: the GPU is not visible here. The maker of the ticket itself cannot map it.
+        """
+        return _mapped(self)
+
+
+def ipc_ticket(tensor: Tensor) -> IpcTicket:
+    """tensor: contiguous, in memory of cudaMalloc (torch's own, without expandable segments), the arena of an offer."""
+    if not tensor.is_cuda or not tensor.is_contiguous():
+        raise ValueError(f"cudaIpc shares contiguous CUDA tensors, got {tuple(tensor.shape)} on {tensor.device}")
+    _, arguments = reduce_tensor(tensor.detach().view(-1).view(torch.uint8))
+    return IpcTicket(arguments=tuple(arguments), device_key=device_key(tensor.device))
+
+
+@lru_cache(maxsize=16)  # torch counts how often a ticket is opened
+def _mapped(ticket: IpcTicket) -> Tensor:
+    for index in range(torch.cuda.device_count()):
+        if device_key(torch.device("cuda", index)) == ticket.device_key:
+            arguments = list(ticket.arguments)
+            arguments[_DEVICE] = index  # the other process may count its GPUs otherwise
+            return rebuild_cuda_tensor(*arguments)
+    raise ValueError(f"{ticket.device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
