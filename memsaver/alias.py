@@ -59,11 +59,9 @@ class Aliasing(Placing):
         with contextlib.ExitStack() as undo:
             undo.callback(ends.close)
             backend = peer_backend(ticket.device_key, self._backend.device)
-            extents = lease_extents(
-                ticket, backend, ends
-            ).extents  # without the lock: the owner may be waiting for this saver
+            grant = lease_extents(ticket, backend, ends)  # without the lock: the owner may be waiting for this saver
             with self._operation():
-                arena, loan = self._borrower(tag, ticket), Loan(ticket, extents, ends.close)
+                arena, loan = self._borrower(tag, ticket), Loan(ticket, grant.extents, ends.close)
                 self._check_size(arena, ticket, loan.nbytes)
                 self._switch.borrow(arena, loan)
                 undo.pop_all()

@@ -7,7 +7,7 @@
     verify    every target reads its pages back                     digests are the same, or the sync ends
     commit    every target serves the version                       only now may the trainer give its shards away
 
-Bytes for targets whose pages a rank cannot map go by way of other ranks, or of handles (`transport/`).
+Bytes for targets whose pages a rank cannot map go by way of others (`transport/`).
 
 After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
 stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
@@ -241,13 +241,14 @@ class WeightSync:
     def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
         assert state.copies is not None
         relayed = [] if state.relay is None else state.relay.targets
-        for number in {*state.copies.targets, *relayed}:
-            state.pages[number] = mapped(offers[number], self._kept, state.leases)
+        with _current(state.copies.sources):
+            for number in {*state.copies.targets, *relayed}:
+                state.pages[number] = mapped(offers[number], self._kept, state.leases)
 
     def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
         copies = state.copies
         assert copies is not None
-        with state.leases:
+        with _current(copies.sources), state.leases:
             started = time.perf_counter()
             relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
             written = copies.write(state.pages, state.derived, on_part) | relayed
@@ -269,6 +270,12 @@ class WeightSync:
         return [
             target.verify_update(receipts[number]) for number, target in enumerate(self._targets, start=self._first)
         ]
+
+
+def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
+    """Makes the shards' GPU the current one, for which pages are mapped."""
+    shard = next(iter(shards.values()), None)
+    return torch.cuda.device(shard.device) if shard is not None and shard.is_cuda else contextlib.nullcontext()
 
 
 def _plan(ranks: Sequence[_Joined]) -> Plan:
