@@ -47,7 +47,6 @@ def write(offer: WeightOffer, source: WeightStore) -> WriteReceipt:
         layout_hash=offer.manifest.layout_hash,
         digest=source.digest(names=offer.names),
         nbytes=nbytes,
-        seconds=0.0,
     )
 
 
