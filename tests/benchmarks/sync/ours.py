@@ -5,6 +5,7 @@ Its imports stay inside: the other cases' processes import the script that impor
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,8 @@ def _config(scale: Scale, source: Source, folder: Path) -> str:
 def one_gpu(scale: Scale) -> list[Figure]:
     if not scale.on_gpu or scale.tiny:
         raise Skipped("it has no tiny form, and needs a GPU")
-    return [figure for source in scale.sources for figure in _one_gpu(scale, source)]
+    figures = [figure for source in scale.sources for figure in _one_gpu(scale, source)]
+    return figures + _by_pages(scale, scale.sources[0])
 
 
 def _one_gpu(scale: Scale, source: Source) -> list[Figure]:
@@ -70,6 +72,28 @@ def _one_gpu(scale: Scale, source: Source) -> list[Figure]:
             parts={key: middle[key] for key in ("open", "map", "write", "verify", "read back", "commit", "call")}
             | first,
         ),
+    ]
+
+
+def _by_pages(scale: Scale, source: Source) -> list[Figure]:
+    """The engine serves the trainer's own pages: nothing moves. The first time both sides read them."""
+    from trainer_bridge import TrainerConfig, open_ray
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = _config(scale, source, Path(folder))
+        config = TrainerConfig(model_path=path, random_init=True, dtype=source.dtype, device="cuda:0")
+        engine = {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}
+        with open_ray(config, engine, alias=True) as (trainer, rollout):
+            receipts = []
+            for version in range(scale.repeats + WARMUP):
+                receipts.append(trainer.share_weights(version))
+                rollout.sleep(level=2)
+    first, rest = receipts[0], receipts[WARMUP:]
+    steady = statistics.median(receipt.seconds for receipt in rest) * 1e3
+    adopt = statistics.median(receipt.stages["adopt"] for receipt in rest) * 1e3
+    return [
+        Figure(what=f"{source}: memsaver, the trainer's own pages, first time, digests read", ms=first.seconds * 1e3),
+        Figure(what=f"{source}: memsaver, the trainer's own pages", ms=steady, parts={"adopt": adopt}),
     ]
 
 

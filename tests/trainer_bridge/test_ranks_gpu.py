@@ -1,0 +1,112 @@
+"""Two GPUs: an FSDP2 trainer over both, and an engine of its own or a tensor-parallel rank beside each trainer rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import memsaver
+from rollout import Engine, SamplingParams
+from tests.helpers.memory import open_fds
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.soak import rounds
+from tests.trainer_bridge.models import config, make_batch, write_model
+from trainer_bridge import Cycle, Trainer
+from trainer_bridge.aligned import aligned_dims
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [request[0].token_ids for request in engine.generate(PROMPTS, GREEDY)]
+
+
+def engine_of(rank: int, path: str, size: int, load: bool = False) -> Engine:
+    return Engine.from_pretrained(
+        path,
+        device=f"cuda:{rank}",
+        kv_tokens=256,
+        load_weights=load,
+        tensor_parallel_size=size,
+        group=dist.group.WORLD if size > 1 else None,
+    )
+
+
+def cycles(rank: int, path: str, size: int, aligned: bool) -> dict[str, Any]:
+    """Two rounds of the cycle on every rank, an update between; what fresh engines say of the same weights."""
+    engine = engine_of(rank, path, size)
+    manifests: list[Any] = [None, None]
+    dist.all_gather_object(manifests, engine.manifest)
+    saver = memsaver.MemorySaver(device=f"cuda:{rank}")
+    trainer = Trainer(
+        config(path, device=f"cuda:{rank}"), saver, shard_dims=aligned_dims(manifests) if aligned else None
+    )
+    trainer.connect([engine])
+    engine.sleep(level=2)
+    cycle, seen, linked = Cycle(trainer, engine), [], []
+    for version in (1, 2):
+        linked.append(cycle.to_rollout(version).link_bytes)
+        seen.append(tokens(engine))
+        cycle.to_train()
+        if version == 1:
+            trainer.update_actor(make_batch(4))
+    trainer.save_checkpoint(f"{path}/step")
+    named: Any = trainer.model.named_parameters()
+    whole = {name: param.detach().full_tensor().cpu() for name, param in named}
+    trainer.close()
+    return {"tokens": seen, "linked": linked, "weights": whole if rank == 0 else None}
+
+
+@pytest.mark.parametrize(("size", "aligned"), [(1, False), (2, False), (2, True)])
+def test_every_engine_serves_what_the_ranks_hold_together(size: int, aligned: bool, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    first, second = results(start_ranks(cycles, 2, tmp_path / "store", path, size, aligned, backend="nccl"))
+    assert first["tokens"] == second["tokens"] and first["linked"] == second["linked"]
+    alone = Engine.from_pretrained(path, device="cuda:0", kv_tokens=256)
+    assert first["tokens"][0] == tokens(alone)
+    alone._store.load(first["weights"].items(), "the trainer")
+    assert first["tokens"][1] == tokens(alone)
+    norms = sum(each.numel() * 4 for name, each in first["weights"].items() if "norm" in name)
+    assert not aligned or set(first["linked"]) == {norms}, "more than the norms went over the link"
+
+
+def syncs(rank: int, path: str, count: int) -> dict[str, int]:
+    """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much they grew after all."""
+    engine, trainer = engine_of(rank, path, 1), Trainer(config(path, device=f"cuda:{rank}"))
+    trainer.connect([engine])
+    for version in range(5):
+        trainer.sync_weights(version)
+    before = held()
+    for version in range(5, 5 + count):
+        trainer.sync_weights(version)
+    dist.barrier()
+    grown = {name: value - before[name] for name, value in held().items()}
+    trainer.close()
+    return grown
+
+
+def held() -> dict[str, int]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    free, total = torch.cuda.mem_get_info()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return {"device": total - free, "descriptors": open_fds(), "resident": resident}
+
+
+@pytest.mark.soak
+def test_nothing_grows_over_syncs(tmp_path: Path) -> None:
+    count = rounds(50, 1000)
+    for grown in results(
+        start_ranks(syncs, 2, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl")
+    ):
+        assert grown["device"] == grown["descriptors"] == 0, grown
+        assert grown["resident"] < 4 << 20, f"{grown}: host memory of {count} syncs"
