@@ -1,4 +1,4 @@
-"""Two GPUs: an FSDP2 trainer over both, and an engine of its own or a tensor-parallel rank beside each trainer rank."""
+"""On GPUs: an FSDP2 trainer over two, and an engine of its own or a tensor-parallel rank beside each trainer rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from tests.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer
 from trainer_bridge.aligned import aligned_dims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
@@ -66,6 +64,7 @@ def cycles(rank: int, path: str, size: int, aligned: bool) -> dict[str, Any]:
     return {"tokens": seen, "linked": linked, "weights": whole if rank == 0 else None}
 
 
+@two_gpus
 @pytest.mark.parametrize(("size", "aligned"), [(1, False), (2, False), (2, True)])
 def test_every_engine_serves_what_the_ranks_hold_together(size: int, aligned: bool, tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
@@ -103,10 +102,11 @@ def held() -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_nothing_grows_over_syncs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_gpus)])
+def test_nothing_grows_over_syncs(world: int, tmp_path: Path) -> None:
     count = rounds(50, 1000)
     for grown in results(
-        start_ranks(syncs, 2, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl")
+        start_ranks(syncs, world, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl")
     ):
         assert grown["device"] == grown["descriptors"] == 0, grown
         assert grown["resident"] < 4 << 20, f"{grown}: host memory of {count} syncs"
