@@ -49,6 +49,11 @@ def test_a_trainer_in_another_process_writes_the_weights(actor: Any) -> None:
     out = call("generate", PROMPTS, GREEDY)
     assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]
     assert {event.op for event in call("drain_events")} >= {"grow", "pause", "resume"}
+    offer = ray.get(actor.begin_update.remote(2, shadow=True, names=["model.norm.weight"]), timeout=120)
+    assert offer.shadow and offer.names == ("model.norm.weight",)
+    call("verify_update", write(offer, seed=2))
+    assert call("unavailable_reason") is None and call("weights_version") == 1
+    assert call("commit_update", 2).version == 2
     call("abort_update", "the trainer is gone")
     with pytest.raises(Exception, match="the trainer is gone"):
         call("generate", PROMPTS, SamplingParams())

@@ -282,3 +282,20 @@ def test_other_tensors_on_the_tag_forbid_shadow_pages(path: Path) -> None:
         with pytest.raises(StateError, match="place the other tensors on another tag"):
             engine.begin_update(1, shadow=True)
         assert engine.report().committed_bytes == committed and answers(engine)
+
+
+def test_what_was_verified_is_over_once_its_pages_are_written_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answers(engine)
+    engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="device lost"):
+        patch.setattr(engine._update._shadow, "copy_all", fail)
+        engine.begin_update(1, shadow=True, names=NORMS)
+    with pytest.raises(WeightUpdateError, match="no weight update is open"):
+        engine.commit_update(1)
+    assert answers(engine) == before
+
+
+def fail() -> None:
+    raise OSError("device lost")

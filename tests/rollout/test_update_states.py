@@ -19,7 +19,7 @@ from tests.helpers.soak import rounds
 from tests.rollout.test_adopt import Owner
 from tests.rollout.test_lifecycle import TINY, tiny, write
 
-PROMPT = [5, 3, 8, 1]
+PROMPT = [5, 3, 8, 1] * 5  # more than a page: the prefix cache has a part in it
 NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 FIELDS = {"digest": 1, "version": 10**6, "layout_hash": "other", "nbytes": 5}
 SEEDS = st.integers(1, 3)
@@ -91,6 +91,16 @@ class UpdateMachine(RuleBasedStateMachine):
         self.under = Under(offer, self.content)
         if not shadow:
             self.content = None
+
+    @precondition(active)
+    @rule(seed=SEEDS, shadow=st.booleans(), some=st.booleans(), commit=st.booleans())
+    def begin_and_write(self, seed: int, shadow: bool, some: bool, commit: bool) -> None:
+        """In one: walks get further."""
+        self.begin(0, 1, shadow, some)
+        if self.under is not None:
+            self.write_and_verify(seed, None)
+            if commit:
+                self.commit(False)
 
     @precondition(lambda self: self.under is not None and self.active())
     @rule(seed=SEEDS, wrong=st.sampled_from([None, None, None, *FIELDS]))
@@ -211,7 +221,7 @@ class UpdateMachine(RuleBasedStateMachine):
 
 
 UpdateMachine.TestCase.settings = settings(
-    max_examples=rounds(20, 300), stateful_step_count=25, derandomize=True, deadline=None
+    max_examples=rounds(25, 300), stateful_step_count=25, derandomize=True, deadline=None
 )
 
 
