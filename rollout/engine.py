@@ -12,12 +12,11 @@ from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError, Ticket
-from memsaver.ops.hash import splitmix64_int
 from memsaver.places import place_of
-from rollout.beam import BeamGroup, check_vocabulary
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
+from rollout.intake import Intake
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
@@ -88,7 +87,7 @@ class Engine:
         if config.cuda_graphs and saver.device.type == "cuda" and self._runner.capturable:
             self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
-        self._requests = 0
+        self._intake = Intake(model, self._scheduler, max_context_len=self.max_context_len, seed=config.seed)
         self._update = WeightUpdate(self._store, self.saver, self._prefixes.new_weights)
 
     @classmethod
@@ -146,7 +145,7 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt")
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
-            self._check_request(f"prompt {i}", prompt, param)
+            self._intake.check(f"prompt {i}", prompt, param)
         requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
         samples = [sample for request in requests for sample in request]
         try:
@@ -161,40 +160,9 @@ class Engine:
             raise
         return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
 
-    def _check_request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not len(prompt):
-            raise ValueError(f"{name} is empty; it needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
-            raise ValueError(f"{name} has token ids outside [0, {self.model.vocab_size}); check the tokenizer")
-        self._scheduler.check_fits(name, len(prompt), params)
-        if len(prompt) + params.max_tokens > self.max_context_len:
-            raise ValueError(
-                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + max_tokens "
-                f"{params.max_tokens}), max_context_len is {self.max_context_len}; lower max_tokens or "
-                f"raise max_context_len"
-            )
-
-        if params.beam_width > 1:
-            check_vocabulary(name, params, len(self._stop_ids(params)), self.model.vocab_size)
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids or ())
-        return stop_ids if params.ignore_eos else stop_ids | self.model.stop_token_ids
-
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        seed = params.seed
-        if seed is None:
-            seed = splitmix64_int(splitmix64_int(self.config.seed) + self._requests) >> 1
-        ids, stop_ids = list(prompt), self._stop_ids(params)
-        samples = [
-            Sample(request=self._requests, index=i, prompt=ids, params=params, seed=seed, stop_ids=stop_ids)
-            for i in range(max(params.n, params.beam_width))
-        ]
-        if params.beam_width > 1:
-            BeamGroup.of(samples)
-        self._requests += 1
-        self._scheduler.add(samples)
-        return samples
+        """Queue a request that was checked; an engine that does more with each overrides this."""
+        return self._intake.submit(prompt, params)
 
     def _step(self) -> None:
         """One forward for whatever the scheduler chose, and a token for every sample that is due one."""

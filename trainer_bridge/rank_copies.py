@@ -37,15 +37,14 @@ class RankCopies:
         sources: Mapping[str, Tensor],
         *,
         rank: int = 0,
-        names: Collection[str] | None = None,
         derived: Collection[str] = (),
         targets: Collection[int] | None = None,
     ) -> None:
-        """shards: this rank's; sources: their tensors, by name. names: only these, as the trainer calls them. derived:
-        which of them are made of their shard (`LowRank`). targets: write into these only; None: all. A ValueError lists
-        shards that are missing or of another shape."""
+        """shards: this rank's; sources: their tensors, by name. derived: which of them are made of their shard
+        (`LowRank`). targets: write into these only; None: all. A ValueError lists shards that are missing or of
+        another shape."""
         boxes = {shard.name: shard for shard in shards}
-        copies = [copy for copy in plan.copies(rank) if names is None or copy.name in names]
+        copies = plan.copies(rank)
         self.names = sorted({copy.name for copy in copies})
         if problems := [problem for name in self.names if (problem := _misfit(sources, boxes[name]))]:
             raise ValueError(f"the shards of rank {rank} do not fit the plan, {listed(problems)}")

@@ -31,7 +31,7 @@ from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.consensus import Alone, Consensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.ops.cast_copy import OnPart
-from trainer_bridge.plan import Plan, Target, make_plan
+from trainer_bridge.plan import Plan, Planner, Target
 from trainer_bridge.rank_copies import RankCopies, Written
 from trainer_bridge.sources import SourceShard
 from trainer_bridge.transport.connection import connect, obstacles
@@ -138,7 +138,10 @@ class WeightSync:
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
         """Every rank makes its own: they are the same, and too large to be exchanged. Returns what it cannot map."""
-        self.plan = _plan(said)
+        shards = [shard for rank in said for shard in rank.shards]
+        self._planned = [Target(manifest=each.manifest, place=each.place) for rank in said for each in rank.layouts]
+        self._planner = Planner(shards, [rank.place for rank in said])
+        self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
     def sync(
@@ -153,9 +156,9 @@ class WeightSync:
         """Write the shards as they are now, verify them on both sides, and have every target serve them as `version`.
 
         shadow: targets take pages for a second copy, and serve their old version until the commit. names: write these
-        parameters only, over weights that are defined (as `LowRank` needs after a first whole sync). check_finite:
-        refuse NaN and infinity in shards, at the cost of reading them twice. Raises what went wrong here, or a
-        `SyncError` that names the stage, the rank and its error.
+        parameters only, by either side's names, over weights that are defined (`LowRank`, after a whole sync).
+        check_finite: refuse NaN and infinity in shards, at the cost of reading them twice. Raises what went wrong here,
+        or a `SyncError` that names the stage, the rank and its error.
         """
         started, state = time.perf_counter(), _Round(version)
         chosen = None if names is None else tuple(sorted(names))
@@ -201,25 +204,25 @@ class WeightSync:
         sources, state.derived = self._sources(), self._derived()
         key = (names, frozenset(state.derived))
         if key not in self._copies or self._copies[key][0].sources is not sources:
-            self._copies = {key: self._tables(sources, names, state.derived)}
+            plan = self._planner.plan(self._planned, names)
+            self._copies = {key: self._tables(plan, sources, state.derived)}
         state.copies, state.relay = self._copies[key]
         state.copies.check(state.derived, check_finite)
 
     def _tables(
-        self, sources: Mapping[str, Tensor], names: tuple[str, ...] | None, derived: Collection[str]
+        self, plan: Plan, sources: Mapping[str, Tensor], derived: Collection[str]
     ) -> tuple[RankCopies, Relay | None]:
         rank, routes = self._consensus.rank, self._connection.routes
         direct = routes.direct(rank) if routes.indirect else None
-        copies = RankCopies(self.plan, self._shards, sources, rank=rank, names=names, derived=derived, targets=direct)
+        copies = RankCopies(plan, self._shards, sources, rank=rank, derived=derived, targets=direct)
         if not routes.indirect:
             return copies, None
         relay = Relay(
-            self.plan,
+            plan,
             self._connection,
             sources,
             dict(enumerate(self._targets, start=self._first)),
             rank=rank,
-            names=names,
             derived=derived,
             message_bytes=self._message_bytes,
         )
@@ -276,12 +279,6 @@ def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[
     """Makes the shards' GPU the current one, for which pages are mapped."""
     shard = next(iter(shards.values()), None)
     return torch.cuda.device(shard.device) if shard is not None and shard.is_cuda else contextlib.nullcontext()
-
-
-def _plan(ranks: Sequence[_Joined]) -> Plan:
-    shards = [shard for rank in ranks for shard in rank.shards]
-    targets = [Target(manifest=each.manifest, place=each.place) for rank in ranks for each in rank.layouts]
-    return make_plan(shards, targets, [rank.place for rank in ranks])
 
 
 def _abort(state: _Round, error: BaseException) -> None:

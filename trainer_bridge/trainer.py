@@ -163,6 +163,8 @@ class Trainer:
         if consensus is None:
             assert dist.group.WORLD is not None
             consensus = group_consensus(dist.group.WORLD)
+        if self._sync is not None:
+            self._sync.close()
         self._sync = WeightSync(
             self._my_shards(),
             self.shards,

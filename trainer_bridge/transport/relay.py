@@ -67,14 +67,13 @@ class Relay:
         handles: Mapping[int, SyncTarget],
         *,
         rank: int,
-        names: Collection[str] | None,
         derived: Collection[str],
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """handles: on the targets that this rank speaks for. names, derived: as in `RankCopies`."""
+        """handles: on the targets that this rank speaks for. derived: as in `RankCopies`."""
         routes, wire, device = connection.routes, connection.wire, connection.device
         self._plan, self._routes, self._rank = plan, routes, rank
-        self._names, self._limit = names, message_bytes
+        self._limit = message_bytes
         self._handles, self._wire = handles, wire
         self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
@@ -116,8 +115,7 @@ class Relay:
 
     def _messages(self, sender: int) -> list[Message]:
         copies = self._plan.copies(sender)
-        chosen = [copy for copy in copies if self._names is None or copy.name in self._names]
-        return messages([copy for copy in chosen if (sender, copy.target) in self._routes.indirect], self._limit)
+        return messages([copy for copy in copies if (sender, copy.target) in self._routes.indirect], self._limit)
 
     def _to(self, message: Message) -> int:
         return self._routes.speakers[message.target]
