@@ -1,5 +1,6 @@
 """What the engine adds to the model: sampling, forks, queueing, preemption, clean failure."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_stop_token_ids_and_ignore_eos(path: Path, make: Callable[..., Engine]) 
     params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
     completion = engine.generate(prompts, params)[0][0]
     assert completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
-    engine.model = type(engine.model)(**{**vars(engine.model), "stop_token_ids": frozenset([free[3]])})
+    engine._intake._model = dataclasses.replace(engine.model, stop_token_ids=frozenset([free[3]]))
     first = engine.generate(prompts, params)[0][0]
     assert first.token_ids == free[: min(free.index(stop), free.index(free[3])) + 1]
     ignoring = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
