@@ -24,7 +24,7 @@ from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.runner import ModelRunner
-from rollout.samples import Sample, Stats, Step
+from rollout.samples import Sample, Stats, Step, names_of
 from rollout.scheduler import Scheduler
 from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import (
@@ -238,7 +238,7 @@ class Engine:
         left = self._scheduler.unfinished
         if left and unfinished == "raise":
             raise StateError(
-                f"cannot sleep with unfinished requests: {_names(left)}; let them finish, or sleep with "
+                f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or sleep with "
                 f'unfinished="preempt" or "abort"'
             )
         if WEIGHTS in chosen:
@@ -378,7 +378,7 @@ class Engine:
 
     def _require_idle(self, action: str, instead: str) -> None:
         if running := self._scheduler.running:
-            raise StateError(f"cannot {action} while requests run: {_names(running)}; {instead}")
+            raise StateError(f"cannot {action} while requests run: {names_of(running)}; {instead}")
 
     def _require_available(self) -> None:
         if reason := self.unavailable_reason():
@@ -394,8 +394,3 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
             f"{model.max_position_embeddings}; lower it"
         )
     return config.max_context_len
-
-
-def _names(samples: Sequence[Sample], limit: int = 8) -> str:
-    names = [sample.name for sample in samples]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

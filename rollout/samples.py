@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,3 +125,9 @@ class Stats:
     preempted_recompute: int = 0
     preempted_swap: int = 0
     swapped_back: int = 0
+
+
+def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
+    """For a message."""
+    names = [sample.name for sample in samples]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.hooked import STAGES
-from tests.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, parameters
-from tests.trainer_bridge.test_plan import DEVICES, DTYPES, shards_of
+from tests.trainer_bridge.test_plan import DEVICES, DTYPES, model_of, shards_of
 from trainer_bridge.sources import SourceShard
 
 LORA_RANK, SCALE = 2, 0.5
@@ -57,20 +56,7 @@ class Layout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    tied = draw(st.booleans())
-    groups = decoder_groups(
-        hidden=draw(st.sampled_from([1, 3, 4])),
-        vocab=draw(st.integers(1, 11)),
-        heads=4,
-        kv_heads=draw(st.sampled_from([1, 2, 4])),
-        inner=4,
-        tied=tied,
-    )
-    shapes = parameters(groups)
-    stored = {name: name for name in shapes}
-    if tied and draw(st.booleans()):  # the trainer has it under the other name
-        shapes[HEAD] = shapes.pop(EMBED)
-        stored[EMBED] = HEAD
+    groups, shapes, stored, tied = model_of(draw, vocab=11, heads=4)
     shards, world = shards_of(draw, shapes)
     engines = []
     for _ in range(draw(st.integers(1, 2))):  # replicas, not always alike

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from memsaver.ops.strided import row_major
+from rollout.model.params import Group
 from rollout.types import Manifest, ParamSlice
 from tests.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, manifests, parameters
 from trainer_bridge.plan import Copy, Plan, SourceShard, Target, itemsize, make_plan, torch_dtype
@@ -77,15 +78,17 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
     return draw(st.permutations(shards)), math.prod(mesh)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
+def model_of(
+    draw: st.DrawFn, *, vocab: int, heads: int
+) -> tuple[list[Group], dict[str, tuple[int, ...]], dict[str, str], bool]:
+    """Groups of a decoder, whole shapes by the trainer's names, the rollout's name -> the trainer's, tied."""
     tied = draw(st.booleans())
     groups = decoder_groups(
         hidden=draw(st.sampled_from([1, 3, 4])),
-        vocab=draw(st.integers(1, 19)),
-        heads=8,
-        kv_heads=draw(st.sampled_from([1, 2, 8])),
-        inner=8,
+        vocab=draw(st.integers(1, vocab)),
+        heads=heads,
+        kv_heads=draw(st.sampled_from([1, 2, heads])),
+        inner=heads,
         tied=tied,
     )
     shapes = parameters(groups)
@@ -93,6 +96,12 @@ def cases(draw: st.DrawFn) -> Case:
     if tied and draw(st.booleans()):  # the trainer has it under the other name
         shapes[HEAD] = shapes.pop(EMBED)
         stored[EMBED] = HEAD
+    return groups, shapes, stored, tied
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    groups, shapes, stored, tied = model_of(draw, vocab=19, heads=8)
     generator = torch.Generator().manual_seed(3)
     shards, world = shards_of(draw, shapes)
     targets = []
