@@ -105,11 +105,5 @@ def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:
     begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
     if begin >= end:
         return None
-    skipped = begin - copy.start[0]
-    return replace(
-        copy,
-        start=(begin - first, *copy.start[1:]),
-        shape=(end - begin, *copy.shape[1:]),
-        offset=copy.offset + skipped * copy.strides[0] * copy.itemsize,
-        index_base=copy.index_base + skipped * copy.index_strides[0],
-    )
+    part = copy.part(0, begin - copy.start[0], end - begin)
+    return replace(part, start=(begin - first, *copy.start[1:]))

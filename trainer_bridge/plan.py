@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memsaver.ops.strided import row_major
@@ -57,6 +57,20 @@ class Copy:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    def part(self, dim: int, first: int, size: int) -> Copy:
+        """What is at `first` to `first + size` of dimension `dim` of the box."""
+        return replace(
+            self,
+            start=_with(self.start, dim, self.start[dim] + first),
+            shape=_with(self.shape, dim, size),
+            offset=self.offset + first * self.strides[dim] * self.itemsize,
+            index_base=self.index_base + first * self.index_strides[dim],
+        )
+
+
+def _with(values: Ints, at: int, value: int) -> Ints:
+    return (*values[:at], value, *values[at + 1 :])
 
 
 class _Part(NamedTuple):

@@ -74,17 +74,4 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
     dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
     each = max(1, limit // (copy.nbytes // copy.shape[dim]))
     for first in range(0, copy.shape[dim], each):
-        yield from parts(_part(copy, dim, first, min(each, copy.shape[dim] - first)), limit)
-
-
-def _part(copy: Copy, dim: int, first: int, size: int) -> Copy:
-    start, shape = list(copy.start), list(copy.shape)
-    start[dim] += first
-    shape[dim] = size
-    return replace(
-        copy,
-        start=tuple(start),
-        shape=tuple(shape),
-        offset=copy.offset + first * copy.strides[dim] * copy.itemsize,
-        index_base=copy.index_base + first * copy.index_strides[dim],
-    )
+        yield from parts(copy.part(dim, first, min(each, copy.shape[dim] - first)), limit)
