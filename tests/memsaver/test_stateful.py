@@ -255,4 +255,4 @@ TestSaverOnGpu = pytest.mark.gpu(pytest.mark.soak(CudaMachine.TestCase))
 TestSaverOnGpu.settings = settings(
     max_examples=rounds(10, 400), stateful_step_count=25, deadline=None, derandomize=True
 )
-TestSaver.settings = settings(max_examples=rounds(15, 400), stateful_step_count=25, deadline=None, derandomize=True)
+TestSaver.settings = settings(max_examples=rounds(10, 400), stateful_step_count=25, deadline=None, derandomize=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.helpers.faults import dying_trainer, wait_gone
 from tests.helpers.memory import memfd_bytes
 from tests.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
+from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -77,9 +77,27 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_a_trainer_killed_in_the_middle_of_a_sync(device: str, model_path: str, cluster: None) -> None:
-    with open_ray(on(device, model_path), ENGINE, trainer_actor=dying_trainer()) as (trainer, rollout):
+def lend(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device: str) -> None:
+    """Two rounds in which the rollout serves the trainer's own pages, with an update between."""
+    full, seen = trainer.report().tags["params"].committed_bytes, []
+    cycle = Cycle(trainer, rollout, alias=True)
+    for version in (1, 2):
+        assert cycle.to_rollout(version).nbytes == 0 and rollout.weights_version == version
+        assert trainer.report().committed_bytes == full
+        assert device != "cpu" or memfd_bytes(pids) == full + rollout.report().committed_bytes
+        seen.append([sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group])
+        cycle.to_train()
+        assert rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
+        trainer.update_actor(make_batch(4))
+    assert seen[0] != seen[1]
+
+
+def test_pages_that_are_lent_and_a_trainer_killed_in_the_middle_of_a_sync(
+    device: str, model_path: str, cluster: None
+) -> None:
+    with open_ray(on(device, model_path), ENGINE, alias=True, trainer_actor=dying_trainer()) as (trainer, rollout):
         pids = [trainer.call("pid"), rollout.call("pid")]
+        lend(trainer, rollout, pids, device)
         trainer.timeout = 0.5
         with pytest.raises(ActorTimeout, match=r"the trainer actor gave no answer for 0\.5 s in nap\(\)"):
             trainer.call("nap")
@@ -89,7 +107,7 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(device: str, model_path: str, 
         with pytest.raises(
             CycleError, match="stage 'sync_weights' failed: ActorDied: the trainer actor died"
         ) as caught:
-            cycle.to_rollout(1)
+            cycle.to_rollout(3)
         assert time.monotonic() - started < 30
         assert isinstance(caught.value.cause, ActorDied)
         assert (caught.value.cause.actor, caught.value.cause.method) == ("trainer", "sync_weights")
@@ -100,39 +118,9 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(device: str, model_path: str, 
         assert rollout.report().tags["weights"].leases == 0, "the dead trainer still holds a lease"
         rollout.sleep(level=2)
         with pytest.raises(StateError, match="legal now: nothing"):
-            cycle.to_rollout(2)
+            cycle.to_rollout(4)
     assert ray.is_initialized(), "somebody else's cluster was ended"
     wait_gone(pids)
-
-
-def test_a_trainer_killed_while_its_pages_are_lent_leaves_them_to_the_engine(
-    device: str, model_path: str, cluster: None
-) -> None:
-    def served() -> list[list[int]]:
-        return [sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group]
-
-    with open_ray(on(device, model_path), ENGINE, alias=True) as (trainer, rollout):
-        pids = [trainer.call("pid"), rollout.call("pid")]
-        full = trainer.report().tags["params"].committed_bytes
-        cycle, seen = Cycle(trainer, rollout, alias=True), []
-        for version in (1, 2):
-            assert cycle.to_rollout(version).nbytes == 0 and rollout.weights_version == version
-            assert trainer.report().committed_bytes == full
-            rest = rollout.report().committed_bytes
-            assert device != "cpu" or memfd_bytes(pids) == full + rest
-            seen.append(served())
-            if version == 1:
-                cycle.to_train()
-                trainer.update_actor(make_batch(4))
-        os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(ActorDied):
-            trainer.call("pid")
-        assert seen[0] != seen[1] == served()
-        assert device != "cpu" or memfd_bytes(pids[1:]) == full + rest
-        with pytest.raises(CycleError, match="stage 'restore_optim' failed: ActorDied: the trainer actor died"):
-            cycle.to_train()
-        assert rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
-        assert device != "cpu" or memfd_bytes(pids[1:]) == 0
 
 
 def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(

@@ -28,6 +28,7 @@ from tests.helpers.trainers import Death
 from trainer_bridge.errors import SyncError
 from trainer_bridge.session import SyncReceipt
 
+SLACK_FDS = 2  # for the test runner's own; what a round leaves would be one each
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
 KILL_PATIENCE = 1.0  # the survivor waits so long in every round
 SOME = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
@@ -194,7 +195,7 @@ def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
     pair.stop()
     assert pair.held() == killing.floor
     deadline = time.monotonic() + 5
-    while open_fds() > fds or _threads() - threads:
+    while open_fds() > fds + SLACK_FDS or _threads() - threads:
         left = _threads() - threads
         assert time.monotonic() < deadline, f"{open_fds()} fds, {fds} before; threads {left} beside {threads}"
         time.sleep(0.05)
@@ -224,10 +225,10 @@ def test_nothing_grows_over_syncs(pair: Pair) -> None:
     version = max(engine.weights_version for engine in pair.engines) + 1
     pair.start(PATIENCE)
     some(1, 12)
-    before, here = held(), (open_fds(), threading.active_count())
+    before, fds, threads = held(), open_fds(), _threads()
     count = rounds(30, 1000)
     some(20, count)
     assert held() == before
-    assert (open_fds(), threading.active_count()) == here
+    assert open_fds() <= fds + SLACK_FDS and not _threads() - threads
     assert [pair.serves(number) for number in (0, 1)] == [version + 20 + count] * 2
     pair.stop()
