@@ -59,6 +59,8 @@ class Round:
     def fails_in(self) -> str | None:
         """The stage in which the survivor misses the victim; None: the sync was over."""
         passed = self.stage + (self.death.moment in ("said", "decided"))
+        if self.death.stage == "open" and passed > self.stage:
+            return "map"  # which follows, and in which nobody is killed here
         return STAGES[passed] if passed < len(STAGES) else None
 
     @property
