@@ -82,7 +82,7 @@ class StoreConsensus:
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]  # the stub says str; bytes do
-            decision = self._decide(stage, prefix, keys)
+            decision = self._decide(prefix, keys)
             if decision != _GO:
                 raise SyncError(stage, decision)
             answers = [pickle.loads(said) for said in self._all(keys)]
@@ -104,7 +104,7 @@ class StoreConsensus:
             return self._store.multi_get(keys)
         return [self._store.get(key) for key in keys]
 
-    def _decide(self, stage: str, prefix: str, keys: Sequence[str]) -> str:
+    def _decide(self, prefix: str, keys: Sequence[str]) -> str:
         wanted = _GO
         try:
             self._store.wait(list(keys), timedelta(seconds=self.timeout))
