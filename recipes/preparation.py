@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.rounding import round_up
-from recipes.config import Recipe
+from recipes.config import ModelSection, Recipe
+from recipes.config.shapes import random_model_fields
 from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
 from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
@@ -79,7 +80,7 @@ def _model_dir(recipe: Recipe) -> Iterator[tuple[Path, Any]]:
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer(TOY_WORDS)
-        describe_random_model(recipe.model.config or {}, tokenizer, Path(folder))
+        describe_random_model(random_model_fields(recipe.model), tokenizer, Path(folder))
         yield Path(folder), tokenizer
 
 
@@ -89,9 +90,16 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
     try:
         return load_model_config(model_dir)
     except ValueError as error:
-        key = "model.config" if recipe.model.path is None else f"model.path={recipe.model.path}"
+        key = _model_key(recipe.model)
         text = one_line(error).removeprefix(f"{model_dir}: ")
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
+
+
+def _model_key(model: ModelSection) -> str:
+    """The key to name in an error about the model."""
+    if model.path is not None:
+        return f"model.path={model.path}"
+    return "model.config" if model.shape is None else f"model.shape={model.shape}"
 
 
 def resolve_device(recipe: Recipe) -> str:

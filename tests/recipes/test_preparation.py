@@ -9,6 +9,7 @@ import torch
 
 import recipes
 from kvcache import layout
+from recipes.config.shapes import random_model_fields
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import prepare
 from recipes.run import engine_arguments, trainer_config
@@ -62,7 +63,7 @@ def test_the_bytes_in_the_comment_of_a_packaged_recipe_are_right(name):
     elements = {"params": wide, "optim": 2 * wide, "gradients": wide, "weights": 2}
     expected = {tag: QWEN[name] * nbytes / GIB for tag, nbytes in elements.items()}
     expected["kv_cache"] = recipe.engine.kv_tokens * KV_BYTES[name] / GIB
-    words = recipe.model.config["vocab_size"]
+    words = random_model_fields(recipe.model)["vocab_size"]
     expected["logits"] = recipe.trainer.micro_batch_size * recipe.sampling.max_tokens * words * 16 / GIB
     assert said == pytest.approx(expected, abs=0.05)
     assert {tag: gib for tag, gib in said.items() if tag != "logits"} == pytest.approx(
