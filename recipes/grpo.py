@@ -175,7 +175,8 @@ class Loop:
             learned = update_actor(self.trainer, samples, old_logprobs, advantages, temperature)
         row = step_row(samples, scores, old_logprobs, monitor.seconds)
         seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
-        monitor.row({"kind": "train", "step": step, **learned, **row, **seconds, "memory": dict(monitor.memory)})
+        memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
+        monitor.row({"kind": "train", "step": step, **learned, **row, **seconds, **memory})
 
     def _to_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):

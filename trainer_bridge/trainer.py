@@ -31,7 +31,7 @@ from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
 from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
-    from memsaver import Event, MemorySaver, Report
+    from memsaver import Event, MemorySaver, Report, Usage
     from rollout.types import Manifest
 
 
@@ -238,6 +238,10 @@ class Trainer:
 
     def drain_events(self) -> list[Event]:
         return [] if self.saver is None else self.saver.drain_events()
+
+    def take_usage(self) -> Usage | None:
+        """See `MemorySaver.take_usage`; None without a saver."""
+        return None if self.saver is None else self.saver.take_usage()
 
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""

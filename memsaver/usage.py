@@ -1,0 +1,42 @@
+"""How much of a device torch's own allocator holds, outside of every tag."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+
+class TorchUse:
+    """Asked again and again by one saver; torch's peak counter of the device is its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: Hashable = None
+        self._on_tags = 0
+
+    def take(self, allocated: Hashable) -> tuple[int, int, int | None]:
+        """(reserved now, most reserved since the last call, bytes used of the whole device, by anyone).
+
+        allocated: changes whenever tags gain or lose allocations: torch counts those of its pools as its own, and it
+        takes milliseconds to find out which these are.
+        """
+        if self._device.type != "cuda":
+            return 0, 0, None
+        if allocated != self._seen:
+            self._seen, self._on_tags = allocated, self._pools()
+        now = torch.cuda.memory_reserved(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return now - self._on_tags, peak - self._on_tags, total - free
+
+    def _pools(self) -> int:
+        """Bytes of segments that lie in pools, which are those of regions and graphs on tags."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        return sum(
+            each["total_size"]
+            for each in segments
+            if each["device"] == index and tuple(each["segment_pool_id"]) != (0, 0)
+        )
