@@ -1,4 +1,4 @@
-"""How much of a device torch's own allocator holds, outside of every tag."""
+"""How much of a device torch's own allocator holds, outside of every tag, and how it gives that back."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ class TorchUse:
             for each in segments
             if each["device"] == index and tuple(each["segment_pool_id"]) != (0, 0)
         )
+
+
+def empty_torch_cache(device: torch.device) -> None:
+    """Give torch's cached blocks back to the device, once its work is done; nothing to do on the CPU.
+
+    cuBLAS's workspaces too: torch keeps those for ever, and one that lies in a cached block keeps the whole segment,
+    which may be as large as a batch's logits. The next multiplication takes new ones.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

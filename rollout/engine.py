@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.places import place_of
+from memsaver.usage import empty_torch_cache
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
@@ -253,8 +254,8 @@ class Engine:
             if KV_CACHE in rest:
                 self._prefixes.park(keep=self._store.version is not None)
             self.saver.pause(*rest, content="discard")
-            if KV_CACHE in rest and self.saver.device.type == "cuda":
-                torch.cuda.empty_cache()  # what steps left there; whoever works next needs it
+            if KV_CACHE in rest:
+                empty_torch_cache(self.saver.device)  # what steps left there; whoever works next needs it
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.

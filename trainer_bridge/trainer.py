@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from memsaver.errors import StateError
 from memsaver.places import place_of
+from memsaver.usage import empty_torch_cache
 from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
 from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
@@ -168,9 +169,7 @@ class Trainer:
         for side in (self, self.critic, self.reference):
             if side is not None:
                 reshard(side.model)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        empty_torch_cache(self.device)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -63,6 +63,9 @@ class CachingAllocator:
             block = before
         self._cache(block)
 
+    def holds(self, key: Hashable) -> bool:
+        return key in self._live
+
     def empty_cache(self) -> None:
         """Segments without a living block go back to the driver."""
         for pool, cached in self._cached.items():
