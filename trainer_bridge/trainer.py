@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -170,6 +170,11 @@ class Trainer:
             if side is not None:
                 reshard(side.model)
         empty_torch_cache(self.device)
+
+    def models(self) -> list[nn.Module]:
+        """Policy, reference and critic, as far as there are."""
+        beside = [side.model for side in (self.reference, self.critic) if side is not None]
+        return [self.model, *beside]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -91,10 +91,8 @@ class CachingAllocator:
         return self._at[segment, start]
 
     def _new_segment(self, pool: tuple[Hashable, bool], size: int) -> _Block:
-        if pool[1]:
-            whole = _SMALL_SEGMENT
-        else:
-            whole = _MIDDLE_SEGMENT if size < _MIDDLE else round_up(size, _ROUND)
+        large = _MIDDLE_SEGMENT if size < _MIDDLE else round_up(size, _ROUND)
+        whole = _SMALL_SEGMENT if pool[1] else large
         self._segments += 1
         self.reserved += whole
         self.peak = max(self.peak, self.reserved)

@@ -11,23 +11,25 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from memsaver import Usage
+from memsaver.rounding import round_up
 from recipes.config import Recipe
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.monitor import Monitor
 from recipes.peaks import Peaks
 from recipes.planner.attention import planned_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout
-from recipes.planner.tracing import PlannedDevice, PlannedSaver
+from recipes.planner.log import replay, with_layers
+from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.preparation import Setup
 from recipes.run import LOOPS, trainer_config
 from recipes.tasks import Problem, Score, Task
@@ -36,6 +38,7 @@ from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
+_AROUND = 2, 3  # layers before and after the one that stands for the rest; neighbours prefetch for each other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,38 +81,137 @@ class _NoView:
     def memory(self, *_: Any) -> None: ...
 
 
+@dataclasses.dataclass
+class Readings:
+    """In the place of a monitor's `Peaks`: notes where they would be read. See `PlannedDevice.read`."""
+
+    device: PlannedDevice
+    saver: PlannedSaver
+    rollout: PlannedRollout
+    stages: list[tuple[str, frozenset[str], Usage]] = dataclasses.field(default_factory=list)
+
+    def watch(self, owner: str, take_usage: Any) -> None: ...
+
+    def take(self) -> Stages:
+        return {}
+
+    def passed(self, stage: str) -> None:
+        self.device.read()
+        self.stages.append((stage, frozenset(self.saver.paused), self.rollout.take_usage()))
+
+    def peaks(self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int) -> Stages:
+        """Of a step that another has gone before. first: readings before and in the first step."""
+        now = [_usage(sizes, paused, use) for (_, paused, _), use in zip(self.stages, torch_use, strict=True)]
+        peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.stages)
+        peaks.watch("trainer", lambda: next(trainer))
+        peaks.watch("rollout", lambda: next(rollout))
+        steps: list[Stages] = []
+        for part in (self.stages[:1], self.stages[1:first], self.stages[first:]):
+            for stage, _, _ in part:
+                peaks.passed(stage)
+            steps.append(peaks.take())
+        return {**steps[2], **{stage: entry for stage, entry in steps[1].items() if stage not in steps[2]}}
+
+
+def _usage(sizes: Mapping[str, int], paused: frozenset[str], use: tuple[int, int]) -> Usage:
+    return Usage(
+        tags={tag: 0 if tag in paused else nbytes for tag, nbytes in sizes.items()},
+        torch_bytes=use[0],
+        torch_peak_bytes=use[1],
+        device_used_bytes=None,
+        host_bytes=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """stages: of a step after the first. tags: bytes of the trainer's while they have memory."""
+
+    stages: Stages
+    tags: dict[str, int]
+
+
 def dry_run(
-    recipe: Recipe, fields: dict[str, Any], engine: EngineSizes, *, prompt_tokens: int, workspace_bytes: int
-) -> Stages:
-    """Peaks of a step after the first one. fields: of the model's config; the sizes on the engine's side are given."""
-    device = PlannedDevice(workspace_bytes)
-    with tempfile.TemporaryDirectory() as folder, _without_memory(recipe.cluster.size), device.following():
-        tokenizer = toy_tokenizer([])
-        describe_random_model(fields, tokenizer, Path(folder))
-        setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
-        saver = PlannedSaver(device)
-        config = dataclasses.replace(trainer_config(setup), device="cpu", threads=None, random_init=True)
-        trainer = PlannedTrainer(config, saver)  # type: ignore[arg-type]
-        trainer.planned, trainer.world = device, 1  # this rank's share of the sequences is all there is
+    recipe: Recipe,
+    fields: dict[str, Any],
+    engine: EngineSizes,
+    *,
+    prompt_tokens: int,
+    workspace_bytes: int,
+    all_layers: bool = False,
+    staged: bool = True,
+) -> DryRun:
+    """fields: of the model's config. all_layers: trace every layer; otherwise some, and repeat one for the rest.
+    staged: see `PlannedRollout`."""
+    layers = fields["num_hidden_layers"]
+    before, after = _AROUND
+    pattern = fields.get("first_k_dense_replace", 0) + before
+    traced = layers if all_layers else min(layers, pattern + 1 + after)
+    few = fields | {"num_hidden_layers": traced}
+    readings, first = _trace(recipe, few, PlannedRollout(engine, staged), prompt_tokens, workspace_bytes)
+    sizes = readings.saver.sizes()
+    if more := layers - traced:
+        larger = _built(recipe, fields | {"num_hidden_layers": traced + 1}, prompt_tokens)
+        sizes = {tag: nbytes + more * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
+    sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
+    torch_use = replay(with_layers(readings.device.log.entries, pattern, more))
+    return DryRun(readings.peaks(sizes, torch_use, first), sizes)
+
+
+def _trace(
+    recipe: Recipe, fields: dict[str, Any], rollout: PlannedRollout, prompt_tokens: int, workspace_bytes: int
+) -> tuple[Readings, int]:
+    """A step, and the way to the next one's rollout; and how many readings there were before that."""
+    with _trainer(recipe, fields, prompt_tokens, workspace_bytes) as (setup, trainer, saver):
         monitor = Monitor(_NoFolder(), _NoView())  # type: ignore[arg-type]
-        rollout = PlannedRollout(engine)
-        monitor.watch("trainer", trainer)  # type: ignore[arg-type]
-        monitor.watch("rollout", rollout)
+        readings = Readings(trainer.planned, saver, rollout)
+        monitor.peaks = readings  # type: ignore[assignment]
         cycle = Cycle(
             trainer,
-            rollout,
+            rollout,  # type: ignore[arg-type]
             on_stage=monitor.passed,
             sleep_level=recipe.engine.sleep_level,
             keep=recipe.cycle.keep,
             critic=recipe.algorithm == "ppo",
             reference=recipe.loop.kl_coef > 0,
         )
-        loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
+        loop = LOOPS[recipe.algorithm](
+            setup=setup,
+            trainer=trainer,
+            rollout=rollout,  # type: ignore[arg-type]
+            cycle=cycle,
+            monitor=monitor,
+        )
+        for model in trainer.models():
+            trainer.planned.mark_layers(model)
+        readings.passed("build")
         with mock.patch.object(dist, "get_world_size", _alone(dist.get_world_size)):
-            for step in (1, 2):
-                monitor.peaks.take()
-                loop.train_step(step)
-        return monitor.peaks.take()
+            loop.train_step(1)
+            first = len(readings.stages)
+            loop.to_rollout(2)
+    return readings, first
+
+
+def _built(recipe: Recipe, fields: dict[str, Any], prompt_tokens: int) -> dict[str, int]:
+    """Bytes of the tags alone."""
+    with _trainer(recipe, fields, prompt_tokens, 0) as (_, _, saver):
+        return saver.sizes()
+
+
+@contextlib.contextmanager
+def _trainer(
+    recipe: Recipe, fields: dict[str, Any], prompt_tokens: int, workspace_bytes: int
+) -> Iterator[tuple[PlannedSetup, PlannedTrainer, PlannedSaver]]:
+    device = PlannedDevice(workspace_bytes)
+    saver = PlannedSaver(device)
+    with tempfile.TemporaryDirectory() as folder, _without_memory(recipe.cluster.size), device.following():
+        tokenizer = toy_tokenizer([])
+        describe_random_model(fields, tokenizer, Path(folder))
+        setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
+        config = dataclasses.replace(trainer_config(setup), device="cpu", threads=None, random_init=True)
+        trainer = PlannedTrainer(config, saver)  # type: ignore[arg-type]
+        trainer.planned, trainer.world = device, 1  # this rank's share of the sequences is all there is
+        yield setup, trainer, saver
 
 
 @contextlib.contextmanager
@@ -154,7 +256,8 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     loop = dataclasses.replace(
         recipe.loop, prompts_per_step=max(1, math.ceil(answers / group)), samples_per_prompt=group
     )
-    small = dataclasses.replace(recipe, **{recipe.algorithm: _one_pass(loop)}, eval=dataclasses.replace(recipe.eval, every=0))
+    fields: dict[str, Any] = {recipe.algorithm: _one_pass(loop), "eval": dataclasses.replace(recipe.eval, every=0)}
+    small = dataclasses.replace(recipe, **fields)
     problems = tuple(Problem(question=str(index), answer="") for index in range(loop.prompts_per_step))
     task = Task(name="planned", train=problems, held_out=problems, beside={}, score=_score)
     return PlannedSetup(

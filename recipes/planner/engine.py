@@ -31,8 +31,9 @@ class PlannedRollout:
 
     weights_version = 0
 
-    def __init__(self, sizes: EngineSizes) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: EngineSizes, staged: bool = True) -> None:
+        """staged: False wakes all tags up with the first."""
+        self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
         self._kept = 0
         self._peak = sizes.idle
@@ -50,7 +51,7 @@ class PlannedRollout:
         self._asleep |= chosen
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        self._asleep -= set(self._sizes.tags if tags is None else tags)
+        self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._sizes.idle

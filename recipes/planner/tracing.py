@@ -1,56 +1,60 @@
-"""Operations on fake tensors, and the memory that they would take: torch's allocator and the tags, reckoned as they go.
+"""Operations on fake tensors, and what they would ask of torch's allocator.
 
-`PlannedDevice` is where a process's torch memory would be, `PlannedSaver` stands in for its `MemorySaver`.
+`PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memsaver import Event, Report, Usage
+from memsaver import Event, Report
 from memsaver.rounding import round_up
 from recipes.planner.allocator import CachingAllocator
+from recipes.planner.log import Key, Log
 
 PAGE = 2 << 20
 _MULTIPLIES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 class PlannedDevice(TorchDispatchMode):
-    """Follows every storage that operations make, resize or drop inside the block."""
+    """Logs every storage that operations make, resize or drop inside `following()`."""
 
     def __init__(self, workspace_bytes: int) -> None:
         """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
         super().__init__()
-        self.torch = CachingAllocator()
-        self.into: CachingAllocator = self.torch  # of what is made now
+        self.log = Log()
+        self._tag: CachingAllocator | None = None  # that what is made now belongs to; None: torch's own
         self._workspace = workspace_bytes
-        self._workspaces: set[str] = set()
-        self._known: dict[int, tuple[int, CachingAllocator, weakref.ref[Any]]] = {}
+        self._workspaces: dict[str, Key] = {}
+        self._keys: dict[int, tuple[Key | None, weakref.ref[Any]]] = {}
+        self._held: set[Key] = set()
         self._views: dict[int, weakref.ref[Any]] = {}
         self._streams: dict[int, int] = {}
-        self._count = 0
 
     def empty_cache(self) -> None:
-        for name in self._workspaces:
-            self.torch.free(name)
+        for key in self._workspaces.values():
+            self._free(key)
         self._workspaces.clear()
-        self.torch.empty_cache()
+        self.log.add("empty_cache")
+
+    def read(self) -> None:
+        self.log.add("read")
 
     @contextlib.contextmanager
-    def placing(self, where: CachingAllocator) -> Iterator[None]:
-        before, self.into = self.into, where
+    def placing(self, tag: CachingAllocator) -> Iterator[None]:
+        before, self._tag = self._tag, tag
         try:
             yield
         finally:
-            self.into = before
+            self._tag = before
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -68,6 +72,37 @@ class PlannedDevice(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def mark_layers(self, model: Any) -> None:
+        """Cut the log where the layers of a transformers decoder begin and end."""
+        decoder = model.get_decoder()
+        for index, layer in enumerate(decoder.layers):
+            layer.register_forward_pre_hook(self._before(index), prepend=True)
+            layer.register_forward_hook(self._after(index))
+        decoder.norm.register_forward_pre_hook(lambda *_: None if _in_backward() else self.log.leave(), prepend=True)
+
+    def _before(self, index: int) -> Any:
+        def entered(layer: nn.Module, args: Any) -> None:
+            if _in_backward():
+                return  # a checkpointed layer, computed anew
+            self.log.enter("forward", index)
+            if index == 0 and args[0].requires_grad:
+                args[0].register_hook(lambda grad: self.log.leave())
+
+        return entered
+
+    def _after(self, index: int) -> Any:
+        def left(layer: nn.Module, args: Any, out: Any) -> None:
+            hidden = out[0] if isinstance(out, tuple) else out
+            if hidden.requires_grad and not _in_backward():
+                hidden.register_hook(lambda grad: self._backward(index))
+
+        return left
+
+    def _backward(self, index: int) -> None:
+        self.log.enter("backward", index)
+        if index == 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self.log.leave)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -87,52 +122,66 @@ class PlannedDevice(TorchDispatchMode):
 
     def _see_view(self, view: torch.UntypedStorage, base: torch.UntypedStorage) -> None:
         """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base alive."""
-        if view._cdata not in self._known:
-            self._views[view._cdata] = weakref.ref(view, lambda _, address=view._cdata, base=base: self._views.pop(address))
+        address = view._cdata
+        if address not in self._keys and address not in self._views:
+            self._views[address] = weakref.ref(view, lambda _, base=base: self._views.pop(address))
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._known or storage._cdata in self._views:
+        address = storage._cdata
+        if address in self._keys or address in self._views:
             return
-        address, where = storage._cdata, self.into
-        self._count += 1
-        key = self._count
+        key = None
+        if self._tag is None:
+            key = self.log.new_key()
+            self._allocate(key, storage.nbytes())
+        elif storage.nbytes():
+            self._tag.allocate(object(), storage.nbytes())
 
-        def gone(_: Any) -> None:
-            if self._known.get(address, (None,))[0] == key:
-                del self._known[address]
-            if where.holds(key):
-                where.free(key)
+        def gone(dead: Any) -> None:
+            if address in self._keys and self._keys[address][1] is dead:
+                del self._keys[address]
+            self._free(key)
 
-        self._known[address] = (key, where, weakref.ref(storage, gone))
-        if nbytes := storage.nbytes():
-            where.allocate(key, nbytes, self._stream())
+        self._keys[address] = (key, weakref.ref(storage, gone))
 
     def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        if storage._cdata not in self._known:
-            self._see(storage)
+        self._see(storage)
+        if (entry := self._keys.get(storage._cdata)) is None or entry[0] is None:
             return
-        key, where, _ = self._known[storage._cdata]
-        if where.holds(key):
-            where.free(key)
+        self._free(entry[0])
         if nbytes:
-            where.allocate(key, nbytes, self._stream())
+            self._keys.pop(storage._cdata)  # under a new key, made by this block
+            self._see(storage)
+
+    def _allocate(self, key: Key, nbytes: int) -> None:
+        if nbytes:
+            self._held.add(key)
+            self.log.add("allocate", key, nbytes, self._stream())
+
+    def _free(self, key: Key | None) -> None:
+        if key in self._held:
+            self._held.remove(key)
+            self.log.add("free", key)
 
     def _take_workspace(self) -> None:
-        name = "forward" if torch._C._current_graph_task_id() == -1 else "backward"  # autograd has a thread of its own
+        name = "backward" if _in_backward() else "forward"  # autograd has a thread of its own
         if self._workspace and name not in self._workspaces:
-            self._workspaces.add(name)
-            self.torch.allocate(name, self._workspace, self._stream())
+            self._workspaces[name] = key = self.log.new_key()
+            self._allocate(key, self._workspace)
 
     def _pass_by(self, sizes: list[int]) -> None:
-        keys: list[Hashable] = []
-        for size in sizes:
-            keys.append(("scratch", len(keys)))
-            self.torch.allocate(keys[-1], size, self._stream())
+        keys = [self.log.new_key() for _ in sizes]
+        for key, size in zip(keys, sizes, strict=True):
+            self._allocate(key, size)
         for key in keys:
-            self.torch.free(key)
+            self._free(key)
 
     def _stream(self) -> int:
         return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
@@ -154,7 +203,7 @@ class PlannedSaver:
         self._planned = device
         self._direct: dict[str, int] = {}
         self._regions: dict[str, CachingAllocator] = {}
-        self._paused: set[str] = set()
+        self.paused: set[str] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard") -> Tensor:
         with self._planned.placing(CachingAllocator()):
@@ -168,10 +217,10 @@ class PlannedSaver:
             yield
 
     def pause(self, *tags: str, content: str | None = None) -> None:
-        self._paused |= set(tags)
+        self.paused |= set(tags)
 
     def resume(self, *tags: str) -> None:
-        self._paused -= set(tags)
+        self.paused -= set(tags)
 
     def mark_clean(self, tag: str, version: object) -> None:
         """Content is nothing here."""
@@ -180,25 +229,12 @@ class PlannedSaver:
         return 0
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every tag while it has memory."""
+        """Bytes of every tag while it has memory, not yet rounded to pages."""
         tags = dict.fromkeys([*self._direct, *self._regions])
-        return {
-            tag: round_up(self._direct.get(tag, 0), PAGE)
-            + (self._regions[tag].reserved if tag in self._regions else 0)
-            for tag in tags
-        }
+        return {tag: self._direct.get(tag, 0) + self._placed(tag) for tag in tags}
 
-    def take_usage(self) -> Usage:
-        sizes, torch_now = self.sizes(), self._planned.torch
-        usage = Usage(
-            tags={tag: 0 if tag in self._paused else nbytes for tag, nbytes in sizes.items()},
-            torch_bytes=torch_now.reserved,
-            torch_peak_bytes=torch_now.peak,
-            device_used_bytes=None,
-            host_bytes=sum(nbytes for tag, nbytes in sizes.items() if tag in self._paused),
-        )
-        torch_now.reset_peak()
-        return usage
+    def _placed(self, tag: str) -> int:
+        return self._regions[tag].reserved if tag in self._regions else 0
 
     def report(self) -> Report:
         return Report(device="planned", limit_bytes=None, committed_bytes=0, pool_bytes=0, backup_bytes=0, tags={})

@@ -1,0 +1,114 @@
+"""What a process asks of torch's allocator, in order; and how a model of more equal layers would ask.
+
+A trace of few layers is cut into blocks: a layer's forward, a layer's backward, and what is between. One layer in the
+middle is the pattern of all that are left out: its blocks are repeated, and what they name of their neighbours is taken
+from the neighbours of each copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from recipes.planner.allocator import CachingAllocator
+
+Block = tuple[int, str, int]
+"""(number of the forward pass, "forward" or "backward", layer), or (running number, "", 0) between them."""
+Key = tuple[Block, int]
+"""An allocation: the block that made it, and its number in there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """what: "allocate" (key, nbytes, stream), "free" (key), "empty_cache", or "read"."""
+
+    block: Block
+    what: str
+    key: Key = ((0, "", 0), 0)
+    nbytes: int = 0
+    stream: Hashable = 0
+
+
+@dataclass
+class Log:
+    entries: list[Entry] = field(default_factory=list)
+    block: Block = (0, "", 0)
+    _counts: dict[Block, int] = field(default_factory=dict)
+    _passes: int = 0
+    _between: int = 0
+
+    def enter(self, kind: str, layer: int) -> None:
+        """From here on in a layer's block. A forward of layer 0 begins a new pass."""
+        if kind == "forward" and layer == 0:
+            self._passes += 1
+        self.block = (self._passes, kind, layer)
+
+    def leave(self) -> None:
+        """From here on between blocks."""
+        self._between += 1
+        self.block = (self._between, "", 0)
+
+    def new_key(self) -> Key:
+        number = self._counts.get(self.block, 0)
+        self._counts[self.block] = number + 1
+        return self.block, number
+
+    def add(self, what: str, key: Key = ((0, "", 0), 0), nbytes: int = 0, stream: Hashable = 0) -> None:
+        self.entries.append(Entry(self.block, what, key, nbytes, stream))
+
+
+def with_layers(entries: list[Entry], pattern: int, more: int) -> Iterator[Entry]:
+    """The entries of a model with `more` layers like the one that has number `pattern`."""
+    runs = [(block, list(group)) for block, group in groupby(entries, key=lambda entry: entry.block)]
+    for block, group in runs:
+        _, kind, layer = block
+        if not kind:
+            for entry in group:
+                yield from _between(entry, pattern, more)
+        elif layer != pattern:
+            shift = more if layer > pattern else 0
+            yield from (_shifted(entry, shift) for entry in group)
+        else:
+            copies = range(more + 1) if kind == "forward" else range(more, -1, -1)
+            for shift in copies:
+                yield from (_shifted(entry, shift) for entry in group)
+
+
+def _between(entry: Entry, pattern: int, more: int) -> Iterator[Entry]:
+    """What frees something of the pattern, outside of the layers, frees that of every copy."""
+    (number, kind, layer), count = entry.key
+    if not kind or layer < pattern:
+        yield entry
+        return
+    for shift in range(more + 1) if layer == pattern else (more,):
+        key = ((number, kind, layer + shift), count)
+        yield Entry(entry.block, entry.what, key, entry.nbytes, entry.stream)
+
+
+def _shifted(entry: Entry, shift: int) -> Entry:
+    (number, kind, layer), count = entry.key
+    if not kind:
+        return entry
+    return Entry(entry.block, entry.what, ((number, kind, layer + shift), count), entry.nbytes, entry.stream)
+
+
+def replay(entries: Iterator[Entry]) -> list[tuple[int, int]]:
+    """Bytes that torch holds at each "read", and the most since the one before.
+
+    A ValueError for entries that free what was never taken: the layers are not alike.
+    """
+    allocator, found = CachingAllocator(), []
+    for entry in entries:
+        if entry.what == "allocate":
+            allocator.allocate(entry.key, entry.nbytes, entry.stream)
+        elif entry.what == "free":
+            if not allocator.holds(entry.key):
+                raise ValueError(f"layers are not alike: {entry.key} is freed in {entry.block} and was never made")
+            allocator.free(entry.key)
+        elif entry.what == "empty_cache":
+            allocator.empty_cache()
+        else:
+            found.append((allocator.reserved, allocator.peak))
+            allocator.reset_peak()
+    return found

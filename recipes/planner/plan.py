@@ -1,0 +1,208 @@
+"""`make_plan`: what a recipe takes at every stage, whether that fits, and what to change if not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.config import Recipe
+from recipes.config.shapes import random_model_fields
+from recipes.errors import RecipeError
+from recipes.planner.dry_run import dry_run
+from recipes.planner.engine import EngineSizes
+from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
+from recipes.planner.sizes import engine_sizes
+
+GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
+PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
+_SPARE = 256 * MIB  # of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The most in one stage, in bytes. processes: tags and torch's own, by owner; tags, torch: the parts of it.
+    contexts: of both processes. host: saved content on one machine."""
+
+    stage: str
+    processes: dict[str, int]
+    torch: dict[str, int]
+    tags: dict[str, int]
+    contexts: int
+    host: int
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.processes.values()) + self.contexts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Of one GPU, the fullest. host_bytes: of one machine, all its processes. kv_tokens: of one engine rank's pool;
+    most_kv_tokens: so many would still fit at every stage. notes: what was assumed."""
+
+    name: str
+    gpu: Gpu
+    devices: int
+    stages: tuple[StagePlan, ...]
+    host_bytes: int
+    kv_tokens: int
+    most_kv_tokens: int
+    needs: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def peak(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.device_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return not self.needs
+
+    @property
+    def room(self) -> int:
+        """Bytes of the GPU that a stage may take."""
+        return self.gpu.total - _SPARE
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes with them."""
+        stages = [
+            {
+                "stage": each.stage,
+                "device_bytes": each.processes,
+                "tags": each.tags,
+                "host_bytes": each.host,
+                "used_bytes": each.device_bytes,
+            }
+            for each in self.stages
+        ]
+        facts = {"fits": self.fits, "kv_tokens": self.kv_tokens, "most_kv_tokens": self.most_kv_tokens}
+        return {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total, "devices": self.devices, "stages": stages, **facts}
+
+
+def make_plan(
+    recipe: Recipe,
+    name: str = "recipe",
+    *,
+    gpu: str | None = None,
+    staged: bool = True,
+    prompt_tokens: int | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> Plan:
+    """gpu: as h100-80gb or h100-80gb:8, in place of what the recipe's `cluster` says. staged: False wakes all of the
+    engine before the sync, as others do. prompt_tokens: of the longest prompt. fields: of the model's config, in place
+    of the recipe's own.
+
+    Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is part of a
+    torch.distributed group.
+    """
+    card, count = find_gpu(gpu or recipe.cluster.gpu)
+    if count is not None:
+        recipe = _on(recipe, count)
+    model = dict(fields or random_model_fields(recipe.model))
+    notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
+    if prompt_tokens is None:
+        prompt_tokens = GUESSED_PROMPT
+        notes.append(f"prompts are taken to have {prompt_tokens} tokens")
+    sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
+    run = dry_run(recipe, model, sizes, prompt_tokens=prompt_tokens, workspace_bytes=card.workspace, staged=staged)
+    saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in recipe.cycle.keep}
+    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
+    stages = tuple(_stage(stage, entry, card, saved, per_machine) for stage, entry in run.stages.items())
+    host = per_machine * (sum(saved.values()) + _engine_host(recipe, sizes) + 2 * PROCESS_HOST)
+    most = _most_tokens(stages, card, sizes, kv_tokens, per_token, recipe.engine.page_size)
+    plan = Plan(
+        name=name,
+        gpu=card,
+        devices=recipe.cluster.size,
+        stages=stages,
+        host_bytes=host,
+        kv_tokens=kv_tokens,
+        most_kv_tokens=most,
+        needs=(),
+        notes=tuple(notes),
+    )
+    return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
+
+
+def _on(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe on so many devices, in machines of at most eight."""
+    per_node = min(devices, 8)
+    if devices % per_node:
+        raise RecipeError(f"--gpu :{devices}: machines have 8 GPUs each; give a multiple of 8, or fewer")
+    cluster = dataclasses.replace(recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node)
+    driver = "ray" if devices > 1 else recipe.driver
+    return dataclasses.replace(recipe, cluster=cluster, driver=driver)
+
+
+def _stage(stage: str, entry: Mapping[str, Any], gpu: Gpu, saved: Mapping[str, int], per_machine: int) -> StagePlan:
+    away = sum(nbytes for tag, nbytes in saved.items() if not entry["tags"].get(tag))
+    return StagePlan(
+        stage=stage,
+        processes=dict(entry["processes"]),
+        torch=dict(entry["torch"]),
+        tags=dict(entry["tags"]),
+        contexts=gpu.contexts,
+        host=per_machine * away,
+    )
+
+
+def _engine_host(recipe: Recipe, sizes: EngineSizes) -> int:
+    kept = sizes.weights if recipe.engine.sleep_level == 1 else 0
+    return kept + int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
+
+
+def _most_tokens(
+    stages: tuple[StagePlan, ...], gpu: Gpu, sizes: EngineSizes, tokens: int, per_token: int, page: int
+) -> int:
+    """Tokens of the pool if it took all that the other memory leaves in every stage where it is there."""
+    there = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
+    left = gpu.total - _SPARE - max(there, default=0)
+    return max(0, tokens + math.floor(left / per_token / page) * page)
+
+
+def _needs(plan: Plan, recipe: Recipe) -> list[str]:
+    """What to change, one line for each kind of stage that does not fit; none where all do."""
+    short = [stage for stage in plan.stages if stage.device_bytes > plan.room]
+    with_kv = [stage for stage in short if stage.tags.get("kv_cache")]
+    others = [stage for stage in short if not stage.tags.get("kv_cache")]
+    found = []
+    for stages, remedy in ((with_kv, _less_kv(plan, recipe)), (others, _less_training(recipe))):
+        if stages:
+            worst = max(stages, key=lambda stage: stage.device_bytes)
+            missing = (worst.device_bytes - plan.room) / GIB
+            found.append(f"{worst.stage} is short of {missing:.1f} GiB on each {plan.gpu.name}; {remedy}")
+    page = recipe.engine.page_size
+    longest = recipe.sampling.max_tokens + page
+    if not found and plan.kv_tokens < longest:
+        found.append(
+            f"the KV pool of {plan.kv_tokens} tokens holds no answer of {recipe.sampling.max_tokens}; "
+            f"{_less_kv(plan, recipe)}"
+        )
+    return found
+
+
+def _less_kv(plan: Plan, recipe: Recipe) -> str:
+    if plan.most_kv_tokens < recipe.sampling.max_tokens:
+        return "set engine.tensor_parallel_size higher, or take more or larger GPUs"
+    if recipe.engine.mem_fraction_static is None:
+        return f"set engine.kv_tokens={plan.most_kv_tokens}"
+    over = (plan.kv_tokens - plan.most_kv_tokens) / max(plan.kv_tokens, 1)
+    kv = max(stage.tags.get("kv_cache", 0) for stage in plan.stages)
+    fraction = recipe.engine.mem_fraction_static - over * kv / plan.gpu.total
+    return f"set engine.mem_fraction_static={math.floor(fraction * 100) / 100}"
+
+
+def _less_training(recipe: Recipe) -> str:
+    ways = []
+    if recipe.cycle.keep:
+        ways.append("set cycle.keep=[]")
+    if recipe.trainer.micro_batch_size > 1:
+        ways.append(f"set trainer.micro_batch_size={recipe.trainer.micro_batch_size // 2}")
+    if not recipe.trainer.activation_checkpointing:
+        ways.append("set trainer.activation_checkpointing=true")
+    if not recipe.lora.rank:
+        ways.append("set lora.rank=32")
+    return ", or ".join([*ways, "take more or larger GPUs (--gpu)"])

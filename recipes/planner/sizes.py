@@ -1,0 +1,79 @@
+"""Bytes on the engine's side, from the model's config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcache import KVLayout, layout
+from memsaver.rounding import round_up
+from recipes.config import Recipe
+from recipes.errors import RecipeError, one_line
+from recipes.planner.allocator import MIB, CachingAllocator
+from recipes.planner.engine import EngineSizes
+from recipes.planner.gpus import Gpu
+from recipes.planner.tracing import PAGE
+from rollout.model.ranks import rank_layout
+
+IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
+
+
+def engine_sizes(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int) -> tuple[EngineSizes, int, int]:
+    """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
+    config, parameters = _model(fields)
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    size = recipe.engine.tensor_parallel_size
+    kept = _kept(recipe, config, dtype)
+    weights = parameters * dtype.itemsize // size
+    states = (recipe.engine.max_running + 1) * kept.state_bytes
+    tokens = recipe.engine.kv_tokens
+    page = recipe.engine.page_size
+    if tokens is None:
+        assert recipe.engine.mem_fraction_static is not None
+        left = int(recipe.engine.mem_fraction_static * gpu.total) - weights - states
+        tokens = max(0, left // kept.bytes_per_token // page - 1) * page
+    kv_cache = round_up((tokens + page) * kept.bytes_per_token + states, PAGE)
+    running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
+    inner = 3 * fields["intermediate_size"] // size + 8 * fields["hidden_size"]
+    prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
+    step = max(running * vocabulary * 4 + 2 * MIB, prefill * inner * dtype.itemsize)
+    sizes = EngineSizes(
+        weights=round_up(weights, PAGE),
+        kv_cache=kv_cache,
+        cuda_graph=_graphs(recipe, fields, gpu, dtype) if recipe.engine.cuda_graphs else 0,
+        idle=IDLE,
+        generating=IDLE + gpu.workspace + round_up(step, PAGE),
+    )
+    return sizes, tokens, kept.bytes_per_token
+
+
+def _model(fields: dict[str, Any]) -> tuple[Any, int]:
+    """The config, and the number of parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rest = dict(fields)
+    config = AutoConfig.for_model(rest.pop("model_type"), **rest)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return config, sum(param.numel() for param in model.parameters())
+
+
+def _kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
+    try:
+        kept = layout(config, recipe.engine.kv_cache_dtype, dtype)
+        return rank_layout(kept, recipe.engine.tensor_parallel_size) if kept.pool == "mha" else kept
+    except ValueError as error:
+        raise RecipeError(f"engine: {one_line(error)}") from None
+
+
+def _graphs(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype) -> int:
+    """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again from layer to layer."""
+    running, part = recipe.engine.max_running, recipe.engine.tensor_parallel_size
+    pool = CachingAllocator()
+    pool.allocate("workspace", gpu.workspace)
+    pool.allocate("small", 1)
+    inner = fields["intermediate_size"] // part
+    for name, width in (("gate_up", 2 * inner), ("act", inner), ("hidden", fields["hidden_size"])):
+        pool.allocate(name, running * width * dtype.itemsize)
+    return round_up(round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE)
