@@ -36,12 +36,12 @@ class PlannedRollout:
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
         self._kept = 0
-        self._peak = sizes.idle
+        self._torch = self._peak = sizes.idle
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
-        self._peak = self._sizes.generating
+        self._torch = self._peak = self._sizes.generating  # which torch keeps, until the KV cache sleeps
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return [[_longest(param.max_tokens)] * param.n for param in each]
 
@@ -49,15 +49,17 @@ class PlannedRollout:
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
         self._asleep |= chosen
+        if KV_CACHE in chosen:
+            self._torch = self._sizes.idle
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
 
     def take_usage(self) -> Usage:
-        peak, self._peak = self._peak, self._sizes.idle
+        peak, self._peak = self._peak, self._torch
         return Usage(
             tags={tag: 0 if tag in self._asleep else nbytes for tag, nbytes in self._sizes.tags.items()},
-            torch_bytes=self._sizes.idle,
+            torch_bytes=self._torch,
             torch_peak_bytes=peak,
             device_used_bytes=None,
             host_bytes=self._kept,
