@@ -58,6 +58,34 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
+def _plan_arguments(parser: ArgumentParser) -> None:
+    add_words(parser)
+    parser.add_argument("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
+    parser.add_argument("--unstaged", action="store_true", help="wake all of the engine before the sync, as others do")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of the longest prompt (default: the task's)")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it, too")
+    parser.add_argument("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
+
+
+def _plan(arguments: Namespace) -> int:
+    from recipes.planner.command import plan_recipe
+
+    recipe, overrides = recipe_and_overrides(arguments)
+    if recipe is None:
+        raise RecipeError("plan: names no recipe; try: memsaver plan qwen2.5-7b")
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
+        raise RecipeError(f"--prompt-tokens {arguments.prompt_tokens}: must be at least 1; leave it away")
+    return plan_recipe(
+        recipe,
+        overrides,
+        gpu=arguments.gpu,
+        unstaged=arguments.unstaged,
+        prompt_tokens=arguments.prompt_tokens,
+        picture=arguments.picture,
+        into=arguments.into,
+    )
+
+
 def _fetch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="smollm2-135m")
     parser.add_argument("--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)")
@@ -88,6 +116,13 @@ COMMANDS = (
         description="Run a recipe, or continue a run.",
         arguments=_run_arguments,
         execute=_run,
+    ),
+    Command(
+        name="plan",
+        help="what a recipe takes",
+        description="Bytes of every stage, process, GPU and host before anything is run; exit status 3: does not fit.",
+        arguments=_plan_arguments,
+        execute=_plan,
     ),
     Command(
         name="fetch",

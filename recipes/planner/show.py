@@ -12,12 +12,13 @@ from memsaver.errors import format_bytes
 from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan
 
-_BAR = 24  # characters for the whole GPU
+_BAR = 12  # characters for the whole GPU
+_WIDTH = 132  # of a table that goes to no terminal
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """One row a stage, then what holds of the whole."""
-    console = console or Console()
+    console = console or _console()
     console.print(_table(plan))
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
@@ -36,29 +37,29 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(Text(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green"))
 
 
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
 def _table(plan: Plan) -> Table:
+    """A column a tag; torch's own of all processes together."""
     table = Table(title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False)
-    table.add_column("stage")
-    table.add_column("")
-    for name in ("GPU", *_owners(plan), "contexts", "host"):
-        table.add_column(name, justify="right")
-    table.add_column("tags")
-    for stage in plan.stages:
+    parts = _parts(plan)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name in ("GPU", *parts, "host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, stage in enumerate(plan.stages):
         over = stage.device_bytes > plan.room
         table.add_row(
             stage.stage,
             _bar(stage, plan),
-            Text(_gib(stage.device_bytes), style="bold red" if over else "bold"),
-            *(_gib(stage.processes.get(owner, 0)) for owner in _owners(plan)),
-            _gib(stage.contexts),
-            _gib(stage.host),
-            ", ".join(f"{tag} {_gib(nbytes)}" for tag, nbytes in stage.tags.items() if nbytes),
+            Text(f"{stage.device_bytes / GIB:.2f}", style="bold red" if over else "bold"),
+            *(f"{values[place]:.2f}" if values[place] else "-" for values in parts.values()),
+            f"{stage.host / GIB:.2f}" if stage.host else "-",
         )
     return table
-
-
-def _owners(plan: Plan) -> list[str]:
-    return list(dict.fromkeys(owner for stage in plan.stages for owner in stage.processes))
 
 
 def _bar(stage: StagePlan, plan: Plan) -> Text:
@@ -67,13 +68,9 @@ def _bar(stage: StagePlan, plan: Plan) -> Text:
     return Text("█" * filled, style=colour) + Text("·" * (_BAR - filled), style="dim")
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}"
-
-
 def draw_plan(plan: Plan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
-    from recipes.plots import OTHER_COLOURS, TAG_COLOURS, pyplot, save, tidy
+    from recipes.plots import OTHER_COLOURS, TAG_COLOURS, pyplot, tidy
 
     parts = _parts(plan)
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
@@ -88,13 +85,14 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     tidy(axes)
-    save(figure, file)
+    figure.savefig(file, dpi=130, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def _parts(plan: Plan) -> dict[str, list[float]]:
+    """GiB of each stage: every tag, what torch holds besides, and contexts."""
     tags = dict.fromkeys(tag for stage in plan.stages for tag, nbytes in stage.tags.items() if nbytes)
     parts = {tag: [stage.tags.get(tag, 0) / GIB for stage in plan.stages] for tag in tags}
-    for owner in _owners(plan):
-        parts[f"{owner}: torch"] = [stage.torch.get(owner, 0) / GIB for stage in plan.stages]
+    parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.stages]
     parts["contexts"] = [stage.contexts / GIB for stage in plan.stages]
     return parts
