@@ -66,7 +66,7 @@ class PlannedDevice(TorchDispatchMode):
             self._resized(storage, size)
             return out
 
-        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign, assignment]
         try:
             with self:
                 yield
@@ -124,7 +124,11 @@ class PlannedDevice(TorchDispatchMode):
         """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base alive."""
         address = view._cdata
         if address not in self._keys and address not in self._views:
-            self._views[address] = weakref.ref(view, lambda _, base=base: self._views.pop(address))
+
+            def gone(_: Any, base: torch.UntypedStorage = base) -> None:
+                del self._views[address]
+
+            self._views[address] = weakref.ref(view, gone)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
