@@ -11,6 +11,30 @@ _DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: a linear layer's output is W x + alpha / rank * B A x, and only A and B are trained.
+
+    target_modules: last parts of the names of the linear layers that are adapted, as ("q_proj", "v_proj").
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        _check("rank", self.rank, self.rank >= 1, "must be at least 1", "LoraConfig")
+        _check("alpha", self.alpha, 0 < self.alpha < math.inf, "must be positive and finite", "LoraConfig")
+        ok = bool(self.target_modules) and len(set(self.target_modules)) == len(self.target_modules)
+        _check("target_modules", self.target_modules, ok, "name at least one layer, none twice", "LoraConfig")
+
+    @property
+    def scale(self) -> float:
+        """Of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """One FSDP2 trainer.
 
@@ -18,7 +42,8 @@ class TrainerConfig:
     instead, the same for the same seed and number of ranks; no safetensors are read. dtype: of the parameter shards,
     their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
     precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
-    stays. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+    stays. lora: train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no update is
+    rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
     max_grad_norm: None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward. threads: of
     torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
     and of random weights.
@@ -41,6 +66,7 @@ class TrainerConfig:
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -79,6 +105,11 @@ class TrainerConfig:
         """Of forward and backward."""
         return _torch_dtype(self.param_dtype or self.dtype)
 
+    @property
+    def torch_model_dtype(self) -> torch.dtype:
+        """Of the shards of the model's own parameters."""
+        return self.torch_dtype if self.lora is None else self.torch_param_dtype
+
 
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
@@ -86,6 +117,6 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _check(name: str, value: object, ok: bool, rule: str) -> None:
+def _check(name: str, value: object, ok: bool, rule: str, owner: str = "TrainerConfig") -> None:
     if not ok:
-        raise ValueError(f"TrainerConfig.{name}={value!r}: {rule}")
+        raise ValueError(f"{owner}.{name}={value!r}: {rule}")

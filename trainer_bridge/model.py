@@ -1,5 +1,6 @@
 """A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then the weights.
 
+Adapters, if there are, are shards of the same FSDP groups on tag `adapters`.
 Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
 """
 
@@ -22,9 +23,10 @@ from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.layout import byte_offsets
+from trainer_bridge.lora import NAMES, adapted_layers, add_adapters, is_adapter
 from trainer_bridge.memory import side_by_side
 from trainer_bridge.sources import local_box
-from trainer_bridge.tags import PARAMS
+from trainer_bridge.tags import ADAPTERS, PARAMS
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
@@ -42,7 +44,7 @@ def build_model(
 
     shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). layout: of a rollout,
     whose place for each parameter this one takes, too (one rank). A ValueError names a missing file, and parameters
-    that are missing, unknown, of another shape, or not to be sharded or laid out so.
+    that are missing, unknown, of another shape, or not to be sharded or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
@@ -50,13 +52,26 @@ def build_model(
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, mesh, shard_dims or {})
     _allocate_shards(model, device, saver, starts)
+    if config.lora is not None:
+        _pad_adapters(model, saver)
     _finish_fsdp(model, saver)
     _rebuild_buffers(model, device)
     if files is None:
         _randomise_weights(model, config.seed)
     else:
         _load_weights(model, files)
+    _start_adapters(model, config.seed)
     return model
+
+
+def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By checkpoint name, tied ones once; without adapters."""
+    return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
+
+
+def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name: the adapters, or all parameters where there are none."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def local_shard(param: Tensor) -> Tensor:
@@ -81,7 +96,9 @@ def _meta_model(config: TrainerConfig) -> nn.Module:
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_dtype)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_model_dtype)
+    if config.lora is not None:
+        add_adapters(model, config.lora, config.torch_dtype)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -116,7 +133,7 @@ def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int]
 def _allocate_shards(
     model: nn.Module, device: torch.device, saver: MemorySaver | None, starts: Mapping[str, int] | None
 ) -> None:
-    """Give every meta shard memory: in one block, except where FSDP pads. starts: bytes in the block, by name.
+    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in the block, by name.
 
     FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
     copy is made inside the region, and its source is plain memory.
@@ -127,11 +144,14 @@ def _allocate_shards(
             owners.setdefault(param, []).append((module, name))  # a tied parameter has several
     padded = [param for param in owners if _is_padded(param)]
     whole = [param for param in owners if not _is_padded(param)]
-    specs = [(tuple(_local(param).shape), param.dtype) for param in whole]
     names = {param: name for name, param in model.named_parameters()}
-    places = None if starts is None else [starts[names[param]] for param in whole]
-    memory = dict(zip(whole, side_by_side(specs, device, saver, PARAMS, places), strict=True))
-    memory |= {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    memory = {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    for tag in (PARAMS, ADAPTERS):
+        mine = [param for param in whole if is_adapter(names[param]) == (tag == ADAPTERS)]
+        specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
+        places = None if starts is None else [starts[names[param]] for param in mine]
+        if mine:
+            memory |= zip(mine, side_by_side(specs, device, saver, tag, places), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:
@@ -159,10 +179,24 @@ def _is_padded(param: Tensor) -> bool:
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None) -> None:
     """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
-    region = contextlib.nullcontext() if saver is None else saver.region(PARAMS, content="host")
     assert isinstance(model, FSDPModule)
-    with region:
+    with _region(saver, PARAMS):
         model._get_fsdp_state()._lazy_init()
+
+
+def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
+    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it done."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    with _region(saver, ADAPTERS):
+        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+            if param._module_info.param_name in NAMES:
+                param.reset_sharded_param()
+
+
+def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
 
 
 def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -180,8 +214,9 @@ def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _load_weights(model: nn.Module, files: CheckpointFiles) -> None:
     """Copy each rank's boxes from the files into its shards, cast to the shards' dtype."""
-    params = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - params.keys()
+    params = base_params(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    tied = names - params.keys()
     files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=tied)
     for name, param in params.items():
         shard = local_shard(param)
@@ -196,7 +231,7 @@ def _randomise_weights(model: nn.Module, seed: int) -> None:
     of the seed, the parameter's name and the rank, on one kind of device.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
-    for name, param in model.named_parameters():
+    for name, param in base_params(model).items():
         shard = local_shard(param)
         if param.ndim > 1:
             shard.normal_(0.0, deviation, generator=_generator(seed, name, param))
@@ -207,6 +242,20 @@ def _randomise_weights(model: nn.Module, seed: int) -> None:
             shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
             if 0 <= row < shard.shape[0]:
                 shard[row] = 0.0
+
+
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model begins as the base.
+
+    The same bits for the same seed and name, on any device and number of ranks.
+    """
+    for path, layer in adapted_layers(model).items():
+        generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
+        bound = 1 / math.sqrt(layer.in_features)
+        whole = torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        (row, column), (rows, columns) = shard_box(layer.lora_a)
+        local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
+        local_shard(layer.lora_b).zero_()
 
 
 def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:

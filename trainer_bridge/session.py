@@ -144,6 +144,13 @@ class WeightSync:
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
+    def holds(self) -> bool:
+        """Whether all targets serve what the last sync wrote: some parameters can be written over it. All ranks ask."""
+        if self._version is None:
+            return False
+        said = self._consensus.agree("ask", lambda: [target.served_version() for target in self._targets])
+        return all(version == self._version for each in said for version in each)
+
     def sync(
         self,
         version: int,
