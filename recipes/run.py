@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from recipes.config import Recipe
+from recipes.config import LoraSection, Recipe
 from recipes.errors import RecipeError
 from recipes.grpo import Loop
 from recipes.live import make_view
@@ -17,7 +17,7 @@ from recipes.loading import find_recipe, load
 from recipes.monitor import Monitor
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
-from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
 
 MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
 
@@ -133,7 +133,14 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         clip_eps_low=grpo.clip_low,
         clip_eps_high=grpo.clip_high,
         seed=setup.recipe.seed,
+        lora=_lora_config(setup.recipe.lora),
     )
+
+
+def _lora_config(section: LoraSection) -> LoraConfig | None:
+    if not section.rank:
+        return None
+    return LoraConfig(rank=section.rank, alpha=section.alpha, target_modules=tuple(section.target_modules))
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
