@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from recipes.config import LoraSection, Recipe
+from recipes.config import Recipe
 from recipes.errors import RecipeError
 from recipes.grpo import Loop
 from recipes.live import make_view
@@ -115,7 +115,7 @@ def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    section, grpo = setup.recipe.trainer, setup.recipe.grpo
+    section, grpo, lora = setup.recipe.trainer, setup.recipe.grpo, setup.recipe.lora
     return TrainerConfig(
         model_path=str(setup.model_dir),
         device=setup.device,
@@ -133,14 +133,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         clip_eps_low=grpo.clip_low,
         clip_eps_high=grpo.clip_high,
         seed=setup.recipe.seed,
-        lora=_lora_config(setup.recipe.lora),
+        lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
     )
-
-
-def _lora_config(section: LoraSection) -> LoraConfig | None:
-    if not section.rank:
-        return None
-    return LoraConfig(rank=section.rank, alpha=section.alpha, target_modules=tuple(section.target_modules))
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:

@@ -45,21 +45,25 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
 
     A ValueError says which names are of no linear layer, or of one whose weight another layer has, too.
     """
-    layers = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
-    if unknown := sorted(set(config.target_modules) - {_last(path) for path in layers}):
-        known = ", ".join(sorted({_last(path) for path in layers}))
+    if unknown := sorted(set(config.target_modules) - linear_names(model)):
+        known = ", ".join(sorted(linear_names(model)))
         raise ValueError(
             f"LoraConfig.target_modules: no linear layer is called {', '.join(unknown)}; there are: {known}"
         )
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)
-    for path, layer in layers.items():
+    for path, layer in _linear_layers(model).items():
         if _last(path) not in config.target_modules:
             continue
         if uses[id(layer.weight)] > 1:
             raise ValueError(f"LoraConfig.target_modules: {path} shares its weight with another layer; leave it out")
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, _last(path), LoraLinear(layer, config, dtype))
+
+
+def linear_names(model: nn.Module) -> set[str]:
+    """Last parts of the names of its linear layers: what `target_modules` may name."""
+    return {_last(path) for path in _linear_layers(model)}
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
@@ -83,6 +87,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.adapted = True
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    return {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
 
 
 def _last(path: str) -> str:

@@ -23,7 +23,7 @@ from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.layout import byte_offsets
-from trainer_bridge.lora import NAMES, adapted_layers, add_adapters, is_adapter
+from trainer_bridge.lora import NAMES, adapted_layers, add_adapters, is_adapter, linear_names
 from trainer_bridge.memory import side_by_side
 from trainer_bridge.sources import local_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
@@ -72,6 +72,11 @@ def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """By name: the adapters, or all parameters where there are none."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def linear_layer_names(model_path: str) -> set[str]:
+    """What adapters of this model may target, from its config.json alone."""
+    return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
 
 
 def local_shard(param: Tensor) -> Tensor:

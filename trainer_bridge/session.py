@@ -146,10 +146,9 @@ class WeightSync:
 
     def holds(self) -> bool:
         """Whether all targets serve what the last sync wrote: some parameters can be written over it. All ranks ask."""
-        if self._version is None:
-            return False
-        said = self._consensus.agree("ask", lambda: [target.served_version() for target in self._targets])
-        return all(version == self._version for each in said for version in each)
+        said = self._consensus.agree("ask", lambda: {self._version, *(t.served_version() for t in self._targets)})
+        versions = set[int | None]().union(*said)
+        return len(versions) == 1 and None not in versions
 
     def sync(
         self,
