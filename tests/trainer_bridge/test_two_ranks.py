@@ -88,6 +88,15 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
     return result | {"metrics": learn(other), "weights": whole(other), "synced": sync(other, path)}
 
 
+def parked(trainer: Trainer) -> int:
+    """Bytes copied to the host when all is parked; it is restored then."""
+    before = copied(trainer)
+    trainer.park()
+    moved = copied(trainer) - before
+    trainer.restore()
+    return moved
+
+
 def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     """A third trainer, with adapters on weights that are sharded by rows and by columns. hand: the merged weights of
     this rank's shards, each with its box."""
@@ -95,7 +104,8 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     settings = dataclasses.replace(trainer.config, lora=LORA)
     other = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
     engines = connected(other, path)
-    result: dict[str, Any] = {"first": other.sync_weights(1), "metrics": learn(other), "weights": whole(other)}
+    result: dict[str, Any] = {"first": other.sync_weights(1), "moved": [parked(other)]}
+    result |= {"metrics": learn(other), "weights": whole(other)}
     params: Any = dict(other.model.named_parameters())
     hand = []
     for name in (f"{each.removesuffix('.lora_a')}.weight" for each in params if each.endswith("lora_a")):
@@ -103,17 +113,13 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
         (row, column), (rows, width) = shard_box(params[name])
         base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
         hand.append((name, at, torch.addmm(base, b[at[0]], a[:, at[1]], alpha=LORA.scale)))
-    before, moved = adapters(other), []
-    for _ in range(2):
-        start = copied(other)
-        other.park()
-        moved.append(copied(other) - start)
-        other.restore()
+    before = adapters(other)
+    result["moved"].append(parked(other))  # after updates
     assert_same_bits(adapters(other), before)
     other.save_checkpoint(f"{out}/adapters")
     report = other.report()
     assert report is not None
-    result |= {"hand": hand, "moved": moved, "tags": report.tags, "second": other.sync_weights(2)}
+    result |= {"hand": hand, "tags": report.tags, "second": other.sync_weights(2)}
     result["synced"] = [weights(engine) for engine in engines]
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
