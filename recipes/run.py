@@ -11,14 +11,17 @@ from typing import Any
 
 from recipes.config import Recipe
 from recipes.errors import RecipeError
-from recipes.grpo import Loop
+from recipes.grpo import GrpoLoop
 from recipes.live import make_view
 from recipes.loading import find_recipe, load
+from recipes.loop import Loop
 from recipes.monitor import Monitor
+from recipes.ppo import PpoLoop
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
 from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
 
+LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
 
 
@@ -91,8 +94,10 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
                 on_stage=monitor.passed,
                 sleep_level=recipe.engine.sleep_level,
                 keep=recipe.cycle.keep,
+                critic=recipe.algorithm == "ppo",
+                reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
             )
-            loop = Loop(setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
+            loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
     finally:
         view.stage("writing trace and pictures")
@@ -115,7 +120,7 @@ def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    section, grpo, lora = setup.recipe.trainer, setup.recipe.grpo, setup.recipe.lora
+    section, loop, lora = setup.recipe.trainer, LOOPS[setup.recipe.algorithm], setup.recipe.lora
     return TrainerConfig(
         model_path=str(setup.model_dir),
         device=setup.device,
@@ -123,17 +128,15 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         dtype=section.dtype,
         param_dtype=setup.recipe.model.dtype,
         learning_rate=section.learning_rate,
-        decay_steps=setup.recipe.steps if section.lr_decay else None,
         weight_decay=section.weight_decay,
         betas=(section.beta1, section.beta2),
         max_grad_norm=section.max_grad_norm,
         micro_batch_size=section.micro_batch_size,
         activation_checkpointing=section.activation_checkpointing,
         threads=section.threads,
-        clip_eps_low=grpo.clip_low,
-        clip_eps_high=grpo.clip_high,
         seed=setup.recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
+        **loop.trainer_fields(setup.recipe),
     )
 
 

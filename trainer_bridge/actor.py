@@ -52,6 +52,15 @@ class TrainerActor:
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.trainer.update_actor(batch)
 
+    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
+        return self.trainer.compute_ref_log_prob(batch, temperature)
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+        return self.trainer.compute_values(batch)
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
+        return self.trainer.update_critic(batch)
+
     def park(self, *tags: str) -> None:
         self.trainer.park(*tags)
 
@@ -133,6 +142,15 @@ class RemoteTrainer(RemoteActor):
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.call("update_actor", batch)
+
+    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
+        return self.call("compute_ref_log_prob", batch, temperature)
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+        return self.call("compute_values", batch)
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
+        return self.call("update_critic", batch)
 
     def park(self, *tags: str) -> None:
         self.call("park", *tags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,35 +10,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
     """Prompts with their responses, one entry a sequence; the exact token ids that were generated, EOS included.
 
-    old_logprobs: one number a response token, of the policy that generated it. advantages: one number a sequence, given
-    to each of its tokens. Only `update_actor` needs these two. temperature: of the sampling; it divides the logits.
+    One number a response token: old_logprobs, of the policy that generated it; ref_logprobs, of the reference; values,
+    of the critic before its update, of what is to come when the token is chosen; returns, what the critic learns.
+    advantages: one number a token, or one a sequence that is given to each of its tokens. `update_actor` needs
+    old_logprobs and advantages (ref_logprobs with `kl_loss_coef`), `update_critic` values and returns, a score none.
+    temperature: of the sampling; it divides the logits.
     """
 
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     old_logprobs: list[list[float]] | None = None
-    advantages: list[float] | None = None
+    advantages: list[float] | list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    values: list[list[float]] | None = None
+    returns: list[list[float]] | None = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         count = len(self.prompt_ids)
-        for name in ("response_ids", "old_logprobs", "advantages"):
+        for name in ("response_ids", "advantages", *PER_TOKEN):
             value = getattr(self, name)
             if value is not None and len(value) != count:
                 raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one a sequence")
         for i, prompt in enumerate(self.prompt_ids):
             if not prompt:
                 raise ValueError(f"prompt {i} is empty; give it at least a beginning-of-sequence token")
-        for i, logprobs in enumerate(self.old_logprobs or ()):
-            if len(logprobs) != len(self.response_ids[i]):
-                got, want = len(logprobs), len(self.response_ids[i])
-                raise ValueError(f"old_logprobs {i} has {got} numbers for {want} response tokens; give one a token")
+        for name in (*PER_TOKEN, "advantages"):
+            self._check_tokens(name)
         check_temperature(self.temperature)
+
+    def _check_tokens(self, name: str) -> None:
+        entries = getattr(self, name)
+        if entries is None:
+            return
+        lists = [isinstance(entry, list) for entry in entries]
+        if name in PER_TOKEN or any(lists):
+            if not all(lists):
+                raise ValueError(f"{name} {lists.index(False)} is no list; give every sequence one number a token")
+            for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
+                if len(entry) != len(response):
+                    got, want = len(entry), len(response)
+                    raise ValueError(f"{name} {i} has {got} numbers for {want} response tokens; give one a token")
+
+    def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
+        """fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's one number for each."""
+        entries = getattr(self, name)
+        found: list[float] = []
+        for row in micro.rows:
+            if row >= 0:
+                entry = entries[row]
+                found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
+        return torch.tensor(found, dtype=torch.float32, device=micro.input_ids.device)
+
+    def select(self, rows: Sequence[int]) -> SequenceBatch:
+        """A batch of these sequences, in this order."""
+        fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
+        held = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        chosen: dict[str, Any] = {name: [value[row] for row in rows] for name, value in held.items()}
+        return dataclasses.replace(self, **chosen)
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

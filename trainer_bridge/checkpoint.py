@@ -20,16 +20,17 @@ from torch import Tensor, nn
 _VALUES = "values.json"
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a checkpoint holds of all that is trained, by name; the tensors are the model's and the optimizer's own."""
+def state(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Tensor]:
+    """What a checkpoint holds of one model: all that is trained, by name; the tensors are the model's and the
+    optimizer's own."""
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         moments = optimizer.state[param]
-        found[f"params.{name}"] = param.detach()
-        found[f"optim.exp_avg.{name}"] = moments["exp_avg"]
-        found[f"optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        found[f"{prefix}params.{name}"] = param.detach()
+        found[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
+        found[f"{prefix}optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -35,6 +36,23 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What the critic has of its own; the rest of `TrainerConfig` is also the critic's.
+
+    decay_steps: as the policy's, in updates of the critic. value_clip: how far a value may move from the old one
+    before its loss is clipped.
+    """
+
+    learning_rate: float = 1e-5
+    decay_steps: int | None = None
+    value_clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        ok = 0 < self.value_clip < math.inf
+        _check("value_clip", self.value_clip, ok, "must be positive and finite", "CriticConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """One FSDP2 trainer.
 
@@ -44,9 +62,11 @@ class TrainerConfig:
     precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
     stays. lora: train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no update is
     rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
-    max_grad_norm: None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward. threads: of
-    torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
-    and of random weights.
+    kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none. reference: keep the first
+    weights, frozen, to score with; with adapters these are the base, and need no model of their own. max_grad_norm:
+    None: no clipping. micro_batch_size: sequences a rank holds in one
+    forward and backward. threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
+    once when the trainer is built, and of random weights.
     """
 
     model_path: str
@@ -61,6 +81,9 @@ class TrainerConfig:
     max_grad_norm: float | None = 1.0
     clip_eps_low: float = 0.2
     clip_eps_high: float = 0.2
+    kl_loss_coef: float = 0.0
+    critic: CriticConfig | None = None
+    reference: bool = False
     micro_batch_size: int = 8
     activation_checkpointing: bool = False
     threads: int | None = None
@@ -85,10 +108,21 @@ class TrainerConfig:
         _check("max_grad_norm", self.max_grad_norm, ok, "must be positive and finite; None does not clip")
         _check("clip_eps_low", self.clip_eps_low, 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
         _check("clip_eps_high", self.clip_eps_high, 0 < self.clip_eps_high < math.inf, "must be positive and finite")
+        ok = 0 <= self.kl_loss_coef < math.inf
+        _check("kl_loss_coef", self.kl_loss_coef, ok, "must be finite, not negative")
+        ok = self.reference or self.kl_loss_coef == 0
+        _check("kl_loss_coef", self.kl_loss_coef, ok, "needs reference=True")
         _check("micro_batch_size", self.micro_batch_size, self.micro_batch_size >= 1, "must be at least 1")
         _check("threads", self.threads, self.threads is None or self.threads >= 1, "must be at least 1, or None")
         ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
+
+    def of_critic(self) -> TrainerConfig:
+        """The same with the critic's learning rate and decay, all parameters trained: what its model and optimizer are
+        made with."""
+        assert self.critic is not None
+        rate, steps = self.critic.learning_rate, self.critic.decay_steps
+        return dataclasses.replace(self, learning_rate=rate, decay_steps=steps, lora=None)
 
     def learning_rate_after(self, updates: int) -> float:
         """Of the update that follows so many."""

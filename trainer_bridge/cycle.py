@@ -1,24 +1,29 @@
 """The wake-up cycle: trainer and rollout hand the memory of one device back and forth, stage by stage.
 
-    train  --to_rollout(version)-->  rollout  --to_score()-->  score  --to_train()-->  train
-                                        '------------- to_train() ------------------^
+    train  --to_rollout(version)-->  rollout  --to_score(model)-->  score  --to_train()-->  train
+                                        |                           |   ^                     ^
+                                        |                           '---' to_score(model)     |
+                                        '------------------- to_train() ----------------------'
 
-    state    the trainer holds     the rollout holds                 who may work
-    train    params, optim         nothing                           update_actor, compute_log_prob, checkpoints
-    rollout  nothing               weights, kv_cache, cuda_graph     generate
-    score    params                nothing                           compute_log_prob
+    state    the trainer holds            the rollout holds                who may work
+    train    params, optim,               nothing                          update_actor, update_critic,
+             critic, critic_optim                                          compute_log_prob, checkpoints
+    rollout  nothing                      weights, kv_cache, cuda_graph    generate
+    score    one model at a time          nothing                          with params: compute_log_prob, reference:
+                                                                           compute_ref_log_prob, critic: compute_values
 
-Tags that the caller names in `keep` stay on the device in every state. With `alias` the rollout serves the trainer's
-own pages: `params` stays, lent in state "rollout", and tag `weights` never has memory of its own. Both sides are
-protocols: the same code drives objects of this process and handles on Ray actors. A stage that fails ends the cycle;
-where weights were being replaced, the rollout is poisoned with the reason and serves nothing.
+A trainer has critic and reference only where the cycle is told so. Tags that the caller names in `keep` stay on the
+device in every state. With `alias` the rollout serves the trainer's own pages: `params` stays, lent in state "rollout",
+and tag `weights` never has memory of its own. Both sides are protocols: the same code drives objects of this process
+and handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced, the rollout is poisoned
+with the reason and serves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from memsaver.errors import StateError
@@ -26,7 +31,7 @@ from rollout.protocols import Rollout
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
 from trainer_bridge.session import SyncReceipt
-from trainer_bridge.tags import OPTIM, PARAMS, TRAINER_TAGS
+from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, MODELS, PARAMS, REFERENCE, TRAINED, TRAINER_TAGS
 
 
 class TrainerSide(Protocol):
@@ -49,7 +54,7 @@ OnStage = Callable[[str, float, float], None]
 TRANSITIONS = {
     "train": {"to_rollout": "rollout"},
     "rollout": {"to_score": "score", "to_train": "train"},
-    "score": {"to_train": "train"},
+    "score": {"to_score": "score", "to_train": "train"},
     "failed": {},
 }
 KEEPABLE = (*TRAINER_TAGS, *TAGS)
@@ -68,21 +73,26 @@ class Cycle:
         sleep_level: int = 2,
         keep: Iterable[str] = (),
         alias: bool = False,
+        critic: bool = False,
+        reference: bool = False,
     ) -> None:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
 
         keep: tags of either side that stay on the device, where there is room for them; a ValueError names an unknown
         one. alias: the rollout serves the trainer's pages, which it gives back when it sleeps, at any level; the pair
-        is opened with the same.
+        is opened with the same. critic, reference: what the trainer has beside the policy.
         """
         kept = set(keep)
         if unknown := sorted(kept.difference(KEEPABLE)):
             raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
         if alias and WEIGHTS in kept:
             raise ValueError(f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back; leave it out")
+        absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
         self.state = "train"
         self._alias = alias
-        self._parked = set(TRAINER_TAGS) - kept - ({PARAMS} if alias else set())
+        self._tags = [tag for tag in TRAINER_TAGS if tag not in absent]
+        self._kept = kept | ({PARAMS} if alias else set())
+        self._held = set(self._tags) - {REFERENCE}  # which its trainer parks when it is made
         self._sleeping = [tag for tag in TAGS if tag not in kept]
         self._trainer = trainer
         self._rollout = rollout
@@ -102,44 +112,52 @@ class Cycle:
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
             committed = self._trainer.share_weights(version) if self._alias else self._trainer.sync_weights(version)
-        if PARAMS in self._parked:
-            with self._stage("park_params"):  # not before all engines have committed what they hold
-                self._trainer.park(PARAMS)
+        self._park_all_but([])  # params, which must stay until all engines have committed what they hold
         with self._stage("wake_kv_cache"):
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
         self.state = after
         return committed
 
-    def to_score(self) -> None:
-        """Take the memory back, as far as scoring needs it."""
-        after = self._enter("to_score")
-        self._take_params()
-        self.state = after
+    def to_score(self, model: str = PARAMS) -> None:
+        """Take the memory back, as far as one model needs it to score: `params` (the policy), `reference`, `critic`.
+
+        Called again it exchanges the model for the next one. A ValueError names one that there is not.
+        """
+        if model not in (known := [tag for tag in MODELS if tag in self._tags]):
+            raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(known)}")
+        self._take("to_score", [model])
 
     def to_train(self) -> None:
         """Take all the memory back."""
-        before, after = self.state, self._enter("to_train")
+        self._take("to_train", [tag for tag in self._tags if tag in TRAINED])
+
+    def _take(self, verb: str, tags: Sequence[str]) -> None:
+        """Have the trainer hold these tags, and what is kept."""
+        before, after = self.state, self._enter(verb)
         if before == "rollout":
-            self._take_params()
-        if OPTIM in self._parked:
-            with self._stage("restore_optim"):
-                self._trainer.restore(OPTIM)
+            with self._stage("sleep"):
+                self._rollout.sleep(self._sleep_level, tags=self._sleeping)
+        self._park_all_but(tags)
+        for tag in tags:
+            if tag not in self._held:
+                with self._stage(f"restore_{tag}"):
+                    self._trainer.restore(tag)
+                self._held.add(tag)
         self.state = after
 
+    def _park_all_but(self, tags: Sequence[str]) -> None:
+        for tag in self._tags:
+            if tag in self._held - self._kept and tag not in tags:
+                with self._stage(f"park_{tag}"):
+                    self._trainer.park(tag)
+                self._held.remove(tag)
+
     def _make_room(self) -> None:
-        if OPTIM in self._parked:
-            with self._stage("park_optim"):
-                self._trainer.park(OPTIM)
-        elif self._sleeping:  # nothing of the optimizer's, but what training left in torch's cache
+        before = set(self._held)
+        self._park_all_but([PARAMS])
+        if self._held == before and self._sleeping:  # nothing of the trainer's, but what training left in torch's cache
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
-
-    def _take_params(self) -> None:
-        with self._stage("sleep"):
-            self._rollout.sleep(self._sleep_level, tags=self._sleeping)
-        if PARAMS in self._parked:
-            with self._stage("restore_params"):
-                self._trainer.restore(PARAMS)
 
     def _enter(self, verb: str) -> str:
         """The state after `verb`; StateError if it is not legal now."""

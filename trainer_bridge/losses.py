@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and the clipped policy-gradient loss. fp32, whatever the logits are."""
+"""Log-probabilities of given tokens, and the losses of policy and critic. fp32, whatever the logits are."""
 
 from __future__ import annotations
 
@@ -45,3 +45,30 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, 
         clipped = (held < free).sum().float()
         kl = (ratio - 1 - log_ratio).sum()
     return PolicyLoss(loss=-torch.minimum(free, held).sum(), clipped=clipped, kl=kl)
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Sum of r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy: estimates their KL
+    divergence from the reference without bias, never negative. Both fp32 [N]; with gradient."""
+    log_ratio = reference - logprobs
+    return (log_ratio.exp() - 1 - log_ratio).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """Sums over the tokens given, as `PolicyLoss`."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> ValueLoss:
+    """Sum of max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2. All fp32 [N].
+
+    clipped: number of tokens where the clipped value was the worse, so that no gradient is left.
+    """
+    free = (values - returns).square()
+    held = (old + (values - old).clamp(-limit, limit) - returns).square()
+    with torch.no_grad():
+        clipped = (held > free).sum().float()
+    return ValueLoss(loss=torch.maximum(free, held).sum() / 2, clipped=clipped)

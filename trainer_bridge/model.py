@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,27 +39,38 @@ def build_model(
     saver: MemorySaver | None,
     shard_dims: Mapping[str, int] | None = None,
     layout: Manifest | None = None,
+    *,
+    tag: str = PARAMS,
+    value_head: bool = False,
+    drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
     """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
 
     shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). layout: of a rollout,
-    whose place for each parameter this one takes, too (one rank). A ValueError names a missing file, and parameters
-    that are missing, unknown, of another shape, or not to be sharded or laid out so, and wrong targets of adapters.
+    whose place for each parameter this one takes, too (one rank). tag: of the shards. value_head: one output a token,
+    zero at first, in the vocabulary's place. drawn_as: the dtype in which random weights are drawn and then cast; None
+    is their own. A ValueError names a missing file, and parameters that are missing, unknown, of another shape, or not
+    to be sharded or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config)
+    if value_head:
+        _put_value_head(model, config)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, mesh, shard_dims or {})
-    _allocate_shards(model, device, saver, starts)
+    _allocate_shards(model, device, saver, tag, starts)
     if config.lora is not None:
         _pad_adapters(model, saver)
-    _finish_fsdp(model, saver)
+    _finish_fsdp(model, saver, tag)
     _rebuild_buffers(model, device)
+    head = _output_name(model) if value_head else None
     if files is None:
-        _randomise_weights(model, config.seed)
+        _randomise_weights(model, config.seed, drawn_as)
     else:
-        _load_weights(model, files)
+        _load_weights(model, files, made_here={head} if head else set())
+    if head:
+        local_shard(dict(model.named_parameters())[head]).zero_()
     _start_adapters(model, config.seed)
     return model
 
@@ -109,6 +120,17 @@ def _meta_model(config: TrainerConfig) -> nn.Module:
     return model
 
 
+def _put_value_head(model: Any, config: TrainerConfig) -> None:
+    """In the place of the output embedding, which is tied to nothing then."""
+    width = model.get_output_embeddings().in_features
+    model.set_output_embeddings(nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype))
+
+
+def _output_name(model: Any) -> str:
+    weight = model.get_output_embeddings().weight
+    return next(name for name, param in model.named_parameters() if param is weight)
+
+
 def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]) -> None:
     named = dict(model.named_parameters())
     _check_dims(named, shard_dims, mesh.size())
@@ -136,7 +158,7 @@ def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int]
 
 
 def _allocate_shards(
-    model: nn.Module, device: torch.device, saver: MemorySaver | None, starts: Mapping[str, int] | None
+    model: nn.Module, device: torch.device, saver: MemorySaver | None, tag: str, starts: Mapping[str, int] | None
 ) -> None:
     """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in the block, by name.
 
@@ -151,12 +173,12 @@ def _allocate_shards(
     whole = [param for param in owners if not _is_padded(param)]
     names = {param: name for name, param in model.named_parameters()}
     memory = {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
-    for tag in (PARAMS, ADAPTERS):
-        mine = [param for param in whole if is_adapter(names[param]) == (tag == ADAPTERS)]
+    for on in (tag, ADAPTERS):
+        mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
         specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
         places = None if starts is None else [starts[names[param]] for param in mine]
         if mine:
-            memory |= zip(mine, side_by_side(specs, device, saver, tag, places), strict=True)
+            memory |= zip(mine, side_by_side(specs, device, saver, on, places), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:
@@ -182,10 +204,10 @@ def _is_padded(param: Tensor) -> bool:
     return shards_rows and _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
 
 
-def _finish_fsdp(model: nn.Module, saver: MemorySaver | None) -> None:
+def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
     """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
     assert isinstance(model, FSDPModule)
-    with _region(saver, PARAMS):
+    with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
 
 
@@ -217,29 +239,31 @@ def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, fresh[name].to(device))
 
 
-def _load_weights(model: nn.Module, files: CheckpointFiles) -> None:
-    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype."""
-    params = base_params(model)
+def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
+    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype. made_here: not from files."""
+    params = {name: param for name, param in base_params(model).items() if name not in made_here}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
-    tied = names - params.keys()
-    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=tied)
+    other = names - params.keys()  # tied ones, too
+    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
     for name, param in params.items():
         shard = local_shard(param)
         if shard.numel():
             shard.copy_(files.box(name, *shard_box(param)))
 
 
-def _randomise_weights(model: nn.Module, seed: int) -> None:
+def _randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
     """What transformers initialises decoders with, in place and on the device: no other memory is taken.
 
     Matrices are normal, norms one, biases zero, the embedding of the padding token too. A shard's bits are a function
-    of the seed, the parameter's name and the rank, on one kind of device.
+    of the seed, the parameter's name and the rank, on one kind of device, and of the dtype they are drawn in: a model
+    that is to be a narrower copy of another is drawn as that one, a parameter at a time.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     for name, param in base_params(model).items():
         shard = local_shard(param)
         if param.ndim > 1:
-            shard.normal_(0.0, deviation, generator=_generator(seed, name, param))
+            drawn = shard if drawn_as in (None, shard.dtype) else torch.empty_like(shard, dtype=drawn_as)
+            shard.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name, param)))
         else:
             shard.fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.errors import StateError
 from rollout.protocols import SyncTarget
@@ -19,15 +18,19 @@ from trainer_bridge.adapters import Adapters
 from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.consensus import Consensus
+from trainer_bridge.critic import Critic
 from trainer_bridge.lora import without_adapters
-from trainer_bridge.losses import ppo_clip, token_logprobs
+from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs
 from trainer_bridge.model import base_params, build_model, reshard, trained_params
 from trainer_bridge.ops.cast_copy import OnPart
-from trainer_bridge.optimizer import build_optimizer
+from trainer_bridge.optimizer import build_optimizer, optimizer_step, set_steps
+from trainer_bridge.parking import Parking
 from trainer_bridge.processes import ensure_process_group, sum_ranks, use_device
 from trainer_bridge.publisher import Publisher
+from trainer_bridge.reference import Reference
+from trainer_bridge.scoring import score_tokens, token_logits
 from trainer_bridge.session import SyncReceipt
-from trainer_bridge.tags import ADAPTERS, OPTIM, PARAMS, TRAINER_TAGS
+from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
@@ -40,9 +43,11 @@ class Trainer:
 
     Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host; gradients,
     activations and unsharded layers are torch's own memory. Without a saver all of it is, and `park` keeps the memory.
+    With `config.critic` a critic lies on `critic` and `critic_optim`; with `config.reference` the first weights lie on
+    `reference`, which is parked until somebody restores it.
 
     With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored with `params`. That
-    is frozen then: it is copied to the host once, and later pauses compare a digest.
+    is frozen then: it is copied to the host once, and later pauses compare a digest. It is the reference, too.
 
     With several ranks (a process group made by the caller) every rank calls every method with the same arguments: each
     computes its share of the sequences, all get the whole answer.
@@ -76,11 +81,15 @@ class Trainer:
             raise ValueError(
                 "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
             )
-        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout)
+        self._parking = Parking(saver)
+        self.reference = self._first_weights(mesh)
+        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout, drawn_as=config.torch_dtype)
         self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
         self.step = 0
-        self._parked: set[str] = set()
         self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
+        self._add_params()
+        self._parking.add(OPTIM)
+        self.critic = self._value_model(mesh)
         self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
 
     def compute_log_prob(
@@ -88,40 +97,57 @@ class Trainer:
     ) -> list[list[float]]:
         """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's.
 
-        base: of the frozen model, without adapters: the reference of a policy that is trained by `config.lora`.
+        base: of the frozen model, without adapters.
         """
         if base and self._adapters is None:
             raise ValueError("compute_log_prob(base=True) needs TrainerConfig.lora: all parameters are trained here")
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
-        self._require("compute_log_prob", PARAMS)
+        self._parking.require("compute_log_prob", PARAMS)
         check_tokens(batch, self.model.config)
-        self.model.eval()
-        mine: dict[int, list[float]] = {}
-        with torch.no_grad(), without_adapters(self.model) if base else contextlib.nullcontext():
-            for rows in deal(batch, self.rank, self.world, self.config.micro_batch_size):
-                micro = pad(batch, rows, self.device)
-                logprobs, _ = self._score(micro, temperature)
-                mine |= micro.split(logprobs.tolist())
-        reshard(self.model)
-        shares: list[dict[int, list[float]]] = [mine]
-        if self.world > 1:
-            shares = [{} for _ in range(self.world)]
-            dist.all_gather_object(shares, mine)
-        together = {row: values for share in shares for row, values in share.items()}
-        return [together[row] for row in range(len(batch))]
+        with without_adapters(self.model) if base else contextlib.nullcontext():
+            return score_tokens(
+                self.model,
+                batch,
+                lambda micro: self._score(micro, temperature)[0],
+                self.config.micro_batch_size,
+                self.device,
+            )
+
+    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
+        """`compute_log_prob` by the weights before the first update; needs tag `reference` restored, with adapters
+        `params`."""
+        if self._adapters is not None and self.config.reference:
+            return self.compute_log_prob(batch, temperature, base=True)
+        temperature = batch.temperature if temperature is None else temperature
+        check_temperature(temperature)
+        if self.reference is None:
+            raise StateError("compute_ref_log_prob() has no reference; make the trainer with reference=True")
+        self._parking.require("compute_ref_log_prob", REFERENCE)
+        return self.reference.compute_log_prob(batch, temperature)
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+        """The critic's values, one a response token (see `Critic`); needs tag `critic` restored."""
+        return self._critic("compute_values", CRITIC).compute_values(batch)
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
+        """One AdamW step of the critic; see `Critic.update`."""
+        return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of the batch.
+        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of the batch, plus
+        `kl_loss_coef` times the KL divergence from the reference (`kl_k3`, whose mean is estimated from these tokens).
 
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A gradient that is not
         finite raises a FloatingPointError and changes nothing.
         """
-        self._require("update_actor", PARAMS, OPTIM)
+        self._parking.require("update_actor", PARAMS, OPTIM)
         self._require_unlent("update_actor")
         check_tokens(batch, self.model.config)
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
+        if self.config.kl_loss_coef and batch.ref_logprobs is None:
+            raise ValueError("update_actor with kl_loss_coef needs a SequenceBatch with ref_logprobs")
         if not batch.num_tokens:
             raise ValueError("update_actor got no response tokens to learn from; skip the step")
         self.model.train()
@@ -130,38 +156,39 @@ class Trainer:
         for rows in deal(batch, self.rank, self.world, self.config.micro_batch_size):
             part = self._backward(batch, pad(batch, rows, self.device))
             sums = [total + value for total, value in zip(sums, part, strict=True)]
-        grad_norm = self._optimizer_step()
+        grad_norm = optimizer_step(self.optimizer, self.config, self.step)
+        self.step += 1
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
         means = [total / batch.num_tokens for total in sum_ranks(sums, self.device)]
         return dict(zip(names, means, strict=True)) | {"grad_norm": grad_norm, "tokens": float(batch.num_tokens)}
 
     def park(self, *tags: str) -> None:
-        """Empty the cache, then move the tags (none: both) to the host and free their memory."""
-        chosen = self._tags(tags)
+        """Empty the cache, then move the tags (none: all) to the host and free their memory.
+
+        A model's tag that has not changed since it was parked last is not copied again, where a trainer scores with
+        several models.
+        """
         self.empty_cache()
-        if self.saver is not None:
-            if self._adapters is not None and PARAMS in chosen and not self.saver.is_paused(PARAMS):
-                self.saver.mark_clean(PARAMS, "frozen")
-            self.saver.pause(*self._memory(chosen), content="host")
-        self._parked |= set(chosen)
+        self._parking.park(*tags)
 
     def restore(self, *tags: str) -> None:
-        """Bring the tags (none: both) back, bit-identical, at the same addresses. Out of memory changes nothing."""
-        chosen = self._tags(tags)
-        if self.saver is not None:
-            self.saver.resume(*self._memory(chosen))
-        self._parked -= set(chosen)
+        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory changes nothing."""
+        self._parking.restore(*tags)
 
     def empty_cache(self) -> None:
         """Drop gradients and unsharded layers, and give torch's cached blocks back to the device."""
         self.zero_grad()
-        reshard(self.model)
+        for side in (self, self.critic, self.reference):
+            if side is not None:
+                reshard(side.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
 
     def connect(
         self, targets: Sequence[SyncTarget], consensus: Consensus | None = None, *, transport: str = "auto"
@@ -188,7 +215,7 @@ class Trainer:
         With adapters: merged, each weight rounded once; and only the adapted ones where all engines still serve what
         the sync before wrote.
         """
-        self._require("sync_weights", PARAMS)
+        self._parking.require("sync_weights", PARAMS)
         return self._publisher.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
 
     def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
@@ -196,7 +223,7 @@ class Trainer:
 
         Until the engines' weights sleep, what would change or park the parameters raises. See `PageShare.share`.
         """
-        self._require("share_weights", PARAMS)
+        self._parking.require("share_weights", PARAMS)
         return self._publisher.share(version, verify)
 
     def shards(self) -> dict[str, Tensor]:
@@ -207,27 +234,31 @@ class Trainer:
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """What is trained (parameters, or adapters), moments, step and `extra` (JSON), whole or not at all; replaces
         what was there."""
-        self._require("save_checkpoint", PARAMS, OPTIM)
+        self._parking.require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
-        checkpoint.save(directory, checkpoint.state(self.model, self.optimizer), values)
+        if self.critic is not None:
+            values["critic_step"] = self.critic.step
+        checkpoint.save(directory, self._state(), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`.
 
         A ValueError says what is of another model, or of adapters for another base; nothing was changed then.
         """
-        self._require("load_checkpoint", PARAMS, OPTIM)
+        self._parking.require("load_checkpoint", *TRAINED)
         self._require_unlent("load_checkpoint")
         self.zero_grad()
-        values = checkpoint.load(directory, checkpoint.state(self.model, self.optimizer), self._identity())
+        values = checkpoint.load(directory, self._state(), self._identity())
         self.step = values["step"]
-        for state in self.optimizer.state.values():
-            state["step"].fill_(self.step)
+        set_steps(self.optimizer, self.step)
+        if self.critic is not None:
+            self.critic.step = values["critic_step"]
+            set_steps(self.critic.optimizer, self.critic.step)
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
         """The adapters as `PeftModel.from_pretrained` reads them, whole or not at all; replaces what was there."""
-        self._require("save_adapters", PARAMS)
+        self._parking.require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
         self._adapters.save(directory, self.config.model_path)
@@ -248,62 +279,58 @@ class Trainer:
 
     def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's response tokens."""
-        needed = torch.arange(micro.first, micro.last + 1, device=self.device)
-        logits = self.model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
-        return token_logprobs(logits[micro.row, micro.column], micro.target, temperature)
+        return token_logprobs(token_logits(self.model, micro), micro.target, temperature)
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
         """Add the micro batch's gradient. Returns its sums of loss, clipped tokens, kl and entropy."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        rows = [row for row in micro.rows if row >= 0]
-        old = [value for row in rows for value in batch.old_logprobs[row]]
-        advantages = [batch.advantages[row] for row in rows for _ in batch.response_ids[row]]
         logprobs, entropy = self._score(micro, batch.temperature)
-        sums = ppo_clip(
-            logprobs,
-            torch.tensor(old, dtype=torch.float32, device=self.device),
-            torch.tensor(advantages, dtype=torch.float32, device=self.device),
-            self.config.clip_eps_low,
-            self.config.clip_eps_high,
-        )
-        (sums.loss * (self.world / batch.num_tokens)).backward()  # FSDP divides the ranks' sum by their number
-        return [float(sums.loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
+        old, advantages = batch.of_tokens("old_logprobs", micro), batch.of_tokens("advantages", micro)
+        sums = ppo_clip(logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high)
+        loss = sums.loss
+        if self.config.kl_loss_coef:
+            loss = loss + self.config.kl_loss_coef * kl_k3(logprobs, batch.of_tokens("ref_logprobs", micro))
+        (loss * (self.world / batch.num_tokens)).backward()  # FSDP divides the ranks' sum by their number
+        return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
-    def _optimizer_step(self) -> float:
-        params = trained_params(self.model).values()
-        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(params, limit)
-        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(grad_norm):
-            self.zero_grad()
-            raise FloatingPointError(
-                f"the gradient's norm is {grad_norm} in step {self.step + 1}, parameters are unchanged; "
-                "look for NaN in old_logprobs and advantages, or lower the learning rate"
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate_after(self.step)
-        self.optimizer.step()
-        self.zero_grad()
-        self.step += 1
-        return grad_norm
+    def _add_params(self) -> None:
+        if self._adapters is not None:
+            self._parking.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
+            return
+        alone = self.reference is None and self.config.critic is None  # a policy is parked once a step, always changed
+        self._parking.add(PARAMS, None if alone else lambda: self.step)
+
+    def _first_weights(self, mesh: DeviceMesh) -> Reference | None:
+        """The reference, parked before anything else takes memory."""
+        if not self.config.reference or self.config.lora is not None:
+            return None
+        reference = Reference(self.config, mesh, self.device, self.saver)
+        self._parking.add(REFERENCE, lambda: 0)
+        self._parking.park(REFERENCE)
+        return reference
+
+    def _value_model(self, mesh: DeviceMesh) -> Critic | None:
+        if self.config.critic is None:
+            return None
+        critic = Critic(self.config, mesh, self.device, self.saver)
+        self._parking.add(CRITIC, lambda: critic.step)
+        self._parking.add(CRITIC_OPTIM)
+        return critic
+
+    def _critic(self, method: str, *tags: str) -> Critic:
+        if self.critic is None:
+            raise StateError(f"{method}() has no critic; make the trainer with critic=CriticConfig()")
+        self._parking.require(method, *tags)
+        return self.critic
+
+    def _state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds. The reference is made anew from what the run began with."""
+        found = checkpoint.state(self.model, self.optimizer)
+        if self.critic is not None:
+            found |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
+        return found
 
     def _identity(self) -> dict[str, Any] | None:
         return None if self._adapters is None else self._adapters.identity()
-
-    def _tags(self, tags: tuple[str, ...]) -> tuple[str, ...]:
-        for tag in tags:
-            if tag not in TRAINER_TAGS:
-                raise ValueError(f"unknown tag {tag!r}; the trainer has {PARAMS!r} and {OPTIM!r}")
-        return tags or TRAINER_TAGS
-
-    def _memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
-        """The saver's tags behind these."""
-        return (*tags, ADAPTERS) if self._adapters is not None and PARAMS in tags else tags
-
-    def _require(self, method: str, *tags: str) -> None:
-        for tag in tags:
-            if tag in self._parked:
-                raise StateError(f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first")
 
     def _require_unlent(self, method: str) -> None:
         if self.saver is not None and self.saver.leases(PARAMS):

@@ -132,7 +132,8 @@ class CheckpointSection:
         require(self, "max_restarts", ok, rule, "set checkpoint.every=10, or checkpoint.max_restarts=0")
 
 
-TAGS = ("params", "optim", "weights", "kv_cache", "cuda_graph")  # of the trainer, then of the rollout
+TAGS = ("params", "optim", "critic", "critic_optim", "reference", "weights", "kv_cache", "cuda_graph")
+"""Of the trainer, then of the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)

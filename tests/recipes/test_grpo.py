@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.grpo import compute_advantages, evaluate, logprob_gap, pick_problems, sampling_seed
+from recipes.generation import evaluate, pick_problems, sampling_seed
+from recipes.grpo import compute_advantages
+from recipes.loop import logprob_gap
 from recipes.models import toy_tokenizer
 from recipes.tasks import Problem, Score, Task
 from rollout import Completion

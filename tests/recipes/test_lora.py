@@ -10,7 +10,14 @@ from recipes.preparation import prepare
 from recipes.run import start_run, trainer_config
 from trainer_bridge import LoraConfig
 
-WORDS = ["lora.rank=8", "trainer.learning_rate=2e-2", "cycle.keep=[weights]", "steps=16", "eval.every=0"]
+WORDS = [
+    "lora.rank=8",
+    "trainer.learning_rate=2e-2",
+    "cycle.keep=[weights]",
+    "steps=16",
+    "eval.every=0",
+    "grpo.kl_coef=1e-3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +48,12 @@ def test_adapters_change_hands_with_the_parameters(adapted):
         assert rollout["params"] == rollout["adapters"] == rollout["optim"] == 0
         assert 0 < train["adapters"] < train["params"]
         assert train["optim"] == 2 * train["adapters"]
+
+
+def test_the_base_is_the_reference_without_a_model_of_its_own(adapted):
+    distances = [row["kl_to_reference"] for row in adapted]
+    assert distances[0] == 0 < 0.01 < distances[-1]
+    assert all(tag != "reference" for row in adapted for tag in row["memory"]["train"])
 
 
 def test_a_rank_of_zero_is_no_adapter(tmp_path):

@@ -29,8 +29,8 @@ TO_TRAIN = ["sleep", "restore_params", "restore_optim"]
 class World:
     """What both sides hold, and a memory that is too small for all of it at once."""
 
-    def __init__(self) -> None:
-        self.held = {"params", "optim"}
+    def __init__(self, *more: str) -> None:
+        self.held = {"params", "optim", *more}
         self.version: int | None = None
         self.reason: str | None = "asleep"
         self.fail_at: str | None = None
@@ -47,6 +47,7 @@ class World:
             return
         assert not {"optim", "weights"} <= self.held, "optimizer and rollout weights at once do not fit"
         assert not {"params", "kv_cache"} <= self.held, "parameters and KV cache at once do not fit"
+        assert "reference" not in self.held or not self.held & {"params", "critic"}, "two models at once do not fit"
 
 
 class FakeTrainer:
@@ -59,7 +60,7 @@ class FakeTrainer:
     def park(self, *tags: str) -> None:
         (tag,) = tags
         self.world.at(f"park_{tag}")
-        if tag == "params":
+        if tag == "params" and "weights" in self.world.held:
             assert self.world.version is not None, "parameters given up before the rollout confirmed"
         self.world.held.remove(tag)
 
@@ -148,6 +149,66 @@ def test_scoring_needs_no_optimizer() -> None:
     assert world.held == {"params", "optim"}
 
 
+TRAINED = ("params", "optim", "critic", "critic_optim")
+
+
+def test_models_score_one_at_a_time() -> None:
+    world, seen = World("critic", "critic_optim"), list[str]()
+    cycle = pair(world, critic=True, reference=True, on_stage=lambda name, start, end: seen.append(name))
+    for version in (1, 2):
+        cycle.to_rollout(version)
+        assert world.held == {"weights", "kv_cache", "cuda_graph"}
+        for model in ("reference", "critic", "params", "params"):
+            cycle.to_score(model)
+            assert world.held == {model} and cycle.state == "score"
+        cycle.to_train()
+        assert world.held == set(TRAINED)
+    room = ["park_optim", "park_critic", "park_critic_optim"]
+    scored = ["sleep", "restore_reference", "park_reference", "restore_critic", "park_critic", "restore_params"]
+    back = ["restore_optim", "restore_critic", "restore_critic_optim"]
+    assert seen == [*room, *TO_ROLLOUT[1:], *scored, *back] * 2
+
+
+def test_the_reference_alone_changes_places_with_the_policy() -> None:
+    world, seen = World(), list[str]()
+    cycle = pair(world, reference=True, on_stage=lambda name, start, end: seen.append(name))
+    cycle.to_rollout(1)
+    cycle.to_score()
+    cycle.to_score("reference")
+    assert world.held == {"reference"}
+    cycle.to_train()
+    assert world.held == {"params", "optim"}
+    assert seen[5:] == [
+        "sleep", "restore_params", "park_params", "restore_reference", "park_reference", "restore_params",
+        "restore_optim",
+    ]  # fmt: skip
+
+
+def test_scoring_models_that_are_kept_come_once_and_stay() -> None:
+    world, seen = World("critic", "critic_optim"), list[str]()
+    world.roomy = True
+    keep = ("reference", "critic", "params")
+    cycle = pair(world, critic=True, reference=True, keep=keep, on_stage=lambda name, start, end: seen.append(name))
+    for version in (1, 2):
+        cycle.to_rollout(version)
+        assert world.held - {"reference"} == {"weights", "kv_cache", "cuda_graph", "critic", "params"}
+        for model in ("reference", "critic", "params"):
+            cycle.to_score(model)
+            assert world.held == {"reference", "critic", "params"}
+        cycle.to_train()
+        assert world.held == {"reference", *TRAINED}
+    assert seen.count("restore_reference") == 1 and not {"park_critic", "park_params"} & set(seen)
+
+
+@pytest.mark.parametrize(("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")])
+def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str) -> None:
+    cycle = pair(World("critic", "critic_optim"), **has)
+    cycle.to_rollout(1)
+    with pytest.raises(ValueError, match=rf"to_score\('{model}'\): no such model here; known: params"):
+        cycle.to_score(model)
+    cycle.to_score()
+
+
 def test_the_sleep_level_is_passed_on() -> None:
     world = World()
     cycle = pair(world, sleep_level=1)
@@ -179,7 +240,10 @@ def test_what_is_kept_never_leaves_the_device(keep: tuple[str, ...], stages: lis
 
 
 def test_keeping_an_unknown_tag_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"keep names unknown tags \['kv'\]; known: params, optim, weights"):
+    with pytest.raises(
+        ValueError,
+        match=r"keep names unknown tags \['kv'\]; known: params, optim, critic, critic_optim, reference, weights",
+    ):
         pair(World(), keep=["kv", "params"])
 
 
@@ -288,30 +352,34 @@ class Walk(RuleBasedStateMachine):
     """Any order of calls: what is held agrees with the state, and the versions with what was asked."""
 
     HELD = {  # noqa: RUF012
-        "train": {"params", "optim"},
-        "score": {"params"},
+        "train": set(TRAINED),
         "rollout": {"weights", "kv_cache", "cuda_graph"},
     }
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
-        self.cycle = pair(self.world)
         self.version = 0
+        self.start()
 
-    @rule(verb=st.sampled_from(VERBS))
-    def move(self, verb: str) -> None:
+    def start(self) -> None:
+        self.world = World("critic", "critic_optim")
+        self.cycle = pair(self.world, critic=True, reference=True)
+        self.model = ""
+
+    @rule(verb=st.sampled_from(VERBS), model=st.sampled_from(["params", "reference", "critic"]))
+    def move(self, verb: str, model: str) -> None:
         legal = TRANSITIONS[self.cycle.state]
-        arguments = (self.version + 1,) if verb == "to_rollout" else ()
+        arguments: tuple[Any, ...] = {"to_rollout": (self.version + 1,), "to_score": (model,)}.get(verb, ())
         if verb not in legal:
             with pytest.raises(StateError):
                 getattr(self.cycle, verb)(*arguments)
             return
-        self.version += len(arguments)
+        self.version += verb == "to_rollout"
+        self.model = model
         getattr(self.cycle, verb)(*arguments)
         assert self.cycle.state == legal[verb]
 
-    @rule(stage=st.sampled_from(TO_ROLLOUT + TO_TRAIN))
+    @rule(stage=st.sampled_from([*TO_ROLLOUT, *TO_TRAIN, "restore_critic", "park_critic_optim", "park_reference"]))
     def break_next(self, stage: str) -> None:
         """Arm a failure, go round until it strikes, and start over as a new run would."""
         self.world.fail_at = stage
@@ -319,14 +387,14 @@ class Walk(RuleBasedStateMachine):
             for _ in range(2):
                 if self.cycle.state == "train":
                     self.cycle.to_rollout(self.version + 1)
+                self.cycle.to_score("reference")
                 self.cycle.to_train()
         assert self.cycle.state == "failed"
-        self.world = World()
-        self.cycle = pair(self.world)
+        self.start()
 
     @invariant()
     def holds_what_the_state_says(self) -> None:
-        assert self.world.held == self.HELD[self.cycle.state]
+        assert self.world.held == ({self.model} if self.cycle.state == "score" else self.HELD[self.cycle.state])
         assert (self.world.version == self.version) == (self.cycle.state == "rollout")
 
 

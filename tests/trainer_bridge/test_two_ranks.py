@@ -20,9 +20,10 @@ import memsaver
 from rollout import Engine
 from tests.helpers.memory import scribble
 from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.trainer_bridge.test_critic import value_batch
 from tests.trainer_bridge.test_lora import adapters, copied, weights
 from tests.trainer_bridge.test_trainer import assert_same_bits, bits
-from trainer_bridge import LoraConfig, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Trainer
 from trainer_bridge.model import shard_box
 
 UNEVEN = {
@@ -124,6 +125,24 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
 
+def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
+    """A trainer that has critic and reference: what they say and learn, before and after they were parked."""
+    trainer = Trainer(config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver)
+    assert trainer.critic is not None
+    trainer.restore("reference")
+    before = trainer.compute_ref_log_prob(make_batch(COUNTS[0]))
+    learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
+    values = trainer.compute_values(make_batch(COUNTS[0]))
+    trainer.park()
+    scribble(1 << 20, "cpu")
+    trainer.restore()
+    assert trainer.compute_values(make_batch(COUNTS[0])) == values
+    assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
+    named: Any = trainer.critic.model.named_parameters()
+    weights = {name: param.detach().full_tensor().clone() for name, param in named}
+    return {"scores": before, "learned": learned, "values": values, "weights": weights}
+
+
 def worker(rank: int, port: int, path: str, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -146,6 +165,7 @@ def worker(rank: int, port: int, path: str, out: str) -> None:
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
     result["failed"] = failing_sync(trainer, path)
+    result["models"] = with_models(path, memsaver.MemorySaver())
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
     dist.barrier()
@@ -179,6 +199,21 @@ def test_two_ranks_compute_what_one_does(two_ranks: Ranks, make_trainer: Callabl
         for name, value in whole(alone).items():
             torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
     assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_two_ranks_value_and_refer_as_one_does(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+    path, _, results = two_ranks
+    make_trainer(path)  # its process group
+    alone = with_models(path)
+    for result in (each["models"] for each in results):
+        for name in ("scores", "values"):
+            for row, expected in zip(result[name], alone[name], strict=True):
+                assert row == pytest.approx(expected, abs=1e-5)
+        for got, wanted in zip(result["learned"], alone["learned"], strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
+    assert results[0]["models"]["values"] == results[1]["models"]["values"]
 
 
 def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:

@@ -1,0 +1,101 @@
+"""Prompts, answers and their scores: what both algorithms do with the rollout.
+
+Prompts and sampling seeds are functions of (recipe.seed, step), so that a resumed run repeats what would have been.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver.ops.hash import hash_text
+from recipes.models import decode
+from recipes.preparation import Setup
+from recipes.tasks import Problem, Score, Task
+from rollout import Rollout, SamplingParams
+from trainer_bridge import SequenceBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Answers of one step, those to one prompt adjacent; `logprobs` are the rollout's, one a token."""
+
+    problems: list[Problem]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    logprobs: list[list[float]]
+    texts: list[str]
+    ended: list[bool]  # by the model's end token, not by max_tokens
+
+    def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
+        """For the trainer; `learning`: what `SequenceBatch` holds beside the tokens."""
+        ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
+        return SequenceBatch(**ids, temperature=temperature, **learning)
+
+
+def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
+    """Samples answers to the prompts of this step."""
+    recipe = setup.recipe
+    problems = pick_problems(setup.task.train, recipe.loop.prompts_per_step, recipe.seed, step)
+    params = [
+        SamplingParams(
+            max_tokens=recipe.sampling.max_tokens,
+            temperature=recipe.sampling.temperature,
+            top_k=recipe.sampling.top_k,
+            top_p=recipe.sampling.top_p,
+            n=recipe.loop.samples_per_prompt,
+            seed=sampling_seed(recipe.seed, step, index),
+        )
+        for index in range(len(problems))
+    ]
+    return _answers(rollout, setup, problems, params)
+
+
+def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
+    """Greedy answers to held-out problems, and to those beside the trained task; the fractions that match exactly."""
+    limit, task = setup.recipe.eval.problems, setup.task
+    row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
+    for name, problems in task.beside.items():
+        row[f"exact_match_{name}"] = _exact_match(rollout, setup, problems[:limit])
+    return {**row, "problems": len(task.held_out[:limit])}
+
+
+def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) -> float:
+    greedy = SamplingParams(max_tokens=setup.recipe.sampling.max_tokens, temperature=0.0)
+    scores = compute_reward(setup.task, _answers(rollout, setup, list(problems), [greedy] * len(problems)))
+    return sum(score.exact for score in scores) / len(scores)
+
+
+def compute_reward(task: Task, samples: Samples) -> list[Score]:
+    """The task's score of every answer."""
+    triples = zip(samples.problems, samples.texts, samples.ended, strict=True)
+    return [task.score(problem, text, ended) for problem, text, ended in triples]
+
+
+def pick_problems(problems: Sequence[Problem], count: int, seed: int, step: int) -> list[Problem]:
+    """`count` different problems for this step."""
+    return random.Random(f"{seed}/prompts/{step}").sample(list(problems), count)
+
+
+def sampling_seed(seed: int, step: int, index: int) -> int:
+    """A seed below 2**63 for the samples of one prompt of one step."""
+    return hash_text(f"{seed}/sampling/{step}/{index}") >> 1
+
+
+def _answers(rollout: Rollout, setup: Setup, problems: list[Problem], params: list[SamplingParams]) -> Samples:
+    prompts = [setup.prompt_ids(problem) for problem in problems]
+    groups = rollout.generate(prompts, params)
+    flat = [(index, completion) for index, group in enumerate(groups) for completion in group]
+    ids = [list(completion.token_ids) for _, completion in flat]
+    ended = [completion.finish_reason == "stop" for _, completion in flat]
+    shown = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
+    return Samples(
+        problems=[problems[index] for index, _ in flat],
+        prompt_ids=[prompts[index] for index, _ in flat],
+        response_ids=ids,
+        logprobs=[list(completion.logprobs) for _, completion in flat],
+        texts=decode(setup.tokenizer, shown),
+        ended=ended,
+    )

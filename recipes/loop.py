@@ -1,0 +1,164 @@
+"""What both algorithms share: the run around their steps, scores of the policy and the reference, figures of a step."""
+
+from __future__ import annotations
+
+import abc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recipes.config import Recipe
+from recipes.generation import Samples, evaluate
+from recipes.monitor import Monitor
+from recipes.preparation import Setup
+from recipes.tasks import Score
+from rollout import Rollout
+from trainer_bridge import Cycle, SequenceBatch
+from trainer_bridge.tags import PARAMS, REFERENCE
+
+PerToken = list[list[float]]
+"""One number a response token, by answer."""
+
+
+class TrainerSide(Protocol):
+    """What the loops ask of the trainer or its actor; the last three where the recipe needs reference or critic."""
+
+    def compute_log_prob(self, batch: SequenceBatch) -> PerToken: ...
+
+    def update_actor(self, batch: SequenceBatch) -> dict[str, float]: ...
+
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> PerToken: ...
+
+    def compute_values(self, batch: SequenceBatch) -> PerToken: ...
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]: ...
+
+
+def compute_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
+    """Log-probabilities of the sampled tokens under the trainer's weights."""
+    return trainer.compute_log_prob(samples.batch(temperature))
+
+
+def compute_ref_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
+    """The same under the weights before the first update."""
+    return trainer.compute_ref_log_prob(samples.batch(temperature))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop(abc.ABC):
+    """The loop's partners. An algorithm says what a step is."""
+
+    setup: Setup
+    trainer: TrainerSide
+    rollout: Rollout
+    cycle: Cycle
+    monitor: Monitor
+
+    @staticmethod
+    @abc.abstractmethod
+    def trainer_fields(recipe: Recipe) -> dict[str, Any]:
+        """The fields of `TrainerConfig` that the algorithm decides."""
+
+    @abc.abstractmethod
+    def train_step(self, step: int) -> dict[str, Any]:
+        """From state "train" to state "train", one step further; the step's figures."""
+
+    def run(self, first_step: int, save: Callable[[int], None]) -> None:
+        """Steps `first_step` to the last, then the last evaluation. `save(step)` writes a checkpoint."""
+        recipe = self.setup.recipe
+        for step in range(first_step, recipe.steps + 1):
+            with self.monitor.step(step):
+                self._one(step)
+                every = recipe.checkpoint.every
+                if every and (step % every == 0 or step == recipe.steps):
+                    with self.stage("save_checkpoint"):
+                        save(step)
+        if recipe.eval.every:
+            self._wake_rollout(recipe.steps + 1)
+            self._evaluate(recipe.steps)
+            self.to_train()
+
+    def _one(self, step: int) -> None:
+        started, monitor = time.time(), self.monitor
+        row = self.train_step(step)
+        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        monitor.row({"kind": "train", "step": step, **row, **seconds, "memory": dict(monitor.memory)})
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self.monitor.stage(name)
+
+    def to_rollout(self, step: int) -> None:
+        """Also the evaluation that is due before the step."""
+        self._wake_rollout(step)
+        if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
+            self._evaluate(step - 1)
+
+    def to_score(self, model: str = PARAMS) -> None:
+        with self.monitor.phase("to_score"):
+            self.cycle.to_score(model)
+
+    @property
+    def reference(self) -> str:
+        """The tag of the model that scores as the reference: with adapters their base, which is the policy's own."""
+        return PARAMS if self.setup.recipe.lora.rank else REFERENCE
+
+    def to_train(self) -> None:
+        with self.monitor.phase("to_train"):
+            self.cycle.to_train()
+        self.monitor.read_memory("train")
+
+    def _wake_rollout(self, version: int) -> None:
+        with self.monitor.phase("to_rollout"):
+            self.cycle.to_rollout(version)
+        self.monitor.read_memory("rollout")
+
+    def _evaluate(self, updates: int) -> None:
+        with self.stage("evaluate"):
+            result = evaluate(self.rollout, self.setup)
+        self.monitor.row({"kind": "eval", "step": updates, **result})
+
+
+def step_row(
+    samples: Samples,
+    scores: Sequence[Score],
+    logprobs: PerToken,
+    ref_logprobs: PerToken | None,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The figures of one step, for metrics.jsonl."""
+    mean, largest = logprob_gap(samples.logprobs, logprobs)
+    lengths = [len(ids) for ids in samples.response_ids]
+    row = {
+        "reward": statistics.fmean(score.reward for score in scores),
+        "exact_match": statistics.fmean(score.exact for score in scores),
+        "gap_mean": mean,
+        "gap_max": largest,
+        "response_length": statistics.fmean(lengths),
+        "ended": statistics.fmean(samples.ended),
+        "tokens": sum(lengths),
+        "tokens_per_second": sum(lengths) / max(seconds["generate_sequences"], 1e-9),
+    }
+    if ref_logprobs is not None:
+        row["kl_to_reference"] = kl_to_reference(logprobs, ref_logprobs)
+    return row
+
+
+def logprob_gap(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
+    """Mean and largest absolute difference over all tokens."""
+    gaps = [abs(one - other) for one, other in pairs(rollout, trainer)]
+    return math.fsum(gaps) / len(gaps), max(gaps)
+
+
+def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
+    """Nats a token: the mean over the sampled tokens of r - 1 - log(r), r = exp(reference - policy)."""
+    ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
+    return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
+
+
+def pairs(one: PerToken, other: PerToken) -> list[tuple[float, float]]:
+    """Both numbers of every token, answer by answer."""
+    return [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]

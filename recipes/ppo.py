@@ -1,0 +1,173 @@
+"""PPO over the wake-up cycle, to be read in one sitting.
+
+Step s (version s of the weights):
+
+    to_rollout(s)          trainer parks, rollout wakes in stages, weights are synced
+    generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
+    to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
+    compute_ref_log_prob   by the weights before the first update
+    to_score("critic")     the critic comes, in the reference's place
+    compute_values         by the critic: what is still to come at every token
+    to_score()             the trainer's parameters come, in the critic's place
+    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own is reported
+    compute_reward         the task's score of every answer
+    to_train()             critic and both optimizers come back
+    compute_advantages     rewards a token (`token_rewards`), then GAE and whitening
+    update_critic          epochs x mini_batches updates on the clipped squared error to the returns
+    update_actor           as many clipped policy-gradient updates; none in the first critic_warmup_steps steps
+
+The order of the answers in the updates is a function of (recipe.seed, step), as prompts and sampling seeds are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recipes.config import Recipe
+from recipes.generation import Samples, compute_reward, generate_sequences
+from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, step_row
+from trainer_bridge import CriticConfig, SequenceBatch
+from trainer_bridge.tags import CRITIC
+
+
+class PpoLoop(Loop):
+    @staticmethod
+    def trainer_fields(recipe: Recipe) -> dict[str, Any]:
+        ppo, decays = recipe.ppo, recipe.trainer.lr_decay
+        a_step = ppo.epochs * ppo.mini_batches
+        learning_steps = max(1, recipe.steps - ppo.critic_warmup_steps)
+        critic = CriticConfig(
+            learning_rate=ppo.critic_learning_rate,
+            decay_steps=recipe.steps * a_step if decays else None,
+            value_clip=ppo.value_clip,
+        )
+        return {
+            "clip_eps_low": ppo.clip_low,
+            "clip_eps_high": ppo.clip_high,
+            "reference": ppo.kl_coef > 0,
+            "decay_steps": learning_steps * a_step if decays else None,
+            "critic": critic,
+        }
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        setup, trainer, ppo = self.setup, self.trainer, self.setup.recipe.ppo
+        temperature = setup.recipe.sampling.temperature
+        self.to_rollout(step)
+        with self.stage("generate_sequences"):
+            samples = generate_sequences(self.rollout, setup, step)
+        ref_logprobs = None
+        if ppo.kl_coef:
+            self.to_score(self.reference)
+            with self.stage("compute_ref_log_prob"):
+                ref_logprobs = compute_ref_log_prob(trainer, samples, temperature)
+        self.to_score(CRITIC)
+        with self.stage("compute_values"):
+            values = compute_values(trainer, samples)
+        self.to_score()
+        with self.stage("compute_log_prob"):
+            logprobs = compute_log_prob(trainer, samples, temperature)
+        with self.stage("compute_reward"):
+            scores = compute_reward(setup.task, samples)
+        self.to_train()
+        with self.stage("compute_advantages"):
+            rewards = token_rewards([score.reward for score in scores], logprobs, ref_logprobs, ppo.kl_coef)
+            advantages, returns = compute_advantages(rewards, values, ppo.gamma, ppo.gae_lambda)
+            if ppo.normalize_advantages:
+                advantages = whiten(advantages)
+        learning = {"old_logprobs": logprobs, "advantages": advantages, "values": values, "returns": returns}
+        batch = samples.batch(temperature, **learning)
+        parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, setup.recipe.seed, step)
+        with self.stage("update_critic"):
+            learned = update_critic(trainer, batch, parts)
+        if step > ppo.critic_warmup_steps:
+            with self.stage("update_actor"):
+                learned |= update_actor(trainer, batch, parts)
+        learned["value_explained_variance"] = explained_variance(values, returns)
+        return {**learned, **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)}
+
+
+def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
+    """The critic's value of every response token: of what is to come when that token is chosen."""
+    return trainer.compute_values(samples.batch(1.0))
+
+
+def token_rewards(
+    rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
+) -> PerToken:
+    """Each answer's reward at its last token, and -kl_coef * (policy - reference log-probability) at every token."""
+    if ref_logprobs is None:
+        found = [[0.0] * len(row) for row in logprobs]
+    else:
+        both = zip(logprobs, ref_logprobs, strict=True)
+        found = [[-kl_coef * (mine - theirs) for mine, theirs in zip(*rows, strict=True)] for rows in both]
+    for row, reward in zip(found, rewards, strict=True):
+        if row:
+            row[-1] += reward
+    return found
+
+
+def compute_advantages(
+    rewards: PerToken, values: PerToken, gamma: float, gae_lambda: float
+) -> tuple[PerToken, PerToken]:
+    """Generalised advantage estimates and returns (advantage + value), one a token.
+
+    After an answer's last token nothing is to come: one that max_tokens cut off is not bootstrapped, it ended there.
+    """
+    advantages = [_estimates(row, worth, gamma, gae_lambda) for row, worth in zip(rewards, values, strict=True)]
+    both = zip(advantages, values, strict=True)
+    return advantages, [[gain + value for gain, value in zip(*rows, strict=True)] for rows in both]
+
+
+def _estimates(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
+    found, later, after = list[float](), 0.0, 0.0  # from the last token back: its advantage, the next token's value
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * after - value + gamma * gae_lambda * later
+        after = value
+        found.append(later)
+    return found[::-1]
+
+
+def whiten(numbers: PerToken) -> PerToken:
+    """Mean 0 and standard deviation 1 over all tokens; zeros where all are equal."""
+    flat = [number for row in numbers for number in row]
+    mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
+    scale = spread if spread > 1e-8 else math.inf
+    return [[(number - mean) / scale for number in row] for row in numbers]
+
+
+def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
+    """The answers that each update of a step learns from: every pass shuffles all `count` and cuts `number` parts."""
+    parts: list[list[int]] = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
+        parts += [order[count * part // number : count * (part + 1) // number] for part in range(number)]
+    return parts
+
+
+def update_critic(trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """One optimizer step of the critic for each part; the mean of its figures (value_loss, critic_grad_norm, ...)."""
+    return _update(trainer.update_critic, batch, parts)
+
+
+def update_actor(trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """One optimizer step of the policy for each part; the mean of its figures (loss, grad_norm, ...)."""
+    return _update(trainer.update_actor, batch, parts)
+
+
+def _update(
+    learn: Callable[[SequenceBatch], dict[str, float]], batch: SequenceBatch, parts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    found = [learn(batch.select(part)) for part in parts]
+    return {name: statistics.fmean(figures[name] for figures in found) for name in found[0]}
+
+
+def explained_variance(values: PerToken, returns: PerToken) -> float:
+    """1 - var(returns - values) / var(returns) over all tokens: 1 is a perfect critic, 0 one that says a constant."""
+    both = pairs(returns, values)
+    spread = statistics.pvariance([wanted for wanted, _ in both])
+    return 1 - statistics.pvariance([wanted - said for wanted, said in both]) / spread if spread > 0 else 0.0
