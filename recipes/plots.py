@@ -25,9 +25,9 @@ TAG_COLOURS = {
     "cuda_graph": "#7bb662",
     "params": "#8566ab",
     "optim": "#c95d63",
-    "critic": "#5aa7a7",
-    "critic_optim": "#d18ad0",
-    "reference": "#b58863",
+    "critic": "#2c7f78",
+    "critic_optim": "#e08fa5",
+    "reference": "#6b6f76",
 }
 OTHER_COLOURS = ("#5aa7a7", "#b58863", "#8a8f98", "#d18ad0")
 BAND_COLOURS = {"rollout": "#eaf2fb", "train": "#fbeeee", "switch": "#f4f4f4"}
