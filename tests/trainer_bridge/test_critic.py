@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from memsaver import MemorySaver, StateError
-from tests.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.trainer_bridge.models import config, make_batch, reference, reference_logprobs, write_model
 from tests.trainer_bridge.test_trainer import assert_same_bits
-from trainer_bridge import CriticConfig, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.model import local_shard
 
 Make = Callable[..., Trainer]
@@ -181,6 +181,39 @@ def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: st
     assert [parked(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], "they have changed"
     trainer.restore("critic")
     assert trainer.compute_values(batch) == values
+
+
+def test_the_cycle_holds_what_its_table_says(device: str, model_path: str) -> None:
+    settings = config(model_path, device=device, **BOTH)
+    with open_inprocess(settings, {"kv_tokens": 256, "page_size": 16}) as (trainer, engine):
+        learn, batch = ("params", "optim", "critic", "critic_optim"), value_batch(4)
+        full = {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()}
+        full["reference"] = full["params"]
+
+        def holds(*tags: str) -> None:
+            expected = {tag: nbytes if tag in tags else 0 for tag, nbytes in full.items()}
+            assert {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()} == expected
+
+        cycle = Cycle(trainer, engine, critic=True, reference=True)
+        holds(*learn)
+        for version in (1, 2):
+            cycle.to_rollout(version)
+            holds()
+            asleep = engine.report().committed_bytes
+            cycle.to_score("reference")
+            holds("reference")
+            assert engine.report().committed_bytes == 0 < asleep
+            trainer.compute_ref_log_prob(batch)
+            cycle.to_score("critic")
+            holds("critic")
+            trainer.compute_values(batch)
+            cycle.to_score()
+            holds("params")
+            trainer.compute_log_prob(batch)
+            cycle.to_train()
+            holds(*learn)
+            trainer.update_critic(batch)
+            trainer.update_actor(batch)
 
 
 def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
