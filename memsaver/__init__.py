@@ -18,7 +18,7 @@ from memsaver.errors import (
 )
 from memsaver.kept import KeptLeases
 from memsaver.lease import Lease, PoolTicket, Ticket, attach
-from memsaver.report import CallStats, Event, Report, TagReport
+from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.saver import MemorySaver
 from memsaver.timeline import Timeline
 
@@ -42,5 +42,6 @@ __all__ = [
     "TagReport",
     "Ticket",
     "Timeline",
+    "Usage",
     "attach",
 ]

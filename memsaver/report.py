@@ -66,3 +66,19 @@ class Event:
     tag: str
     committed_bytes: int
     backup_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one process holds of a saver's device; on the CPU the tags only."""
+
+    tags: dict[str, int]
+    """Committed bytes, the page pool's under ``"page pool"``."""
+    torch_bytes: int
+    """Reserved by torch's own allocator, outside of every tag."""
+    torch_peak_bytes: int
+    """The most of these since the last ``take_usage``."""
+    device_used_bytes: int | None
+    """Of the whole device, by all processes, contexts and libraries included."""
+    host_bytes: int
+    """Saved content of paused tags."""

@@ -86,7 +86,8 @@ class Loop(abc.ABC):
         started, monitor = time.time(), self.monitor
         row = self.train_step(step)
         seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
-        monitor.row({"kind": "train", "step": step, **row, **seconds, "memory": dict(monitor.memory)})
+        memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
+        monitor.row({"kind": "train", "step": step, **row, **seconds, **memory})
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.monitor.stage(name)

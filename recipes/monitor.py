@@ -5,14 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.live import View
+from recipes.peaks import Peaks
 from recipes.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from memsaver import Event, Report
+    from memsaver import Event, Report, Usage
+
+
+class Watched(Protocol):
+    """A side whose memory is read; see `Trainer` and `Engine`."""
+
+    def report(self) -> Report: ...
+
+    def drain_events(self) -> list[Event]: ...
+
+    def take_usage(self) -> Usage: ...
 
 
 class Monitor:
@@ -23,11 +34,13 @@ class Monitor:
         self.view = view
         self.seconds: dict[str, float] = {}  # of the stages of this step
         self.memory: dict[str, dict[str, int]] = {}  # of this step: committed bytes by tag, by phase
+        self.peaks = Peaks()
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
-    def watch(self, owner: str, report: Callable[[], Report], drain_events: Callable[[], list[Event]]) -> None:
-        """Reads memory from `owner` (trainer, rollout) whenever `read_memory` is called."""
-        self._sources[owner] = (report, drain_events)
+    def watch(self, owner: str, side: Watched) -> None:
+        """Reads memory from `owner` (trainer, rollout): its tags at `read_memory`, its peaks after every stage."""
+        self._sources[owner] = (side.report, side.drain_events)
+        self.peaks.watch(owner, side.take_usage)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -43,8 +56,10 @@ class Monitor:
             start = time.time()
             try:
                 yield
-            finally:
-                self.passed(name, start, time.time())
+            except BaseException:
+                self._timed(name, start, time.time())
+                raise
+            self.passed(name, start, time.time())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -62,7 +77,11 @@ class Monitor:
             raise RunError(stage, f"{kind}: {text}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
-        """A stage took place; also the wake-up cycle's `on_stage`."""
+        """A stage succeeded; also the wake-up cycle's `on_stage`."""
+        self._timed(name, start, end)
+        self.peaks.passed(name)
+
+    def _timed(self, name: str, start: float, end: float) -> None:
         self.folder.add_span(name, start, end)
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.view.stage(name)

@@ -81,8 +81,8 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
         with ExitStack() as stack:
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(_open_pair(setup))
-            monitor.watch("trainer", trainer.report, trainer.drain_events)
-            monitor.watch("rollout", rollout.report, rollout.drain_events)
+            monitor.watch("trainer", trainer)
+            monitor.watch("rollout", rollout)
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):

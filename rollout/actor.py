@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import torch
 
-from memsaver import Event, MemorySaver, Report, Ticket
+from memsaver import Event, MemorySaver, Report, Ticket, Usage
 from rollout.engine import Engine
 from rollout.protocols import Progress
 from rollout.types import (
@@ -104,3 +104,6 @@ class RolloutActor:
 
     def drain_events(self) -> list[Event]:
         return self._engine.drain_events()
+
+    def take_usage(self) -> Usage:
+        return self._engine.take_usage()

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from memsaver import Event, MemorySaver, Report, StateError, Ticket
+from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.places import place_of
+from memsaver.usage import empty_torch_cache
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
@@ -253,6 +254,8 @@ class Engine:
             if KV_CACHE in rest:
                 self._prefixes.park(keep=self._store.version is not None)
             self.saver.pause(*rest, content="discard")
+            if KV_CACHE in rest:
+                empty_torch_cache(self.saver.device)  # what steps left there; whoever works next needs it
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
@@ -362,6 +365,10 @@ class Engine:
 
     def drain_events(self) -> list[Event]:
         return self.saver.drain_events()
+
+    def take_usage(self) -> Usage:
+        """See `MemorySaver.take_usage`."""
+        return self.saver.take_usage()
 
     def check_integrity(self) -> None:
         """AssertionError unless the page ledger, the request table, the prefix cache and the scheduler agree. Any time

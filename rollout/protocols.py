@@ -17,7 +17,7 @@ from rollout.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memsaver import Event, Report, Ticket
+    from memsaver import Event, Report, Ticket, Usage
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam search counts as
@@ -70,3 +70,5 @@ class Rollout(SyncTarget, Protocol):
     def report(self) -> "Report": ...
 
     def drain_events(self) -> "list[Event]": ...
+
+    def take_usage(self) -> "Usage": ...

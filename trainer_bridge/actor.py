@@ -28,7 +28,7 @@ from trainer_bridge.trainer import Trainer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memsaver import Event, Report, Ticket
+    from memsaver import Event, Report, Ticket, Usage
 
 
 class TrainerActor:
@@ -93,6 +93,9 @@ class TrainerActor:
 
     def drain_events(self) -> list[Event]:
         return self.saver.drain_events()
+
+    def take_usage(self) -> Usage:
+        return self.saver.take_usage()
 
     def pid(self) -> int:
         return os.getpid()
@@ -185,6 +188,9 @@ class RemoteTrainer(RemoteActor):
     def drain_events(self) -> list[Event]:
         return self.call("drain_events")
 
+    def take_usage(self) -> Usage:
+        return self.call("take_usage")
+
 
 class RemoteRollout(RemoteActor):
     """Methods and contracts of `rollout.Engine`."""
@@ -241,3 +247,6 @@ class RemoteRollout(RemoteActor):
 
     def drain_events(self) -> list[Event]:
         return self.call("drain_events")
+
+    def take_usage(self) -> Usage:
+        return self.call("take_usage")

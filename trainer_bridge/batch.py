@@ -147,7 +147,7 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
     first = min((len(prompts[i]) - 1 for i in scored), default=0)
     last = max((lengths[i] - 2 for i in scored), default=0)
     counts = [len(response) for response in responses]
-    row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
+    row = [place for place, count in enumerate(counts) for _ in range(count)]
     starts = [len(prompts[i]) - 1 - first for i in scored]
     column = [start + j for start, i in zip(starts, scored, strict=True) for j in range(counts[i])]
     target = [token for response in responses for token in response]
@@ -157,7 +157,7 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
         input_ids=ids.to(device),
         first=first,
         last=last,
-        row=row.to(device),
+        row=torch.tensor(row, dtype=torch.int64, device=device),
         column=torch.tensor(column, dtype=torch.int64, device=device),
         target=torch.tensor(target, dtype=torch.int64, device=device),
     )

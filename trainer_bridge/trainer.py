@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.errors import StateError
+from memsaver.usage import empty_torch_cache
 from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
 from trainer_bridge.adapters import Adapters
@@ -34,7 +35,7 @@ from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, R
 from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
-    from memsaver import Event, MemorySaver, Report
+    from memsaver import Event, MemorySaver, Report, Usage
     from rollout.types import Manifest
 
 
@@ -181,9 +182,7 @@ class Trainer:
         for side in (self, self.critic, self.reference):
             if side is not None:
                 reshard(side.model)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        empty_torch_cache(self.device)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -269,6 +268,10 @@ class Trainer:
 
     def drain_events(self) -> list[Event]:
         return [] if self.saver is None else self.saver.drain_events()
+
+    def take_usage(self) -> Usage | None:
+        """See `MemorySaver.take_usage`; None without a saver."""
+        return None if self.saver is None else self.saver.take_usage()
 
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
 SMALL_PPO = ["ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2"]
-OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory")
+OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory", "peaks")
 STAGES = [
     "park_optim",
     "wake_weights",

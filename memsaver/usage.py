@@ -1,0 +1,54 @@
+"""How much of a device torch's own allocator holds, outside of every tag, and how it gives that back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+
+class TorchUse:
+    """Asked again and again by one saver; torch's peak counter of the device is its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: Hashable = None
+        self._on_tags = 0
+
+    def take(self, allocated: Hashable) -> tuple[int, int, int | None]:
+        """(reserved now, most reserved since the last call, bytes used of the whole device, by anyone).
+
+        allocated: changes whenever tags gain or lose allocations: torch counts those of its pools as its own, and it
+        takes milliseconds to find out which these are.
+        """
+        if self._device.type != "cuda":
+            return 0, 0, None
+        if allocated != self._seen:
+            self._seen, self._on_tags = allocated, self._pools()
+        now = torch.cuda.memory_reserved(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return now - self._on_tags, peak - self._on_tags, total - free
+
+    def _pools(self) -> int:
+        """Bytes of segments that lie in pools, which are those of regions and graphs on tags."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        return sum(
+            each["total_size"]
+            for each in segments
+            if each["device"] == index and tuple(each["segment_pool_id"]) != (0, 0)
+        )
+
+
+def empty_torch_cache(device: torch.device) -> None:
+    """Give torch's cached blocks back to the device, once its work is done; nothing to do on the CPU.
+
+    cuBLAS's workspaces too: torch keeps those for ever, and one that lies in a cached block keeps the whole segment,
+    which may be as large as a batch's logits. The next multiplication takes new ones.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

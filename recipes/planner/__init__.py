@@ -1,0 +1,1 @@
+"""What a recipe takes, in bytes: by stage, process, GPU and host, before anything is run."""

@@ -1,0 +1,130 @@
+"""How much torch's caching allocator takes of the driver for a sequence of allocations, reckoned without a GPU.
+
+It serves a request from the smallest cached block that holds it, splits off what is left, joins free neighbours, and
+takes a new segment where no block is large enough; streams share nothing. Source: c10/cuda/CUDACachingAllocator.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from memsaver.rounding import round_up
+
+MIB = 1 << 20
+_BLOCK = 512
+_SMALL = 1 * MIB  # requests up to it share segments of 2 MiB
+_SMALL_SEGMENT = 2 * MIB
+_MIDDLE = 10 * MIB  # requests below it share segments of 20 MiB
+_MIDDLE_SEGMENT = 20 * MIB
+_ROUND = 2 * MIB  # of a larger request's own segment
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    segment: int
+    start: int
+    size: int
+    pool: Hashable
+    before: _Block | None = None
+    after: _Block | None = None
+    free: bool = False
+
+
+@dataclass
+class CachingAllocator:
+    """`reserved`: bytes held of the driver. `peak`: the most of them since `reset_peak`."""
+
+    reserved: int = 0
+    peak: int = 0
+    _cached: dict[Hashable, list[tuple[int, int, int]]] = field(default_factory=dict)  # (size, segment, start), sorted
+    _at: dict[tuple[int, int], _Block] = field(default_factory=dict)
+    _live: dict[Hashable, _Block] = field(default_factory=dict)
+    _segments: int = 0
+
+    def allocate(self, key: Hashable, nbytes: int, stream: Hashable = 0) -> None:
+        """key: to name the allocation by in `free`. stream: of the work that asks for it."""
+        size = max(_BLOCK, round_up(nbytes, _BLOCK))
+        pool = (stream, size <= _SMALL)
+        block = self._best(pool, size) or self._new_segment(pool, size)
+        self._split(block, size)
+        block.free = False
+        self._live[key] = block
+
+    def free(self, key: Hashable) -> None:
+        block = self._live.pop(key)
+        if (after := block.after) is not None and after.free:
+            self._uncache(after)
+            self._join(block, after)
+        if (before := block.before) is not None and before.free:
+            self._uncache(before)
+            self._join(before, block)
+            block = before
+        self._cache(block)
+
+    def holds(self, key: Hashable) -> bool:
+        return key in self._live
+
+    def empty_cache(self) -> None:
+        """Segments without a living block go back to the driver."""
+        for pool, cached in self._cached.items():
+            keep = []
+            for entry in cached:
+                block = self._at[entry[1:]]
+                if block.before is None and block.after is None:
+                    self.reserved -= block.size
+                    del self._at[entry[1:]]
+                else:
+                    keep.append(entry)
+            self._cached[pool] = keep
+
+    def reset_peak(self) -> None:
+        self.peak = self.reserved
+
+    def _best(self, pool: Hashable, size: int) -> _Block | None:
+        cached = self._cached.setdefault(pool, [])
+        place = bisect.bisect_left(cached, (size, 0, 0))
+        if place == len(cached):
+            return None
+        _, segment, start = cached.pop(place)
+        return self._at[segment, start]
+
+    def _new_segment(self, pool: tuple[Hashable, bool], size: int) -> _Block:
+        if pool[1]:
+            whole = _SMALL_SEGMENT
+        else:
+            whole = _MIDDLE_SEGMENT if size < _MIDDLE else round_up(size, _ROUND)
+        self._segments += 1
+        self.reserved += whole
+        self.peak = max(self.peak, self.reserved)
+        block = _Block(self._segments, 0, whole, pool)
+        self._at[block.segment, 0] = block
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        left = block.size - size
+        small = isinstance(block.pool, tuple) and block.pool[1]
+        if left < _BLOCK if small else left <= _SMALL:
+            return
+        rest = _Block(block.segment, block.start + size, left, block.pool, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._at[rest.segment, rest.start] = rest
+        self._cache(rest)
+
+    def _cache(self, block: _Block) -> None:
+        block.free = True
+        bisect.insort(self._cached.setdefault(block.pool, []), (block.size, block.segment, block.start))
+
+    def _uncache(self, block: _Block) -> None:
+        cached = self._cached[block.pool]
+        cached.pop(bisect.bisect_left(cached, (block.size, block.segment, block.start)))
+
+    def _join(self, block: _Block, after: _Block) -> None:
+        del self._at[after.segment, after.start]
+        block.size += after.size
+        block.after = after.after
+        if after.after is not None:
+            after.after.before = block

@@ -1,0 +1,50 @@
+"""Attention of the trainer as a GPU computes it, for tensors without memory: which tensors it keeps is what counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+NAME = "sdpa"
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: Any = None, **_: Any
+) -> tuple[Tensor, None]:
+    """query: [B, H, L, D]; returns [B, L, H, D]. FlashAttention where torch has it, the plain formula elsewhere.
+
+    For heads whose values are narrower than their keys (latent attention), what flash keeps of them padded.
+    """
+    if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        width = value.shape[-1]
+        if width != query.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+        out = out[..., :width]
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def planned_attention() -> Iterator[None]:
+    """transformers' models compute with `attention`, and make no mask, inside the block."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[NAME], ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, before[0])
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, before[1])

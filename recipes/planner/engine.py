@@ -1,0 +1,78 @@
+"""The engine's side of a plan: bytes of its tags and of torch in its process, and a rollout that has nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver import Event, Report, Usage
+from rollout import Completion, SamplingParams
+from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSizes:
+    """One rank's. idle: what torch holds while nothing is computed; generating: the most of it in a step."""
+
+    weights: int
+    kv_cache: int
+    cuda_graph: int
+    idle: int
+    generating: int
+
+    @property
+    def tags(self) -> dict[str, int]:
+        return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
+
+
+class PlannedRollout:
+    """Sleeps, wakes up, and answers with as many tokens as it may. See `rollout.protocols.Rollout`."""
+
+    weights_version = 0
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        self._sizes = sizes
+        self._asleep = set(sizes.tags)
+        self._kept = 0
+        self._peak = sizes.idle
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
+    ) -> list[list[Completion]]:
+        self._peak = self._sizes.generating
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        return [[_longest(param.max_tokens)] * param.n for param in each]
+
+    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+        chosen = set(self._sizes.tags if tags is None else tags)
+        self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
+        self._asleep |= chosen
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._asleep -= set(self._sizes.tags if tags is None else tags)
+
+    def take_usage(self) -> Usage:
+        peak, self._peak = self._peak, self._sizes.idle
+        return Usage(
+            tags={tag: 0 if tag in self._asleep else nbytes for tag, nbytes in self._sizes.tags.items()},
+            torch_bytes=self._sizes.idle,
+            torch_peak_bytes=peak,
+            device_used_bytes=None,
+            host_bytes=self._kept,
+        )
+
+    def report(self) -> Report:
+        return Report(device="planned", limit_bytes=None, committed_bytes=0, pool_bytes=0, backup_bytes=0, tags={})
+
+    def drain_events(self) -> list[Event]:
+        return []
+
+    def abort_update(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def _longest(tokens: int) -> Completion:
+    return Completion(
+        token_ids=[0] * tokens, logprobs=[0.0] * tokens, finish_reason="length", weight_versions=[0] * tokens
+    )

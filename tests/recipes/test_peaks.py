@@ -1,0 +1,71 @@
+"""Peaks per stage from what the sides report: before, after, torch's own peak, and what else is on the device."""
+
+from memsaver import MemorySaver, Usage
+from recipes.peaks import Peaks
+
+
+def usage(tags, torch=0, peak=0, used=None):
+    return Usage(tags=tags, torch_bytes=torch, torch_peak_bytes=peak, device_used_bytes=used, host_bytes=0)
+
+
+class Side:
+    def __init__(self, *readings):
+        self.readings = list(readings)
+
+    def take_usage(self):
+        return self.readings.pop(0)
+
+
+def collect(stages, **sides):
+    peaks = Peaks()
+    for owner, readings in sides.items():
+        peaks.watch(owner.replace("_0", "[0]").replace("_1", "[1]"), Side(*readings).take_usage)
+    for stage in stages:
+        peaks.passed(stage)
+    return peaks.take()
+
+
+def test_a_side_that_leaves_counts_with_what_it_held_before():
+    found = collect(["train", "park"], trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)])
+    assert found["train"] == {
+        "processes": {"trainer": 17},
+        "torch": {"trainer": 7},
+        "device_bytes": 102,  # 100 now, and torch held 2 more in between
+        "tags": {"params": 10},
+    }
+    assert found["park"]["processes"] == {"trainer": 15}
+    assert found["park"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
+
+
+def test_the_fullest_of_several_devices_counts():
+    found = collect(
+        ["sync"],
+        trainer_0=[usage({"params": 10}, 0, 0, 50)],
+        rollout_0=[usage({"weights": 4}, 1, 3, 51)],
+        trainer_1=[usage({"params": 10}, 0, 0, 40)],
+    )["sync"]
+    assert found["device_bytes"] == 53
+    assert found["tags"] == {"params[0]": 10, "weights[0]": 4, "params[1]": 10}
+    assert found["processes"] == {"trainer[0]": 10, "rollout[0]": 7, "trainer[1]": 10}
+
+
+def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_gone():
+    peaks = Peaks()
+    side = Side(usage({"kv_cache": 3}, 0, 9, 20), usage({"kv_cache": 8}, 0, 1, 30), usage({}, 0, 0, 5))
+    peaks.watch("rollout", side.take_usage)
+    peaks.passed("generate")
+    peaks.passed("generate")
+    found = peaks.take()["generate"]
+    assert (found["tags"], found["torch"], found["device_bytes"]) == ({"kv_cache": 8}, {"rollout": 9}, 31)
+    peaks.passed("sleep")
+    assert set(peaks.take()) == {"sleep"}
+
+
+def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else():
+    saver = MemorySaver(device="cpu")
+    kept = saver.empty((1 << 16,), tag="kv_cache")
+    assert saver.take_usage() == usage({"kv_cache": kept.nbytes})
+    saver.pause("kv_cache", content="host")
+    found = saver.take_usage()
+    assert found.tags == {"kv_cache": 0} and found.host_bytes >= kept.nbytes
+    saver.close()
