@@ -16,6 +16,7 @@ from rich.text import Text
 from memsaver.errors import format_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
+OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
 class View(Protocol):
@@ -66,6 +67,7 @@ def describe(row: Mapping[str, Any]) -> str:
         f"reward {row['reward']:.3f}",
         f"exact {row['exact_match']:.3f}",
         f"gap {row['gap_mean']:.1e} mean {row['gap_max']:.1e} max",
+        *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",
         f"{row['step_seconds']:.1f} s",

@@ -18,7 +18,7 @@ from recipes.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
-from trainer_bridge.tags import PARAMS
+from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
 """One number a response token, by answer."""
@@ -101,6 +101,11 @@ class Loop(abc.ABC):
     def to_score(self, model: str = PARAMS) -> None:
         with self.monitor.phase("to_score"):
             self.cycle.to_score(model)
+
+    @property
+    def reference(self) -> str:
+        """The tag of the model that scores as the reference: with adapters their base, which is the policy's own."""
+        return PARAMS if self.setup.recipe.lora.rank else REFERENCE
 
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):

@@ -25,11 +25,15 @@ TAG_COLOURS = {
     "cuda_graph": "#7bb662",
     "params": "#8566ab",
     "optim": "#c95d63",
+    "critic": "#2c7f78",
+    "critic_optim": "#e08fa5",
+    "reference": "#6b6f76",
 }
 OTHER_COLOURS = ("#5aa7a7", "#b58863", "#8a8f98", "#d18ad0")
 BAND_COLOURS = {"rollout": "#eaf2fb", "train": "#fbeeee", "switch": "#f4f4f4"}
 
-FIRST_STAGES = ("park_optim", "empty_cache", "wake_weights")  # of to_rollout: what comes first depends on cycle.keep
+# Of to_rollout: what comes first depends on cycle.keep.
+FIRST_STAGES = ("park_optim", "park_critic", "park_critic_optim", "empty_cache", "wake_weights")
 
 Span = tuple[str, float, float]
 
@@ -49,6 +53,10 @@ def draw_reward(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     if train:
         bottom.semilogy(steps, [max(row["gap_mean"], 1e-9) for row in train], color="#8566ab", label="mean")
         bottom.semilogy(steps, [max(row["gap_max"], 1e-9) for row in train], color="#f0a73a", label="max")
+        if away := [row for row in train if row.get("kl_to_reference", 0) > 0]:
+            distance = [row["kl_to_reference"] for row in away]
+            style: dict[str, Any] = {"color": "#8a8f98", "linestyle": "--", "label": "KL from the reference"}
+            bottom.semilogy([row["step"] for row in away], distance, **style)
         bottom.legend(loc="best", fontsize=9, framealpha=0.9)
     bottom.set(xlabel="step", ylabel="nats a token", title="Log-probability gap, rollout against trainer")
     for axes in (top, bottom):
@@ -172,7 +180,7 @@ def _duration(seconds: float) -> str:
 def _kind(stage: str) -> str:
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
-    return "train" if stage.startswith(("compute_", "update_actor", "save_")) else "switch"
+    return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"
 
 
 def _smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:

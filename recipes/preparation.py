@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.rounding import round_up
-from recipes.config import ModelSection, Recipe
+from recipes.config import LoraSection, ModelSection, Recipe
 from recipes.config.shapes import random_model_fields
+from recipes.config.sides import LORA_MODULES
 from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
 from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
@@ -54,6 +55,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         )
     with _model_dir(recipe) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
+        _check_lora(recipe.lora, model_dir)
         prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
         longest = max(map(len, prompts))
         kv_tokens = _kv_tokens(recipe, device, model)
@@ -100,6 +102,20 @@ def _model_key(model: ModelSection) -> str:
     if model.path is not None:
         return f"model.path={model.path}"
     return "model.config" if model.shape is None else f"model.shape={model.shape}"
+
+
+def _check_lora(section: LoraSection, model_dir: Path) -> None:
+    """Its layers are the model's."""
+    if not section.rank:
+        return
+    from trainer_bridge.model import linear_layer_names
+
+    there = linear_layer_names(str(model_dir))
+    if missing := [name for name in section.target_modules if name not in there]:
+        remedy = f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
+        listed = ",".join(section.target_modules)
+        rule = f"the model has no layers {', '.join(missing)}"
+        raise RecipeError(f"lora.target_modules=[{listed}]: {rule}; {remedy}")
 
 
 def resolve_device(recipe: Recipe) -> str:

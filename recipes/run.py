@@ -19,7 +19,7 @@ from recipes.monitor import Monitor
 from recipes.ppo import PpoLoop
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
-from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
@@ -95,7 +95,7 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
                 sleep_level=recipe.engine.sleep_level,
                 keep=recipe.cycle.keep,
                 critic=recipe.algorithm == "ppo",
-                reference=recipe.loop.kl_coef > 0,
+                reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
             )
             loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
@@ -120,7 +120,7 @@ def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    section, loop = setup.recipe.trainer, LOOPS[setup.recipe.algorithm]
+    section, loop, lora = setup.recipe.trainer, LOOPS[setup.recipe.algorithm], setup.recipe.lora
     return TrainerConfig(
         model_path=str(setup.model_dir),
         device=setup.device,
@@ -135,6 +135,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         activation_checkpointing=section.activation_checkpointing,
         threads=section.threads,
         seed=setup.recipe.seed,
+        lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
         **loop.trainer_fields(setup.recipe),
     )
 

@@ -93,6 +93,9 @@ class RolloutActor:
     def weights_version(self) -> int:
         return self._engine.weights_version
 
+    def served_version(self) -> int | None:
+        return self._engine.served_version()
+
     def unavailable_reason(self) -> str | None:
         return self._engine.unavailable_reason()
 

@@ -285,6 +285,10 @@ class Engine:
         """The version last defined; 0 after loading."""
         return self._store.last_version
 
+    def served_version(self) -> int | None:
+        """Of the weights, also while they sleep with their content kept; None while they are undefined."""
+        return self._store.version
+
     @property
     def manifest(self) -> Manifest:
         return self._store.manifest

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer_bridge.batch import SequenceBatch
-from trainer_bridge.config import CriticConfig, TrainerConfig
+from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError
 
@@ -30,6 +30,7 @@ __all__ = [
     "CriticConfig",
     "Cycle",
     "CycleError",
+    "LoraConfig",
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",

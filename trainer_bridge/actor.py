@@ -44,8 +44,10 @@ class TrainerActor:
         self.saver = memsaver.MemorySaver(device=self.config.device)
         self.trainer = Trainer(self.config, self.saver, layout=layout)
 
-    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.trainer.compute_log_prob(batch, temperature)
+    def compute_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
+    ) -> list[list[float]]:
+        return self.trainer.compute_log_prob(batch, temperature, base=base)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.trainer.update_actor(batch)
@@ -82,6 +84,9 @@ class TrainerActor:
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         return self.trainer.load_checkpoint(directory)
+
+    def save_adapters(self, directory: str) -> None:
+        self.trainer.save_adapters(directory)
 
     def report(self) -> Report:
         return self.saver.report()
@@ -133,8 +138,10 @@ class RemoteActor:
 class RemoteTrainer(RemoteActor):
     """Methods and contracts of `Trainer`."""
 
-    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.call("compute_log_prob", batch, temperature)
+    def compute_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
+    ) -> list[list[float]]:
+        return self.call("compute_log_prob", batch, temperature, base=base)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.call("update_actor", batch)
@@ -172,6 +179,9 @@ class RemoteTrainer(RemoteActor):
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         return self.call("load_checkpoint", directory)
 
+    def save_adapters(self, directory: str) -> None:
+        self.call("save_adapters", directory)
+
     def report(self) -> Report:
         return self.call("report")
 
@@ -188,6 +198,9 @@ class RemoteRollout(RemoteActor):
     @property
     def weights_version(self) -> int:
         return self.call("weights_version")
+
+    def served_version(self) -> int | None:
+        return self.call("served_version")
 
     def unavailable_reason(self) -> str | None:
         return self.call("unavailable_reason")

@@ -133,7 +133,7 @@ def test_a_bad_file_is_one_line(text, words, tmp_path):
         assert word in str(caught.value)
 
 
-PACKAGED = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m", "tiny"]
+PACKAGED = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m", "tiny", "tiny-ppo"]
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml", *PACKAGED])

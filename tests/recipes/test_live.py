@@ -33,6 +33,8 @@ def test_sparkline_keeps_rewards_outside_zero_and_one_in_range():
 
 
 def test_a_step_is_one_line():
+    models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
+    assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     line = describe(ROW)
     for word in ("reward 0.250", "exact 0.125", "1.5e-06", "2.0e-05", "812 tok/s"):
         assert word in line

@@ -23,6 +23,7 @@ from trainer_bridge.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
+SMALL_PPO = ["ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2"]
 OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory", "peaks")
 STAGES = [
     "park_optim",
@@ -115,8 +116,9 @@ def test_the_run_folder_is_complete(tiny):
 
 @pytest.mark.ray
 def test_ray_actors_give_the_numbers_of_one_process(tmp_path):
-    start_run("tiny", [*SMALL, "steps=2"], tmp_path / "inprocess")
-    start_run("tiny", [*SMALL, "steps=2", "driver=ray"], tmp_path / "ray")
+    """PPO asks for all that GRPO does, and more."""
+    start_run("tiny-ppo", [*SMALL_PPO, "steps=2"], tmp_path / "inprocess")
+    start_run("tiny-ppo", [*SMALL_PPO, "steps=2", "driver=ray"], tmp_path / "ray")
     assert without_clock(rows(tmp_path / "ray")) == without_clock(rows(tmp_path / "inprocess"))
     names = json.loads((tmp_path / "ray" / "trace.json").read_text())["traceEvents"]
     assert {"rollout", "trainer", "stages"} == {entry["args"]["name"] for entry in names if entry["ph"] == "M"}
