@@ -26,7 +26,7 @@ class Monitor:
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
     def watch(self, owner: str, report: Callable[[], Report], drain_events: Callable[[], list[Event]]) -> None:
-        """Reads memory from `owner` (trainer, rollout) whenever `read_memory` is called."""
+        """Reads memory from `owner` (trainer, rollout, or trainer[0] and others) whenever `read_memory` is called."""
         self._sources[owner] = (report, drain_events)
 
     @contextmanager
@@ -72,11 +72,14 @@ class Monitor:
         self.view.row(row)
 
     def read_memory(self, phase: str) -> None:
-        """Takes every owner's report and events; the report stands in the step's row under `phase`."""
+        """Takes every owner's report and events; the report stands in the step's row under `phase`.
+
+        Of a tag that several devices have, that device's bytes that has most on it.
+        """
         shown: dict[str, tuple[int, int]] = {}
         for owner, (report, drain_events) in self._sources.items():
             self.folder.add_events(owner, drain_events())
             for tag, entry in report().tags.items():
-                shown[tag] = (entry.committed_bytes, entry.backup_bytes)
+                shown[tag] = max(shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes))
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.cycle import Cycle
-from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError
+from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
 
 if TYPE_CHECKING:
     from trainer_bridge.coordinator import open_inprocess, open_ray
@@ -29,6 +29,7 @@ __all__ = [
     "ActorTimeout",
     "Cycle",
     "CycleError",
+    "RankFailed",
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",
