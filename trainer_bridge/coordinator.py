@@ -17,7 +17,7 @@ from rollout import Engine
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer, TrainerActor
 from trainer_bridge.aligned import aligned_dims
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.placement import connected, cores, reserved
+from trainer_bridge.placement import Place, connected, cores, reserved
 from trainer_bridge.remote import RemoteActor
 from trainer_bridge.trainer import Trainer
 
@@ -77,27 +77,31 @@ def open_ray(
     with contextlib.ExitStack() as undo:
         undo.enter_context(connected(address, size))
         places = undo.enter_context(reserved(nodes, devices, on_gpu))
-
-        def start(name: str, actor: Any, args: Sequence[Mapping[str, Any]]) -> list[RemoteActor]:
-            ranks = []
-            for rank, (place, mine) in enumerate(zip(places, args, strict=True)):
-                options = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0, "scheduling_strategy": place}
-                handle = actor.options(**options).remote(**mine)
-                undo.callback(ray.kill, handle)
-                ranks.append(RemoteActor(handle, name if size == 1 else f"{name}[{rank}]"))
-            return ranks
-
         threads = max(1, cores() // devices)
-        engines = [_actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
-        rollout = RemoteRollout(start("rollout", RolloutActor, engines), timeout, engine_size)
-        config = _trainer_in_actor(trainer, on_gpu, threads)
-        side = RemoteTrainer(start("trainer", ray.remote(trainer_actor), [{"config": config}] * size), timeout)
+        args = [_actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
+        rollout = RemoteRollout(_start("rollout", RolloutActor, args, places, undo), timeout, engine_size)
+        args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
+        side = RemoteTrainer(_start("trainer", ray.remote(trainer_actor), args, places, undo), timeout)
         rollout.build()
         rollout.sleep(level=2)
         manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
         side.build(manifests[0] if alias else None, aligned_dims(manifests))
         side.connect(rollout)
         yield side, rollout
+
+
+def _start(
+    name: str, actor: Any, args: Sequence[Mapping[str, Any]], places: Sequence[Place], undo: contextlib.ExitStack
+) -> list[RemoteActor]:
+    """An actor at each place, killed when `undo` is. One alone has the plain name."""
+    import ray
+
+    ranks = []
+    for rank, (place, mine) in enumerate(zip(places, args, strict=True)):
+        handle = actor.options(**place).remote(**mine)
+        undo.callback(ray.kill, handle)
+        ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{rank}]"))
+    return ranks
 
 
 def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> None:

@@ -7,15 +7,15 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing import Any
 
 _START_SECONDS = 60.0  # for Ray to find room
 _NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
 _STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, weights never pass through it
 _ACTORS = 2  # a device: a trainer rank and an engine rank
+
+Place = dict[str, Any]
+"""Options of an actor: half of a device."""
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
+def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
     """Where to run the actors of each device, node by node; one bundle a device, so that its actors get the same GPU.
 
     ValueError where the cluster has no such nodes, or they are not free in time.
@@ -94,8 +94,9 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[PlacementG
                 raise ValueError(
                     f"the Ray cluster has no room for {wanted} (free: {free}); end what runs there"
                 ) from error
+        half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
         yield [
-            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            {**half, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)}
             for group in groups
             for index in range(devices)
         ]

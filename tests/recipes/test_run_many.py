@@ -21,7 +21,7 @@ from trainer_bridge import open_ray
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
 
-WORDS = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2", "steps=2"]
+WORDS = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
 TWO = [*WORDS, "driver=ray", "cluster.n_gpus_per_node=2"]
 LEARNED = ("loss", "grad_norm", "entropy", "approx_kl")
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[None]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One device, in this process."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    start_run("tiny", WORDS, folder)
+    start_run("tiny", [*WORDS, "steps=2"], folder)
     return rows(folder)
 
 
@@ -63,36 +63,53 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert row["gap_max"] <= 5e-5
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_two_devices_give_the_numbers_of_one(
-    tensor: int, cluster: None, alone: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    start_run("tiny", [*TWO, f"engine.tensor_parallel_size={tensor}"], tmp_path / "run")
-    assert_same(rows(tmp_path / "run"), alone)
-    for row, single in zip(rows(tmp_path / "run"), alone, strict=True):
-        if row["kind"] == "train":
-            assert row["memory"].keys() == single["memory"].keys()
-            held, whole = row["memory"]["train"], single["memory"]["train"]
-            assert 0 < held["params"] < 0.7 * whole["params"] and held["weights"] == held["kv_cache"] == 0
-            held, whole = row["memory"]["rollout"], single["memory"]["rollout"]
-            assert held["params"] == held["optim"] == 0 and held["kv_cache"] > 0
-            assert tensor == 1 or held["weights"] < 0.7 * whole["weights"]
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+def assert_shared(row: dict[str, Any], single: dict[str, Any]) -> None:
+    """The memory of a step on one of two devices, against one device alone."""
+    assert row["memory"]["train"].keys() == single["memory"]["train"].keys()
+    held, whole = row["memory"]["train"], single["memory"]["train"]
+    assert 0 < held["params"] < 0.7 * whole["params"] and held["weights"] == held["kv_cache"] == 0
+    held = row["memory"]["rollout"]
+    assert held["params"] == held["optim"] == 0 < min(held["weights"], held["kv_cache"])
+
+
+def assert_all_are_shown(folder: Path) -> None:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     owners = {entry["args"]["name"] for entry in events if entry["ph"] == "M"}
     assert owners == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
-    assert (tmp_path / "run" / "memory.png").exists()
+    assert (folder / "memory.png").exists()
 
 
-def test_a_rank_that_dies_in_a_sync_ends_the_run(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_two_tensor_parallel_devices_give_the_numbers_of_one(
+    cluster: None, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """One line that names rank and stage, soon; and no actor is left."""
-    monkeypatch.setattr("recipes.run.open_ray", functools.partial(open_ray, trainer_actor=dying_trainer(rank=1)))
-    assert main(["run", "tiny", *TWO, "--run-dir", str(tmp_path / "run")]) == 1
+    start_run("tiny", [*TWO, "steps=2", "engine.tensor_parallel_size=2"], tmp_path)
+    found = rows(tmp_path)
+    assert_same(found, alone)
+    for row, single in zip(found, alone, strict=True):
+        if row["kind"] == "train":
+            assert_shared(row, single)
+            assert row["memory"]["rollout"]["weights"] < 0.7 * single["memory"]["rollout"]["weights"]
+    assert_all_are_shown(tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_2"
+
+
+def test_two_replicas_give_the_numbers_of_one_until_a_rank_dies(
+    cluster: None,
+    alone: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the sync of the third step: one line that names rank and stage, and no actor is left."""
+    dying = dying_trainer(rank=1, first=3)
+    monkeypatch.setattr("recipes.run.open_ray", functools.partial(open_ray, trainer_actor=dying))
+    assert main(["run", "tiny", *TWO, "steps=3", "--run-dir", str(tmp_path)]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("memsaver: sync_weights failed: ActorDied: the trainer[1] actor died in sync_weights()")
-    spans = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    assert "update_actor" not in {span["name"] for span in spans}
+    found = rows(tmp_path)
+    assert_same(found, alone[:3])
+    assert_shared(found[1], alone[1])
+    assert_all_are_shown(tmp_path)
     deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU") != 4 or actors():
         assert time.monotonic() < deadline, f"left behind: {actors()}, {ray.available_resources()}"
