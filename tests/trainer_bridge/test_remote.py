@@ -15,6 +15,7 @@ from trainer_bridge.remote import RemoteActor, RemoteGroup
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
+SECONDS = 100.0  # a slow machine imports torch in the actors
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,14 @@ def group() -> Iterator[RemoteGroup]:
         def die(self, rank: int) -> None:
             if rank == self.rank:
                 os._exit(1)
-            time.sleep(60)
+            time.sleep(100)
 
     actor: Any = ray.remote(num_cpus=0)(Echo)
     handles = [RemoteActor(actor.remote(rank), f"trainer[{rank}]") for rank in range(2)]
     broken = RemoteActor(actor.remote(None), "rollout")
-    yield RemoteGroup(handles, 20.0)
+    yield RemoteGroup(handles, SECONDS)
     with pytest.raises(ActorDied, match=r"the rollout actor could not be made \(.*division by zero"):
-        RemoteGroup([broken], 20.0).call("say", 1)
+        RemoteGroup([broken], SECONDS).call("say", 1)
     ray.shutdown()
 
 
@@ -68,17 +69,23 @@ def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGrou
     with pytest.raises(RankFailed, match=r"^the trainer\[1\] actor failed in fail\(\): OSError: cosmic ray$") as caught:
         group.call("fail", None, OSError("cosmic ray"))
     assert isinstance(caught.value.error, OSError) and caught.value.__cause__ is caught.value.error
+
+
+def test_what_a_rank_raises_because_of_another_is_not_the_cause() -> None:
+    """It may come first."""
+    pair = RemoteGroup([RemoteActor(None, f"trainer[{rank}]") for rank in range(2)], SECONDS)
     echo = SyncError("write", "rank 1: OSError: cosmic ray")
-    group.call("say", echo)  # so that both have imported it
-    with pytest.raises(RankFailed, match=r"the trainer\[1\] actor failed in fail\(\): OSError"):
-        group.call("fail", echo, OSError("cosmic ray"))
+    error = pair._cause("sync_weights", [(0, echo), (1, OSError("cosmic ray"))], 2)
+    assert str(error) == "the trainer[1] actor failed in sync_weights(): OSError: cosmic ray"
 
 
 def test_who_is_silent_is_named(group: RemoteGroup) -> None:
-    group.timeout = 0.5
-    with pytest.raises(ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 0\.5 s in nap\(\)"):
-        group.call("nap", 1.5, 0.0)
-    group.timeout = 20.0
+    group.timeout = 1.0
+    try:
+        with pytest.raises(ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 1 s in nap\(\)"):
+            group.call("nap", 2.0, 0.0)
+    finally:
+        group.timeout = SECONDS
     group.call("nap", 0.0, 0.0)
 
 
@@ -89,4 +96,4 @@ def test_nobody_waits_for_the_others_of_one_that_died(group: RemoteGroup) -> Non
         group.call("die", 1)
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in say\(\)"):
         group.call("say", "anybody?")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 50
