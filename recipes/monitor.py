@@ -38,7 +38,8 @@ class Monitor:
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
-        """Reads memory from `owner` (trainer, rollout): its tags at `read_memory`, its peaks after every stage."""
+        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`, its peaks after
+        every stage."""
         self._sources[owner] = (side.report, side.drain_events)
         self.peaks.watch(owner, side.take_usage)
 
@@ -91,11 +92,14 @@ class Monitor:
         self.view.row(row)
 
     def read_memory(self, phase: str) -> None:
-        """Takes every owner's report and events; the report stands in the step's row under `phase`."""
+        """Takes every owner's report and events; the report stands in the step's row under `phase`.
+
+        Of a tag that several devices have, that device's bytes that has most on it.
+        """
         shown: dict[str, tuple[int, int]] = {}
         for owner, (report, drain_events) in self._sources.items():
             self.folder.add_events(owner, drain_events())
             for tag, entry in report().tags.items():
-                shown[tag] = (entry.committed_bytes, entry.backup_bytes)
+                shown[tag] = max(shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes))
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)

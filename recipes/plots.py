@@ -75,10 +75,14 @@ def _evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_memory(spans: Sequence[Span], events: Mapping[str, Sequence[Event]], file: Path) -> None:
-    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up inside it."""
+    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up inside it.
+
+    events: by owner; of several devices the first one's are drawn.
+    """
     start = min(begin for _, begin, _ in spans)
     end = max(finish for _, _, finish in spans)
-    flat = sorted((event for group in events.values() for event in group), key=lambda event: event.time)
+    shown = [group for owner, group in events.items() if owner.partition("[")[2] in ("", "0]")]
+    flat = sorted((event for group in shown for event in group), key=lambda event: event.time)
     origin = min([start, *(event.time - event.seconds for event in flat)])
     panels = [("Memory on the device by tag, whole session", origin, end)]
     first, last, step = _one_step(spans)

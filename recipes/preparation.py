@@ -56,6 +56,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     with _model_dir(recipe) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)
+        _check_tensor_parallel(recipe, model)
         prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
         longest = max(map(len, prompts))
         kv_tokens = _kv_tokens(recipe, device, model)
@@ -97,6 +98,17 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
 
 
+def _check_tensor_parallel(recipe: Recipe, model: ModelConfig) -> None:
+    from rollout.model.ranks import rank_groups
+
+    tensor = recipe.engine.tensor_parallel_size
+    try:
+        rank_groups(model, 0, tensor)
+    except ValueError as error:
+        key = f"engine.tensor_parallel_size={tensor}"
+        raise RecipeError(f"{key}: {one_line(error)}; set engine.tensor_parallel_size=1") from None
+
+
 def _model_key(model: ModelSection) -> str:
     """The key to name in an error about the model."""
     if model.path is not None:
@@ -123,6 +135,7 @@ def resolve_device(recipe: Recipe) -> str:
     import torch
 
     count = torch.cuda.device_count()
+    _check_devices(recipe, count if recipe.device != "cpu" else 0)
     if recipe.device == "auto":
         return "cuda:0" if count else "cpu"
     if recipe.device == "cpu":
@@ -131,6 +144,17 @@ def resolve_device(recipe: Recipe) -> str:
     if index >= count:
         raise RecipeError(f"device={recipe.device}: torch sees {count} GPUs here; set device=auto")
     return f"cuda:{index}"
+
+
+def _check_devices(recipe: Recipe, gpus: int) -> None:
+    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device is two processes."""
+    each, tensor = recipe.cluster.n_gpus_per_node, recipe.engine.tensor_parallel_size
+    key = f"cluster.n_gpus_per_node={each}"
+    if each % tensor:
+        rule = f"does not divide {key}, and an engine stays on one machine"
+        raise RecipeError(f"engine.tensor_parallel_size={tensor}: {rule}; set engine.tensor_parallel_size=1")
+    if gpus and each > gpus:
+        raise RecipeError(f"{key}: torch sees {gpus} GPUs here; set cluster.n_gpus_per_node={gpus}")
 
 
 def _check_packages(recipe: Recipe) -> None:
@@ -168,18 +192,27 @@ def _kv_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
         raise RecipeError(f"{key}: is a share of a GPU's memory, only on a GPU; set engine.kv_tokens=4096 instead")
     import torch
 
-    from kvcache import layout
-    from rollout.model.layout import parameter_groups
-    from rollout.weights import arena_nbytes
-
     total = torch.cuda.get_device_properties(device).total_memory
-    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    kept = layout(model.hf_config, dtype=dtype)
-    states = (recipe.engine.max_running + 1) * kept.state_bytes  # of linear layers; a slot more, for padding
-    left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype) - states
+    weights, states, token_bytes = _engine_bytes(recipe, model)
+    left = int(fraction * total) - weights - states
     page = recipe.engine.page_size
-    tokens = (left // kept.bytes_per_token // page - 1) * page  # the pool has a page more, for padding
+    tokens = (left // token_bytes // page - 1) * page  # the pool has a page more, for padding
     if tokens < page:
         who = "the weights and states" if states else "the weights alone"
         raise RecipeError(f"{key}: {who} take more of the GPU's {total} bytes; raise it")
     return tokens
+
+
+def _engine_bytes(recipe: Recipe, model: ModelConfig) -> tuple[int, int, int]:
+    """What one device of an engine holds: the weights, the states of linear layers, and a token of the KV pool."""
+    import torch
+
+    from kvcache import layout
+    from rollout.model.ranks import rank_groups, rank_layout
+    from rollout.weights import arena_nbytes
+
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    tensor = recipe.engine.tensor_parallel_size
+    kept = rank_layout(layout(model.hf_config, recipe.engine.kv_cache_dtype, dtype), tensor)
+    states = (recipe.engine.max_running + 1) * kept.state_bytes  # a slot more, for padding
+    return arena_nbytes(rank_groups(model, 0, tensor), dtype), states, kept.bytes_per_token

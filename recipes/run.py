@@ -19,10 +19,13 @@ from recipes.monitor import Monitor
 from recipes.ppo import PpoLoop
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
+from rollout import KVTiers
+from rollout.preemption import Preemption
 from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge.remote import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
-MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
+MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "cluster", "driver", "device")  # of a run that is continued
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -81,8 +84,8 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
         with ExitStack() as stack:
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(_open_pair(setup))
-            monitor.watch("trainer", trainer)
-            monitor.watch("rollout", rollout)
+            for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
+                monitor.watch(name, side)
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):
@@ -113,10 +116,18 @@ def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
     folder.save_checkpoint(step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step}))
 
 
+def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
+    """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there are several)."""
+    return [(each.name, each) for each in side.each()] if isinstance(side, RemoteGroup) else [(name, side)]
+
+
 def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
     """Trainer and rollout of this recipe, alive inside the block."""
-    open_pair = open_ray if setup.recipe.driver == "ray" else open_inprocess
-    return open_pair(trainer_config(setup), engine_arguments(setup))
+    config, arguments, cluster = trainer_config(setup), engine_arguments(setup), setup.recipe.cluster
+    if setup.recipe.driver == "inprocess":
+        return open_inprocess(config, arguments)
+    address = "auto" if cluster.nnodes > 1 else None  # one machine's cluster can be started here, larger ones are there
+    return open_ray(config, arguments, devices=cluster.n_gpus_per_node, nodes=cluster.nnodes, address=address)
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
@@ -143,6 +154,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 def engine_arguments(setup: Setup) -> dict[str, Any]:
     """What `Engine.from_pretrained` takes besides the model and the device, which are the trainer's."""
     section = setup.recipe.engine
+    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
+    preemption: Preemption = "cheapest" if tensor == 1 else "swap"  # tensor-parallel ranks decide alike
     return {
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,
@@ -151,5 +164,8 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "max_prefill_tokens": section.max_prefill_tokens,
         "max_context_len": setup.max_request_tokens,
         "cuda_graphs": section.cuda_graphs,
+        "kv_cache_dtype": section.kv_cache_dtype,
+        "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
+        "tensor_parallel_size": tensor,
         "seed": setup.recipe.seed,
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.cycle import Cycle
-from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError
+from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
 
 if TYPE_CHECKING:
     from trainer_bridge.coordinator import open_inprocess, open_ray
@@ -31,6 +31,7 @@ __all__ = [
     "Cycle",
     "CycleError",
     "LoraConfig",
+    "RankFailed",
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",

@@ -57,7 +57,7 @@ class TrainerConfig:
     """One FSDP2 trainer.
 
     model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights made on the device
-    instead, the same for the same seed and number of ranks; no safetensors are read. dtype: of the parameter shards,
+    instead, the same for the same seed on any number of ranks; no safetensors are read. dtype: of the parameter shards,
     their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
     precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
     stays. lora: train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no update is

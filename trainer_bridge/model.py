@@ -31,6 +31,8 @@ from trainer_bridge.tags import ADAPTERS, PARAMS
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
+_BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
+
 
 def build_model(
     config: TrainerConfig,
@@ -252,20 +254,19 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
 
 
 def _randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
-    """What transformers initialises decoders with, in place and on the device: no other memory is taken.
+    """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
+    ranks share or that is drawn in another dtype.
 
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. A shard's bits are a function
-    of the seed, the parameter's name and the rank, on one kind of device, and of the dtype they are drawn in: a model
-    that is to be a narrower copy of another is drawn as that one, a parameter at a time.
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits are a function of the
+    seed, the parameter's name and the dtype drawn in, on one kind of device: a model that is to be a narrower copy of
+    another is drawn as that one.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     for name, param in base_params(model).items():
-        shard = local_shard(param)
         if param.ndim > 1:
-            drawn = shard if drawn_as in (None, shard.dtype) else torch.empty_like(shard, dtype=drawn_as)
-            shard.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name, param)))
+            _draw(param, deviation, f"{seed}/{name}", drawn_as)
         else:
-            shard.fill_(0.0 if name.endswith(".bias") else 1.0)
+            local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
@@ -287,10 +288,28 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
         local_shard(layer.lora_b).zero_()
 
 
-def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:
-    assert isinstance(param, DTensor)
-    text = f"{seed}/{name}/{param.device_mesh.get_local_rank()}"
-    return torch.Generator(param.device).manual_seed(hash_text(text) >> 1)
+def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
+    """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
+    shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
+    rows = max(1, _BLOCK_ELEMENTS // math.prod(rest))
+    for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
+        block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
+        mine = box.intersect(block)
+        if mine is None:
+            continue
+        generator = torch.Generator(shard.device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
+        target = shard[_within(mine, box)]
+        if mine == block and drawn_as in (None, shard.dtype):
+            target.normal_(0.0, deviation, generator=generator)
+        else:
+            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=shard.device)
+            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor of what another one holds."""
+    starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True))
 
 
 def shard_box(param: Tensor) -> Box:

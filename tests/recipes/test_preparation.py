@@ -13,8 +13,11 @@ from recipes.config.shapes import random_model_fields
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import prepare
 from recipes.run import engine_arguments, trainer_config
+from rollout import KVTiers
+from rollout.config import EngineConfig
 from rollout.model.layout import parameter_groups
 from rollout.model.loading import load_model_config
+from rollout.model.ranks import rank_groups, rank_layout
 from rollout.weights import arena_nbytes
 
 GIB = 2**30
@@ -91,7 +94,16 @@ def test_the_recipe_reaches_trainer_and_engine(tmp_path):
     setup = prepare(recipes.load("tiny", words), tmp_path)
     config = trainer_config(setup)
     assert (config.dtype, config.param_dtype, config.random_init) == ("bfloat16", "bfloat16", True)
-    assert engine_arguments(setup)["cuda_graphs"] is False
+    arguments = engine_arguments(setup)
+    assert arguments["cuda_graphs"] is False
+    assert (arguments["kv_cache_dtype"], arguments["tiers"], arguments["tensor_parallel_size"]) == ("auto", None, 1)
+    words = ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5", "driver=ray", "device=cpu"]
+    two = ["engine.tensor_parallel_size=2", "cluster.n_gpus_per_node=2"]
+    for more, preemption in ([], "cheapest"), (two, "swap"):
+        arguments = engine_arguments(prepare(recipes.load("tiny", [*words, *more]), tmp_path))
+        assert arguments["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
+        assert (arguments["kv_cache_dtype"], arguments["tensor_parallel_size"]) == ("fp8_e5m2", 2 if more else 1)
+        EngineConfig(**{key: value for key, value in arguments.items() if key != "dtype"})
 
 
 @pytest.mark.parametrize("name", QWEN)
@@ -106,6 +118,40 @@ def test_a_share_of_the_gpu_is_weights_and_pool(name, dtype, tmp_path, gpu):
     used = weights + (setup.kv_tokens + 16) * token  # the pool's padding page too
     assert used <= 0.6 * 80 * GIB < used + 16 * token
     assert setup.kv_tokens % 16 == 0
+
+
+def test_a_share_of_each_gpu_of_a_tensor_parallel_engine(tmp_path, gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6", "cluster.n_gpus_per_node=2"]
+    words = [*share, "engine.tensor_parallel_size=2", "engine.kv_cache_dtype=fp8_e4m3"]
+    setup = prepare(recipes.load("qwen2.5-7b", words), tmp_path)
+    kept = rank_layout(layout(load_model_config(setup.model_dir).hf_config, "fp8_e4m3", torch.bfloat16), 2)
+    assert kept.bytes_per_token == KV_BYTES["qwen2.5-7b"] // 4
+    groups = rank_groups(load_model_config(setup.model_dir), 1, 2)
+    used = arena_nbytes(groups, torch.bfloat16) + (setup.kv_tokens + 16) * kept.bytes_per_token
+    assert used <= 0.6 * 80 * GIB < used + 16 * kept.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cluster.n_gpus_per_node=2"], ["cluster.n_gpus_per_node=2", "torch sees 1 GPUs", "n_gpus_per_node=1"]),
+        (
+            ["cluster.nnodes=3", "engine.tensor_parallel_size=3"],
+            ["engine.tensor_parallel_size=3", "does not divide cluster.n_gpus_per_node=1", "tensor_parallel_size=1"],
+        ),
+        (
+            ["cluster.n_gpus_per_node=8", "device=cpu", "engine.tensor_parallel_size=8"],
+            ["engine.tensor_parallel_size=8", "cannot be shared", "tensor_parallel_size=1"],
+        ),
+    ],
+)
+def test_devices_that_are_not_there_or_do_not_fit(words, expected, tmp_path, gpu):
+    with pytest.raises(recipes.RecipeError) as caught:
+        prepare(recipes.load("tiny", ["driver=ray", "device=auto", *words]), tmp_path / "run")
+    for word in expected:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_states_of_linear_layers_are_part_of_the_share(tmp_path, gpu):
