@@ -133,7 +133,8 @@ class LogView:
         with self._printed:
             while not self._closed:
                 if not self._printed.wait(self._quiet_seconds):
-                    print(f"step {min(self._step + 1, self.steps)}/{self.steps}: in {self._stage}", flush=True)
+                    head = f"after step {self._step}/{self.steps}: " if self._step else ""
+                    print(f"{head}in {self._stage}", flush=True)
 
 
 class LiveView:

@@ -1,4 +1,4 @@
-"""Runs as Ray jobs, on a cluster of this module's own: submit and follow, stop, lose a worker, go on."""
+"""Runs as Ray jobs, on a cluster of this module's own: stopped, after the loss of a worker, followed to the end."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from recipes.run import start_run
 from tests.helpers.faults import wait_gone
 from tests.recipes.test_run import PNG, SMALL, rows, without_clock
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]  # the cluster is started in the first test's time
 ROOT = Path(__file__).parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PORTS = ["port", "dashboard-port", "dashboard-agent-listen-port", "min-worker-port", "max-worker-port"]
@@ -29,6 +29,7 @@ MEMSAVER = f"{PYTHON} -m recipes.cli"
 DYING = f"{PYTHON} -m tests.helpers.dying_job"
 RECIPE = shlex.join(["tiny", *SMALL, "driver=ray"])
 FOUR = "steps=4 checkpoint.every=2"
+LOSS = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "60"}
 
 
@@ -53,6 +54,21 @@ class Cluster:
     def run(self, entrypoint):
         return self.finish(self.submit(entrypoint))
 
+    def follow(self, entrypoint):
+        """(exit status, lines) of `ray job submit`."""
+        words = [
+            *RAY,
+            "job",
+            "submit",
+            "--address",
+            self.url,
+            "--runtime-env-json",
+            json.dumps({"env_vars": ENVIRONMENT}),
+        ]
+        words += ["--", *shlex.split(entrypoint)]
+        done = subprocess.run(words, cwd=ROOT, env=self.variables, stdout=subprocess.PIPE, text=True)
+        return done.returncode, done.stdout.splitlines()
+
     def actors(self):
         below = [(child.pid, (child.cmdline() or [""])[0]) for child in self.process.children(recursive=True)]
         return [pid for pid, name in below if name.startswith(("ray::RolloutActor", "ray::TrainerActor"))]
@@ -68,7 +84,7 @@ class Cluster:
 
 
 def until(ready):
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -115,21 +131,6 @@ def undisturbed(tmp_path_factory):
     return without_clock(rows(folder))
 
 
-def test_a_submitted_run_is_followed_to_its_end(cluster, undisturbed, tmp_path):
-    """`ray job submit` prints a line a step, with the time left, and exits with the run's status."""
-    words = [*RAY, "job", "submit", "--address", cluster.url]
-    words += ["--runtime-env-json", json.dumps({"env_vars": ENVIRONMENT}), "--"]
-    words += shlex.split(f"{MEMSAVER} run {RECIPE} {FOUR} --run-dir {tmp_path / 'run'}")
-    done = subprocess.run(words, cwd=ROOT, env=cluster.variables, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    steps = [line for line in lines if line.startswith("step ") and "reward" in line]
-    assert [line.split(":")[0] for line in steps] == [f"step {step}/4" for step in (1, 2, 3, 4)]
-    assert all("tok/s" in line and "ETA 0:" in line for line in steps)
-    assert f"done: {tmp_path / 'run'}" in lines
-    assert without_clock(rows(tmp_path / "run")) == undisturbed
-
-
 def test_a_stopped_job_ends_cleanly(cluster, tmp_path):
     """Exit status 143, trace and pictures written, actors gone."""
     folder = tmp_path / "run"
@@ -148,14 +149,18 @@ def test_a_stopped_job_ends_cleanly(cluster, tmp_path):
 
 
 def test_a_run_that_lost_its_rollout_goes_on_as_another_job(cluster, undisturbed, tmp_path):
+    """The second one by `ray job submit`, followed to its end: a line a step, with the time left."""
     folder = tmp_path / "run"
     status, log = cluster.run(f"{DYING} run {RECIPE} {FOUR} --run-dir {folder}")
     assert status == "FAILED"
-    loss = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
-    assert log.splitlines()[-1] == f"memsaver: {loss}; go on with: memsaver run --resume {folder}"
+    assert log.splitlines()[-1] == f"memsaver: {LOSS}; go on with: memsaver run --resume {folder}"
     assert [row["step"] for row in rows(folder, "train")] == [1, 2]
-    status, log = cluster.run(f"{MEMSAVER} run --resume {folder}")
-    assert status == "SUCCEEDED", log
+    status, lines = cluster.follow(f"{MEMSAVER} run --resume {folder}")
+    assert status == 0, lines
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(":")[0] for line in steps] == ["step 3/4", "step 4/4"]
+    assert all("tok/s" in line and "ETA 0:" in line for line in steps)
+    assert f"done: {folder}" in lines
     assert without_clock(rows(folder)) == undisturbed
 
 
@@ -164,10 +169,9 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(cluster, undisturbed, tmp_pa
     folder = tmp_path / "run"
     status, log = cluster.run(f"{DYING} run {RECIPE} {FOUR} checkpoint.max_restarts=1 --run-dir {folder}")
     assert status == "SUCCEEDED", log
-    loss = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
-    assert f"restart 1 of 1 from step 2: {loss}" in log.splitlines()
+    assert f"restart 1 of 1 from step 2: {LOSS}" in log.splitlines()
     assert without_clock(rows(folder)) == undisturbed
     (restart,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
-    assert (restart["restart"], restart["after_step"], restart["cause"]) == (1, 2, loss)
+    assert (restart["restart"], restart["after_step"], restart["cause"]) == (1, 2, LOSS)
     lost = json.loads((folder / "trace-until-step-2-1.json").read_text())["traceEvents"]
     assert "step 2" in {entry["name"] for entry in lost}

@@ -68,13 +68,19 @@ def test_the_time_left_follows_the_last_ten_steps():
 
 
 def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys):
-    view = LogView(9, quiet_seconds=0.01)
+    view, seen, deadline = LogView(9, quiet_seconds=0.01), "", time.monotonic() + 20
+
+    def wait_for(line):
+        nonlocal seen
+        while line not in seen.splitlines():
+            assert time.monotonic() < deadline
+            seen += capsys.readouterr().out
+
+    view.stage("build")
+    wait_for("in build")
     view.row(ROW)
     view.stage("generate_sequences")
-    seen, deadline = "", time.monotonic() + 20
-    while "step 4/9: in generate_sequences" not in seen:
-        assert time.monotonic() < deadline
-        seen += capsys.readouterr().out
+    wait_for("after step 3/9: in generate_sequences")
     view.close()
     capsys.readouterr()
     time.sleep(0.05)
