@@ -100,25 +100,26 @@ def cluster():
     files = tempfile.mkdtemp(prefix="jobs", dir="/tmp")  # short: sockets lie below
     words = ["start", "--head", "--block", f"--temp-dir={files}", "--num-cpus=2", f"--object-store-memory={128 << 20}"]
     words += [f"--{name}=0" for name in PORTS]
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         [*RAY, *words], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         found = ""
         while not (url := re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", found)):
-            line = process.stdout.readline()
+            line = started.stdout.readline()
             assert line, found
             found += line
-        made = Cluster(process, url[1], variables)
+        made = Cluster(started, url[1], variables)
         until(made.takes_jobs)
         yield made
     finally:
-        below = psutil.Process(process.pid).children(recursive=True)
+        process = psutil.Process(started.pid)
+        below = process.children(recursive=True)
         process.terminate()
-        process.wait(30)
-        for child in below:
+        psutil.wait_procs([process], 30)
+        for left in (process, *below):
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                left.kill()
         shutil.rmtree(files, ignore_errors=True)
     wait_gone([child.pid for child in below])
 
