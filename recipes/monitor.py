@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.live import View
 from recipes.peaks import Peaks
 from recipes.run_folder import RunFolder
+from trainer_bridge.errors import ActorError, RankFailed
 
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
@@ -71,11 +72,11 @@ class Monitor:
         except (RunError, RecipeError):
             raise
         except Exception as error:
-            cause = getattr(error, "cause", None)
-            stage = str(getattr(error, "stage", name))
-            text = one_line(cause if isinstance(cause, BaseException) else error)
-            kind = type(cause if isinstance(cause, BaseException) else error).__name__
-            raise RunError(stage, f"{kind}: {text}") from error
+            stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
+            if not isinstance(cause, BaseException):
+                cause = error
+            kind = LostWorker if _lost_actor(cause) else RunError
+            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
         """A stage succeeded; also the wake-up cycle's `on_stage`."""
@@ -103,3 +104,10 @@ class Monitor:
                 shown[tag] = max(shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes))
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)
+
+
+def _lost_actor(cause: BaseException) -> bool:
+    """One that was there before; also where a rank failed because of it."""
+    if isinstance(cause, RankFailed):
+        cause = cause.error
+    return isinstance(cause, ActorError) and cause.method != "__init__"

@@ -63,8 +63,9 @@ def open_ray(
 
     engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold one engine together,
     and the engines are replicas of each other. timeout: seconds for one call. address: of a running cluster ("auto":
-    the one of this machine); None takes the one this process is connected to, or starts a small one of its own and ends
-    it. alias: see `open_inprocess`; one device. When the block ends, whatever happened, all actors are killed.
+    the one of this machine); None takes the one this process is connected to, the one of the Ray job it runs in
+    (RAY_ADDRESS), or starts a small one of its own and ends it. alias: see `open_inprocess`; one device. When the block
+    ends, whatever happened, all actors are killed.
     """
     import ray
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,14 +29,25 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address is not None:
-        ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
-    else:
-        _start(devices)
+    address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    with _sigterm_kept():
+        if address is not None:  # the environment of its workers is the cluster's and the job's own
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _start(devices)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """ray.init puts a handler of its own in the place of the caller's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread() and handler not in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _start(devices: int) -> None:
@@ -50,17 +63,12 @@ def _start(devices: int) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=_STORE_BYTES,
-            runtime_env=_runtime_env(),
         )
     finally:
         if before is None:
             del os.environ[_NO_REPORTS]
         else:
             os.environ[_NO_REPORTS] = before
-
-
-def _runtime_env() -> dict[str, Any]:
-    return {"env_vars": {_NO_REPORTS: "0"}}
 
 
 def cores() -> int:

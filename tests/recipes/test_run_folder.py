@@ -42,6 +42,13 @@ def test_a_used_folder_is_refused(folder, recipe):
         RunFolder.create(folder.path, recipe)
 
 
+def test_a_folder_that_ray_deletes_is_refused(tmp_path, recipe):
+    inside = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef" / "runs" / "tiny"
+    with pytest.raises(recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"):
+        RunFolder.create(inside, recipe)
+    assert not inside.exists()
+
+
 def test_rows_are_on_disk_as_soon_as_they_are_added(folder):
     folder.add_row(train_row(1))
     assert json.loads((folder.path / "metrics.jsonl").read_text()) == train_row(1)
@@ -85,6 +92,13 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(folder, recipe):
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows[:3]
     assert (folder.path / "trace-until-step-2-1.json").read_text() == "old"
+
+
+def test_reopening_before_the_first_checkpoint_drops_everything(folder, recipe):
+    for row in ({"kind": "eval", "step": 0}, train_row(1)):
+        folder.add_row(row)
+    again = RunFolder.reopen(folder.path, recipe)
+    assert again.rows == [] and (folder.path / "metrics.jsonl").read_text() == ""
 
 
 def test_trace_and_pictures(folder):
