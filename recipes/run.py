@@ -17,9 +17,10 @@ from recipes.loading import find_recipe, load
 from recipes.monitor import Monitor
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
+from rollout import KVTiers
 from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
 
-MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
+MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -74,6 +75,8 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
     view = make_view(f"memsaver  {folder.path}", recipe.steps)
     monitor = Monitor(folder, view)
     view.note(f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps")
+    if recipe.status == "planned":
+        view.note("status=planned: this recipe was worked out, nobody has run it yet")
     try:
         with ExitStack() as stack:
             with monitor.stage("build"):
@@ -142,6 +145,8 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return {
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,
+        "kv_cache_dtype": section.kv_cache_dtype,
+        "tiers": _tiers(setup.recipe),
         "page_size": section.page_size,
         "max_running": section.max_running,
         "max_prefill_tokens": section.max_prefill_tokens,
@@ -149,3 +154,9 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "cuda_graphs": section.cuda_graphs,
         "seed": setup.recipe.seed,
     }
+
+
+def _tiers(recipe: Recipe) -> KVTiers | None:
+    """Ranks of a tensor-parallel engine must decide alike, so not by what each measures."""
+    ratio, several = recipe.engine.host_to_device_ratio, recipe.engine.tensor_parallel_size > 1
+    return KVTiers(host_ratio=ratio, preemption="swap" if several else "cheapest") if ratio else None

@@ -72,7 +72,7 @@ class Engine:
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self._store = WeightStore(rank_groups(model, self._ranks), aliases(model), dtype, saver)
+        self._store = WeightStore(rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver)
         self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self._blocks = self._cache.blocks
         self._prefixes = self._cache.prefix_blocks(config)
