@@ -40,7 +40,7 @@ def find_recipe(path: str | Path) -> Path:
     """The YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe of that name."""
     given = Path(path)
     yaml = given.name + ".yaml"
-    for candidate in (given, given.with_name(yaml), PACKAGE / given.name, PACKAGE / yaml):
+    for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
         if candidate.is_file():
             return candidate
     packaged = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
@@ -76,7 +76,7 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
 
 def _merge(base: Any, layer: DictConfig, source: str) -> Any:
     try:
-        return OmegaConf.merge(base, layer)
+        return OmegaConf.unsafe_merge(base, layer)
     except (OmegaConfBaseException, TypeError) as error:
         raise RecipeError(f"{source}: {one_line(error)}; correct the value") from None
 

@@ -30,7 +30,7 @@ class GrpoSection:
             ok = 0 < getattr(self, name) < 1
             require(self, name, ok, "must lie between 0 and 1", f"set grpo.{name}=0.2")
         ok = 0 <= self.kl_coef < math.inf
-        require(self, "kl_coef", ok, "must not be negative", "set grpo.kl_coef=0 (off)")
+        require(self, "kl_coef", ok, "must not be negative, nor infinite", "set grpo.kl_coef=0 (off)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class PpoSection:
             ok = 0 < getattr(self, name) < 1
             require(self, name, ok, "must lie between 0 and 1", f"set ppo.{name}=0.2")
         ok = 0 <= self.kl_coef < math.inf
-        require(self, "kl_coef", ok, "must not be negative", "set ppo.kl_coef=0 (off)")
+        require(self, "kl_coef", ok, "must not be negative, nor infinite", "set ppo.kl_coef=0 (off)")
         ok = 0 < self.critic_learning_rate < 1
         require(self, "critic_learning_rate", ok, "must lie between 0 and 1", "set ppo.critic_learning_rate=1e-5")
         ok = 0 < self.value_clip < math.inf

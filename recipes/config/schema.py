@@ -80,5 +80,5 @@ def shown(value: Any, limit: int = 120) -> str:
         text = {None: "null", True: "true", False: "false"}[value]
     else:
         text = str(dict(value) if isinstance(value, Mapping) else value)
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    text = " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "''"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
