@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.config.rules import at_least, require
+from recipes.config.shapes import shapes
 
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 
@@ -41,6 +43,10 @@ class ModelSection:
         require(self, "path", not neither, "no model is named", remedy)
         both = self.config is not None and self.shape is not None
         require(self, "shape", not both, "excludes model.config", "set model.config=null, or model.shape=null")
+        if self.shape is not None:
+            close = difflib.get_close_matches(self.shape, shapes(), n=1) or ["qwen2.5-0.5b"]
+            rule = f"must be one of {', '.join(shapes())}"
+            require(self, "shape", self.shape in shapes(), rule, f"set model.shape={close[0]}")
         if self.config is not None:
             has_type = isinstance(self.config.get("model_type"), str)
             require(self, "config", has_type, "has no model_type", "set model.config.model_type=qwen3")

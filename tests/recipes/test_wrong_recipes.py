@@ -52,22 +52,23 @@ def wrong_type(key):
 
 
 def outcome(base, overrides, folder):
-    """The one line about this recipe, or None where it could run."""
+    """The one line about this recipe, or None. folder: where it is prepared, too; None: it is loaded only."""
     try:
-        prepare(load(base, overrides), folder)
+        recipe = load(base, overrides)
+        if folder is not None and base == "tiny":  # whose model is here
+            prepare(recipe, folder)
     except recipes.RecipeError as error:
         assert len(str(error).splitlines()) == 1
         return str(error)
     return None
 
 
-def refused(wrong, folder):
+def refused(wrong, folder=None):
     """The one line, which has the words."""
     line = outcome(wrong.base, wrong.overrides, folder)
     assert line is not None
     for word in wrong.words:
         assert word in line, line
-    assert not folder.exists()
     return line
 
 
@@ -88,8 +89,8 @@ def follow(overrides, way):
     return [*kept, *(f"{key}={value}" for key, value in way if key != "drop")]
 
 
-def check_remedies(wrong, line, folder):
-    """Each way makes the error go away, and one of them leads to a recipe that can run, maybe by the next error's."""
+def check_remedies(wrong, line, folder=None):
+    """Each way makes the error go away, and one of them leads to a good recipe, maybe by the next error's."""
     ways = [follow(wrong.overrides, way) for way in remedies(line)]
     assert ways, line
     for overrides in ways:
@@ -122,24 +123,23 @@ def test_every_key_has_its_cases():
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_wrong_type(key, folder):
+def test_a_wrong_type(key):
     shown = "{'a': 1}" if wrong_type(key) == "{a: 1}" else wrong_type(key)
     wrong = Wrong([f"{key}={wrong_type(key)}"], [f"{key}={shown}: must be {schema.in_words(key)}; set {key}"])
-    check_remedies(wrong, refused(wrong, folder), folder)
+    check_remedies(wrong, refused(wrong))
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_misspelt_key(key, folder):
-    wrong = key[:-1] + "_" + key[-1]
-    refused(Wrong([f"{wrong}=1"], [f"command line: {wrong}: unknown key; did you mean {key}?"]), folder)
+def test_a_misspelt_key():
+    for key in KEYS:
+        wrong = key[:-1] + "_" + key[-1]
+        refused(Wrong([f"{wrong}=1"], [f"command line: {wrong}: unknown key; did you mean {key}?"]))
 
 
 @pytest.mark.parametrize("key", OUT_OF_RANGE)
-def test_out_of_range(key, folder):
-    wrong = OUT_OF_RANGE[key]
-    line = refused(wrong, folder)
+def test_out_of_range(key):
+    line = refused(OUT_OF_RANGE[key])
     assert f"{key}=" in line
-    check_remedies(wrong, line, folder)
+    check_remedies(OUT_OF_RANGE[key], line)
 
 
 @pytest.mark.parametrize("name", CONTRADICTING | MORE_CONTRADICTIONS)
@@ -147,9 +147,11 @@ def test_a_contradiction(name, folder, model_dir):
     overrides, words, base = (CONTRADICTING | MORE_CONTRADICTIONS)[name]
     there = [[text.replace("DIR", str(model_dir)) for text in texts] for texts in (overrides, words)]
     wrong = Wrong(*there, base)
-    line = refused(wrong, folder)
+    where = None if outcome(wrong.base, wrong.overrides, None) else folder  # preparing takes far longer than loading
+    line = refused(wrong, where)
+    assert not folder.exists()
     if name != "model.path":  # which only the user can correct
-        check_remedies(wrong, line, folder)
+        check_remedies(wrong, line, where)
 
 
 @pytest.mark.parametrize("name", OF_THE_FORM | OF_THE_MODEL)
@@ -176,7 +178,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from([*KEYS, *Recipe.__dataclass_fields__]), JUNK), min_size=1, max_size=3))
 def test_junk_is_one_line_or_a_recipe(pairs):
     try:

@@ -1,6 +1,7 @@
 """Wrong recipes, by key: out of range, and contradicting another. `test_wrong_recipes` asks for a case of every key.
 
-A case is the overrides of a recipe (tiny, unless it names another), and words of the one line that follows.
+A case is the overrides of a recipe (tiny, unless it names another), and words of the one line that follows. Ranges show
+when a recipe is loaded, contradictions at the latest when it is prepared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ OUT_OF_RANGE = {key: _below(key, low) for key, low in AT_LEAST.items()} | {
     "device": _outside("device", "tpu", "must be auto, cpu, cuda or cuda:N"),
     "seed": _outside("seed", "-1", "must lie in [0, 2**63)"),
     "model.path": Wrong(["model.path=' '"], ["model.path='': must name a directory"]),
-    "model.shape": Wrong(["model.config=null", "model.shape=qwen2.5-7bb"], ["unknown shape; did you mean qwen2.5-7b?"]),
+    "model.shape": Wrong(
+        ["model.config=null", "model.shape=qwen2.5-7bb"],
+        ["model.shape=qwen2.5-7bb: must be one of", "set model.shape=qwen2.5-7b"],
+    ),
     "model.config": Wrong(["model.config.model_type=null"], ["model.config={'model_type': None", "has no model_type"]),
     "model.dtype": _outside("model.dtype", "int8", "must be float32 or bfloat16"),
     "engine.kv_tokens": _outside("engine.kv_tokens", "100", "must be a positive multiple of engine.page_size=16"),
