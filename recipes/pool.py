@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from memsaver.rounding import round_up
@@ -75,11 +76,13 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     assert engine.mem_fraction_static is not None
     left = int(engine.mem_fraction_static * total) - weights - states
     tokens = (left // kept.bytes_per_token // engine.page_size - 1) * engine.page_size  # a page is padding
-    if tokens < engine.page_size:
-        who = "the weights and states" if states else "the weights alone"
-        rule = f"{who} take {weights + states} bytes of the GPU's {total}"
-        raise RecipeError(f"{key}: {rule}; raise it, set engine.tensor_parallel_size, or take a smaller model")
-    return tokens
+    if tokens >= engine.page_size:
+        return tokens
+    who = "the weights and states" if states else "the weights alone"
+    least = (weights + states + 2 * engine.page_size * kept.bytes_per_token) / total
+    larger = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
+    remedy = larger if least < 0.98 else "set engine.tensor_parallel_size higher, or take a smaller model"
+    raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
 
 
 def _check_host_tier(recipe: Recipe, kept: KVLayout, tokens: int) -> None:

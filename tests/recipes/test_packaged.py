@@ -67,7 +67,8 @@ def test_a_shape_is_the_published_one(name, described):
     config = AutoConfig.from_pretrained(described / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    biases = [each for key, each in model.named_buffers() if key.endswith("e_score_correction_bias")]  # DeepSeek-V3's
+    assert sum(each.numel() for each in [*model.parameters(), *biases]) == PARAMETERS[name]
     assert layout(config, dtype=torch.bfloat16).bytes_per_token == KV_BYTES[name]
     if name not in MOE:
         groups = parameter_groups(load_model_config(described / name))
