@@ -78,9 +78,10 @@ class Recipe:
             raise FieldError("driver", self.driver, f"cannot drive {size} devices", "set driver=ray")
         if size > 1 and ":" in self.device:
             raise FieldError("device", self.device, f"names one of the {size} devices of cluster", "set device=auto")
-        if size % tensor:
+        if (each := self.cluster.n_gpus_per_node) % tensor:
             name = "engine.tensor_parallel_size"
-            raise FieldError(name, tensor, f"does not divide the {size} devices of cluster", f"set {name}=1")
+            rule = f"does not divide cluster.n_gpus_per_node={each}, and an engine stays on one machine"
+            raise FieldError(name, tensor, rule, f"set {name}=1")
 
     def _check_restarts(self) -> None:
         name, restarts = "checkpoint.max_restarts", self.checkpoint.max_restarts

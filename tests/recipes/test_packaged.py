@@ -18,7 +18,7 @@ from rollout.model.loading import load_model_config
 GIB = 2**30
 NAMES = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
 HAVE_RUN = {"tiny", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
-GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB}  # what the driver calls total
+GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}  # what the driver calls total
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768,
@@ -123,10 +123,10 @@ def test_a_gpu_holds_what_no_plan_can_do_without(recipe):
     total = GPU_BYTES[recipe.cluster.gpu]
     training, sync = device_bytes(recipe)
     assert training < 0.9 * total
-    assert sync < 0.9 * total
+    assert sync < 0.95 * total
 
 
-def test_the_heads_leave_room_for_all_requests_of_an_engine(recipe, tmp_path, monkeypatch):
+def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, tmp_path, monkeypatch):
     """On GPUs of the size it names; what the rollout does not compute is refused by one line."""
     if recipe.status == "run":
         return
