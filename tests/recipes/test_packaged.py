@@ -7,6 +7,7 @@ import torch
 
 import recipes
 from kvcache import layout
+from recipes.config.schema import leaves
 from recipes.config.shapes import shapes
 from recipes.loading import PACKAGE, load, save_recipe
 from recipes.models import describe_random_model, toy_tokenizer
@@ -89,9 +90,18 @@ def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(name):
     head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     assert 2 <= head <= 9
     assert len(lines) - head <= 28
-    assert any(
-        line.split("  ")[-1].strip() == f"memsaver run {name}" or f"memsaver run {name} " in line for line in lines
-    )
+    verb = "plan" if load(name).model.shape in MOE else "run"
+    assert any(f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head])
+
+
+def test_the_page_names_every_recipe_and_every_key():
+    page = (PACKAGE.parent / "docs" / "recipes.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `") or line.startswith("| top level")]
+    assert [name for name in NAMES if not any(row.startswith(f"| `{name}`") for row in rows)] == []
+    for key in leaves():
+        section, _, name = key.rpartition(".")
+        start = f"| `{section}` |" if section else "| top level |"
+        assert any(row.startswith(start) and f"`{name}`" in row for row in rows), key
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -130,7 +130,8 @@ CONTRADICTING = (
             ["engine.host_to_device_ratio=0.001"], ["host_to_device_ratio=0.001: 2048 tokens times it hold no page"]
         ),
         "engine.tensor_parallel_size": Wrong(
-            ["engine.tensor_parallel_size=2"], ["engine.tensor_parallel_size=2: does not divide cluster.n_gpus_per_node=1"]
+            ["engine.tensor_parallel_size=2"],
+            ["engine.tensor_parallel_size=2: does not divide cluster.n_gpus_per_node=1"],
         ),
         "lora.alpha": Wrong(["lora.alpha=8"], ["lora.alpha=8: has no effect with lora.rank=0"]),
         "lora.target_modules": Wrong(["lora.target_modules=[q_proj]"], ["has no effect with lora.rank=0"]),
