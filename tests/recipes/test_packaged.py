@@ -7,6 +7,7 @@ import torch
 
 import recipes
 from kvcache import layout
+from recipes import run
 from recipes.config.schema import leaves
 from recipes.config.shapes import shapes
 from recipes.loading import PACKAGE, load, save_recipe
@@ -96,7 +97,7 @@ def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(name):
 
 def test_the_page_names_every_recipe_and_every_key():
     page = (PACKAGE.parent / "docs" / "recipes.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `") or line.startswith("| top level")]
+    rows = [line for line in page.splitlines() if line.startswith(("| `", "| top level"))]
     assert [name for name in NAMES if not any(row.startswith(f"| `{name}`") for row in rows)] == []
     for key in leaves():
         section, _, name = key.rpartition(".")
@@ -151,3 +152,14 @@ def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe
         return
     setup = prepare(recipe, tmp_path)
     assert setup.kv_tokens >= recipe.engine.max_running * setup.max_request_tokens
+
+
+@pytest.mark.parametrize("status", ["run", "planned"])
+def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(status, tmp_path, monkeypatch, capsys):
+    def stop(setup):
+        raise recipes.RunError("build", "far enough")
+
+    monkeypatch.setattr(run, "_open_pair", stop)
+    with pytest.raises(recipes.RunError):
+        run.start_run("tiny", [f"status={status}"], tmp_path / "run")
+    assert capsys.readouterr().out.count("nobody has run it yet") == (status == "planned")
