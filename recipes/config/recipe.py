@@ -58,7 +58,7 @@ class Recipe:
         require(self, "driver", ok, "must be inprocess or ray", "set driver=ray")
         ok = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         require(self, "device", ok, "must be auto, cpu, cuda or cuda:N", "set device=auto")
-        if self.task.name != "toy" and self.model.random_init:
+        if self.task.name == "chain_sum" and self.model.random_init:
             rule = "a random model has no tokenizer for it"
             raise FieldError("task.name", self.task.name, rule, "set task.name=toy, or model.path=DIRECTORY")
         self._check_also_digits()

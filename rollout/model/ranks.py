@@ -14,10 +14,7 @@ from rollout.model.sharding import decoder_splits, shard_groups
 
 
 def rank_groups(model: ModelConfig, rank: int, size: int) -> list[Group]:
-    """Parameters of rank `rank` of `size`.
-
-    ValueError naming what this size does not divide, or what has no heads to divide.
-    """
+    """Its parameters. ValueError naming what this rank count does not divide, or what has no heads to divide."""
     groups = parameter_groups(model)
     if size == 1:
         return groups
