@@ -63,7 +63,6 @@ class Recipe:
             raise FieldError("task.name", self.task.name, rule, "set task.name=toy, or model.path=DIRECTORY")
         self._check_also_digits()
         self._check_cluster()
-        self._check_restarts()
         self._check_keep()
         self._check_warmup()
 
@@ -82,12 +81,6 @@ class Recipe:
             name = "engine.tensor_parallel_size"
             rule = f"does not divide cluster.n_gpus_per_node={each}, and an engine stays on one machine"
             raise FieldError(name, tensor, rule, f"set {name}=1")
-
-    def _check_restarts(self) -> None:
-        name, restarts = "checkpoint.max_restarts", self.checkpoint.max_restarts
-        if restarts and self.driver != "ray":
-            rule = f"there is no actor to lose with driver={self.driver}"
-            raise FieldError(name, restarts, rule, f"set driver=ray, or {name}=0")
 
     def _check_keep(self) -> None:
         """Only tags that this recipe has."""

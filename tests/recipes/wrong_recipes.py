@@ -153,7 +153,7 @@ CONTRADICTING = (
         "task.partial_credit": Wrong([*SUMS, "task.partial_credit=0.5"], ["is not defined for task.name=chain_sum"]),
         "eval.also_digits": Wrong(["eval.also_digits=[2]"], ["eval.also_digits=[2]: is not defined for task.name=toy"]),
         "checkpoint.max_restarts": Wrong(
-            ["checkpoint.max_restarts=2"], ["max_restarts=2: there is no actor to lose with driver=inprocess"]
+            ["checkpoint.max_restarts=2", "checkpoint.every=0"], ["max_restarts=2: needs checkpoints to go on from"]
         ),
         "cycle.keep": Wrong(["cycle.keep=[optim,critic]"], ["critic is there with algorithm=ppo only", "keep=[optim]"]),
     }
@@ -214,9 +214,6 @@ CONTRADICTING_NOTHING = {
 MORE_CONTRADICTIONS = {
     "two pool sizes": Wrong(["engine.mem_fraction_static=0.5"], ["excludes engine.kv_tokens=2048"]),
     "no model": Wrong(["model.config=null"], ["model.path=null: no model is named", "model.shape=qwen2.5-0.5b"]),
-    "restarts without checkpoints": Wrong(
-        ["driver=ray", "checkpoint.max_restarts=2", "checkpoint.every=0"], ["needs checkpoints to go on from"]
-    ),
     "fp4 over several ranks": Wrong(
         ["engine.tensor_parallel_size=2", "engine.kv_cache_dtype=fp4_e2m1"], ["excludes engine.kv_cache_dtype=fp4_e2m1"]
     ),
