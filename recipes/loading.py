@@ -66,11 +66,14 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key or not all(key.split(".")):
-            raise RecipeError(f"{override}: is not an override; write it as key=value, for example steps=3")
+            raise RecipeError(
+                f"{schema.shown(override)}: is not an override; write it as key=value, for example steps=3"
+            )
         try:
             layers.append((OmegaConf.from_dotlist([override]), "command line"))
         except (YAMLError, OmegaConfBaseException) as error:
-            raise RecipeError(f"command line: {override}: bad value: {one_line(error)}; quote it") from None
+            text = f"{schema.shown(override)}: bad value: {one_line(error)}; quote it"
+            raise RecipeError(f"command line: {text}") from None
     return layers
 
 
@@ -87,7 +90,7 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
-            raise RecipeError(f"{source}: {full}: unknown key; {_suggest(str(key), list(known), prefix)}")
+            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
                 names = ", ".join(schema.section_fields(known[key]))
@@ -156,4 +159,5 @@ def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         for prefix, (why, remedy) in idle.items():
             if value != "null" and f"{key}.".startswith(f"{prefix}."):
-                raise RecipeError(f"command line: {override}: has no effect with {why}; {remedy}, or drop {key}")
+                text = f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
+                raise RecipeError(f"command line: {text}")

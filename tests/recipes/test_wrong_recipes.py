@@ -168,6 +168,7 @@ def test_the_command_prints_the_line_and_exits_2(name, folder, capsys):
 
 JUNK = st.one_of(
     st.text(max_size=20),
+    st.sampled_from(["\x0c", "a\x85b", "\u2028"]),  # ends of lines, too
     st.integers().map(str),
     st.sampled_from(
         [str(10**400), "1e999", "-.inf", ".nan", "???", "${steps}", "${seed}", "${oc.env:HOME}", "~", "''"]
