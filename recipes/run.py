@@ -26,7 +26,16 @@ from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, ope
 from trainer_bridge.remote import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
-MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "cluster", "driver", "device")  # of a run that is continued
+MAY_CHANGE = (
+    "steps",
+    "status",
+    "eval",
+    "checkpoint",
+    "cycle",
+    "cluster",
+    "driver",
+    "device",
+)  # of a run that is continued
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -79,6 +88,8 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
     """The run itself; after the loss of a worker again from the last checkpoint, as often as the recipe allows."""
     recipe, allowed = setup.recipe, setup.recipe.checkpoint.max_restarts
     opening = f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    if recipe.status == "planned":
+        opening += "; status=planned: this recipe was worked out, nobody has run it yet"
     restarts = 0
     while True:
         try:
