@@ -174,12 +174,12 @@ class Loop:
         with monitor.stage("update_actor"):
             learned = update_actor(self.trainer, samples, old_logprobs, advantages, temperature)
         row = step_row(samples, scores, old_logprobs, monitor.seconds)
-        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds), "sync": monitor.sync}
         monitor.row({"kind": "train", "step": step, **learned, **row, **seconds, "memory": dict(monitor.memory)})
 
     def _to_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):
-            self.cycle.to_rollout(version)
+            self.monitor.synced(self.cycle.to_rollout(version))
         self.monitor.read_memory("rollout")
 
     def _evaluate(self, updates: int) -> None:

@@ -23,7 +23,7 @@ from trainer_bridge.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
-OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory")
+OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "sync", "memory")
 STAGES = [
     "park_optim",
     "wake_weights",
