@@ -41,10 +41,15 @@ def find_recipe(path: str | Path) -> Path:
     for candidate in (given, given.with_name(yaml), PACKAGE / given.name, PACKAGE / yaml):
         if candidate.is_file():
             return candidate
-    packaged = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
+    packaged = packaged_recipes()
     close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise RecipeError(f"recipe={path}: no such file; {hint}packaged recipes: {', '.join(packaged)}")
+
+
+def packaged_recipes() -> list[str]:
+    """Names that `load` takes without a file."""
+    return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
 
 
 def save_recipe(recipe: Recipe, file: Path) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.live import View
 from recipes.run_folder import RunFolder
+from trainer_bridge.errors import ActorError
 
 if TYPE_CHECKING:
     from memsaver import Event, Report
@@ -57,11 +58,11 @@ class Monitor:
         except (RunError, RecipeError):
             raise
         except Exception as error:
-            cause = getattr(error, "cause", None)
-            stage = str(getattr(error, "stage", name))
-            text = one_line(cause if isinstance(cause, BaseException) else error)
-            kind = type(cause if isinstance(cause, BaseException) else error).__name__
-            raise RunError(stage, f"{kind}: {text}") from error
+            stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
+            if not isinstance(cause, BaseException):
+                cause = error
+            kind = LostWorker if isinstance(cause, ActorError) and cause.method != "__init__" else RunError
+            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
         """A stage took place; also the wake-up cycle's `on_stage`."""

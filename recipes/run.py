@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.errors import RecipeError
+from recipes.errors import LostWorker, RecipeError
 from recipes.grpo import Loop
 from recipes.live import make_view
 from recipes.loading import find_recipe, load
@@ -28,7 +29,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
     if run_dir is None:
         run_dir = Path("runs") / f"{find_recipe(recipe_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     RunFolder.refuse_used(run_dir)
-    setup = prepare(recipe, run_dir)
+    setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
     _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
     return run_dir
 
@@ -54,7 +55,7 @@ def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Seque
     if step >= recipe.steps:
         remedy = f"set steps={step + 10} to go on"
         raise RecipeError(f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}")
-    setup = prepare(recipe, run_dir)
+    setup = prepare(recipe, run_dir.absolute())
     _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
     return run_dir
 
@@ -69,11 +70,35 @@ def _first_difference(name: str, was: Any, now: Any) -> str:
 
 
 def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
-    """The run itself; whatever happens, trace and pictures of what was done are written."""
+    """The run itself; after the loss of a worker again from the last checkpoint, as often as the recipe allows."""
+    recipe, allowed = setup.recipe, setup.recipe.checkpoint.max_restarts
+    opening = f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    restarts = 0
+    while True:
+        try:
+            return _attempt(setup, folder, resume, opening)
+        except LostWorker as lost:
+            if restarts == allowed:
+                raise LostWorker(lost.stage, lost.cause, _how_to_go_on(folder)) from lost
+            restarts += 1
+            folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
+            folder.add_restart(restarts, str(lost))
+            where = f"step {folder.last_checkpoint_step()}" if resume else "the start"
+            opening = f"restart {restarts} of {allowed} from {where}: {lost}"
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    if folder.has_checkpoint():
+        return f"go on with: memsaver run --resume {shlex.quote(str(folder.path.absolute()))}"
+    return "there is no checkpoint yet: start again"
+
+
+def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
+    """Once through; whatever happens, trace and pictures of what was done are written."""
     recipe = setup.recipe
     view = make_view(f"memsaver  {folder.path}", recipe.steps)
     monitor = Monitor(folder, view)
-    view.note(f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps")
+    view.note(opening)
     try:
         with ExitStack() as stack:
             with monitor.stage("build"):
@@ -83,7 +108,7 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):
-                    trainer.load_checkpoint(str(folder.last_checkpoint()))
+                    trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
             cycle = Cycle(
                 trainer,

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +67,8 @@ def open_ray(
     """Each side as an actor, half of one GPU each when the device is CUDA; Ray chooses the GPU.
 
     timeout: seconds for one call. address: of a running cluster ("auto": the one of this machine); None takes the one
-    this process is connected to, or starts a small one of its own and ends it. alias: see `open_inprocess`.
+    this process is connected to, the one of the Ray job it runs in (RAY_ADDRESS), or starts a small one of its own and
+    ends it. alias: see `open_inprocess`.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -137,8 +140,29 @@ def _cluster(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address is not None:
-        ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
+    address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    with _sigterm_kept():
+        _connect(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """ray.init puts a handler of its own in the place of the caller's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread() and handler not in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _connect(address: str | None) -> None:
+    import ray
+
+    if address is not None:  # the environment of its workers is the cluster's and the job's own
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         before = os.environ.get(_NO_REPORTS)
         os.environ[_NO_REPORTS] = "0"  # read by the processes that ray.init starts
@@ -150,18 +174,9 @@ def _cluster(address: str | None) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=_STORE_BYTES,
-                runtime_env=_runtime_env(),
             )
         finally:
             _restore_environment(before)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _runtime_env() -> dict[str, Any]:
-    return {"env_vars": {_NO_REPORTS: "0"}}
 
 
 def _restore_environment(before: str | None) -> None:

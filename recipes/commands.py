@@ -1,0 +1,106 @@
+"""The subcommands of `memsaver`: a row of COMMANDS and a function each. What they do is imported when they run.
+
+A command's function takes the parsed arguments and returns the exit status. RecipeError and RunError become one line
+and an exit status in `recipes.cli`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    name: str
+    help: str
+    description: str
+    arguments: Callable[[ArgumentParser], None]
+    execute: Callable[[Namespace], int]
+
+
+def add_words(parser: ArgumentParser) -> None:
+    """A recipe and its overrides; the overrides may stand anywhere on the line."""
+    parser.add_argument(
+        "words", nargs="*", metavar="RECIPE [KEY=VALUE ...]", help="YAML file or packaged name, then overrides"
+    )
+
+
+def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
+    """What `add_words` took: the recipe, None where only overrides were given, and the overrides."""
+    words = list(arguments.words)
+    recipe = words.pop(0) if words and "=" not in words[0] else None
+    return recipe, words
+
+
+def _run_arguments(parser: ArgumentParser) -> None:
+    add_words(parser)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default runs/RECIPE-DATE-TIME)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR from its last checkpoint")
+
+
+def _run(arguments: Namespace) -> int:
+    from recipes.run import continue_run, start_run
+
+    recipe, overrides = recipe_and_overrides(arguments)
+    if arguments.resume is not None:
+        if arguments.run_dir is not None:
+            raise RecipeError("--run-dir: --resume continues in its own folder; give one of the two")
+        continue_run(arguments.resume, recipe, overrides)
+    elif recipe is None:
+        raise RecipeError("run: names no recipe; try: memsaver run tiny")
+    else:
+        start_run(recipe, overrides, arguments.run_dir)
+    return 0
+
+
+def _fetch_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="smollm2-135m")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)")
+    parser.add_argument("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help="convert it, no download")
+
+
+def _fetch(arguments: Namespace) -> int:
+    from recipes.fetch import fetch
+
+    fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
+    return 0
+
+
+def _doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
+
+
+def _doctor(arguments: Namespace) -> int:
+    from memsaver.doctor.printing import report
+
+    return report(arguments.device)
+
+
+COMMANDS = (
+    Command(
+        name="run",
+        help="run a recipe",
+        description="Run a recipe, or continue a run.",
+        arguments=_run_arguments,
+        execute=_run,
+    ),
+    Command(
+        name="fetch",
+        help="bring a model",
+        description="Bring a model into the models folder.",
+        arguments=_fetch_arguments,
+        execute=_fetch,
+    ),
+    Command(
+        name="doctor",
+        help="examine this machine",
+        description="Examine this machine; exit status 1 when a check failed.",
+        arguments=_doctor_arguments,
+        execute=_doctor,
+    ),
+)

@@ -1,0 +1,47 @@
+"""Signals end a run; handlers are only borrowed, and only where Python lets a thread have them."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from recipes.cli import main
+from recipes.interrupts import interrupts
+
+BAD = ["run", "tiny", "stepz=3"]
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in BOTH]
+
+
+def test_main_may_be_called_off_the_main_thread(capsys):
+    status = []
+    thread = threading.Thread(target=lambda: status.append(main(BAD)))
+    thread.start()
+    thread.join()
+    assert status == [2]
+    assert "stepz" in capsys.readouterr().err
+
+
+def test_main_gives_the_handlers_back():
+    own = [signal.signal(number, lambda *_: None) for number in BOTH]
+    try:
+        before = handlers()
+        assert main(BAD) == 2
+        assert handlers() == before
+    finally:
+        for number, handler in zip(BOTH, own, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_raises_and_is_remembered(number):
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), interrupts() as seen:
+        os.kill(os.getpid(), number)
+        signal.sigtimedwait([], 5)  # the handler runs here at the latest
+    assert seen == [number]
+    assert handlers() == before
