@@ -31,20 +31,25 @@ class Levels:
         return sum(held[index] for held in self.held.values())
 
     def thinned(self, columns: int) -> Levels:
-        """At most `columns` + 1 times; of what falls into one column the moment that holds most."""
-        if len(self.times) <= columns + 1:
+        """At most two moments for each of `columns` columns: the one that holds most, from when the column's first
+        change came, and the last, from when it came. So what holds beyond a column is always what held in truth.
+        """
+        if len(self.times) <= 2 * columns + 1:
             return self
         width = (self.times[-1] - self.times[0]) / columns or 1.0
-        best: dict[int, int] = {}
-        for index in range(len(self.times) - 1):
-            column = min(int((self.times[index] - self.times[0]) / width), columns - 1)
-            if column not in best or self.total(index) > self.total(best[column]):
-                best[column] = index
-        chosen = [*best.values(), len(self.times) - 1]
+        groups: dict[int, list[int]] = {}
+        for index, time in enumerate(self.times[:-1]):
+            groups.setdefault(min(int((time - self.times[0]) / width), columns - 1), []).append(index)
+        chosen: list[tuple[float, int]] = []
+        for group in groups.values():
+            chosen.append((self.times[group[0]], max(group, key=self.total)))
+            if len(group) > 1:
+                chosen.append((self.times[group[-1]], group[-1]))
+        chosen.append((self.times[-1], len(self.times) - 1))
         return Levels(
-            times=[*(self.times[0] + column * width for column in best), self.times[-1]],
-            held={key: [held[index] for index in chosen] for key, held in self.held.items()},
-            kept=[self.kept[index] for index in chosen],
+            times=[time for time, _ in chosen],
+            held={key: [held[index] for _, index in chosen] for key, held in self.held.items()},
+            kept=[self.kept[index] for _, index in chosen],
         )
 
 

@@ -27,7 +27,7 @@ from recipes.report.reading import RunRecord
 from recipes.report.timing import LANE, draw_lanes, lane_names
 
 MIB, GIB = 2**20, 2**30
-_COLUMNS = 300  # moments that are drawn of a whole run
+_COLUMNS = 240  # of a whole run, two moments each
 _DEVICE = re.compile(r"\bcuda:\d+")
 
 
@@ -106,8 +106,8 @@ def step_chart(run: RunRecord) -> Chart | None:
         return None
     first, last, name = one_step(run.spans)
     caption = (
-        "The last step that neither evaluated nor saved. Above its stages, below the memory they find and leave: each "
-        "grey bar should hand over to the next at once, and memory should change only there."
+        "The last step that neither evaluated nor saved. Above its stages, below the memory that they find and leave. "
+        "Grey is switching: it should be short, and memory should change only there."
     )
     return _close_up(run, "one-step", f"One step ({name})", caption, first, last)
 
@@ -121,7 +121,8 @@ def wake_up_chart(run: RunRecord) -> Chart | None:
         return None
     caption = (
         "From training to generating. The engine's weights come back while the trainer's parameters are still there "
-        "and are synced into place; then these park and the KV cache takes their room. The peak is during the sync."
+        "and are synced into place; then these park and the KV cache takes their room. During the sync both are there: "
+        "the moment to look at where a run does not fit."
     )
     return _close_up(run, "wake-up", f"The wake-up of {name}", caption, *found)
 
@@ -186,7 +187,7 @@ def _draw_phase(axes: Axes, phase: str, tags: list[str], rows: list[dict]) -> li
     spare = iter(OTHER_COLOURS * (1 + len(tags)))
     for tag in tags:
         heights = [held.get(tag, 0) / MIB for _, held in here]
-        axes.bar(steps, heights, 0.9, base, color=TAG_COLOURS.get(tag) or next(spare), label=tag, linewidth=0)
+        axes.bar(steps, heights, 0.9, base, color=TAG_COLOURS.get(tag) or next(spare), label=tag, linewidth=0, zorder=2)
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.set_title(phase, loc="left")
     axes.set_ylabel("MiB")

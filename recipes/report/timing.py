@@ -100,7 +100,9 @@ def seconds_chart(run: RunRecord, largest: int = 5) -> Chart | None:
         colours = [*TAG_COLOURS.values(), OTHER_COLOURS[2]]
         for name, colour in zip([*names, other], colours[: len(names)] + colours[-1:], strict=True):
             heights = [entry[name] for entry in table]
-            axes.bar([entry["step"] for entry in table], heights, 0.9, base, color=colour, label=name, linewidth=0)
+            axes.bar(
+                [entry["step"] for entry in table], heights, 0.9, base, color=colour, label=name, linewidth=0, zorder=2
+            )
             base = [low + height for low, height in zip(base, heights, strict=True)]
         axes.set(xlabel="step", ylabel="seconds")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

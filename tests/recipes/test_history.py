@@ -43,12 +43,12 @@ def test_bytes_by_process():
     }
 
 
-def test_thinned_levels_keep_the_peak_of_each_column():
-    many = {"trainer": [event(index / 100, "params", index % 7) for index in range(1, 1000)]}
-    found = levels(many, 0.0, 10.0)
-    thin = found.thinned(50)
-    assert len(thin.times) == 51 and thin.times[0] == 0.0 and thin.times[-1] == 10.0
-    assert set(thin.held["params"][:-1]) == {6} and thin.held["params"][-1] == found.held["params"][-1]
+def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends():
+    bursts = [event(second + part / 100, "params", part % 7) for second in range(10) for part in range(1, 81)]
+    found = levels({"trainer": bursts}, 0.0, 10.0)
+    thin = found.thinned(10)
+    assert thin.times[:5] == [0.0, 0.8, 1.01, 1.8, 2.01] and thin.times[-1] == 10.0
+    assert thin.held["params"] == [6, 80 % 7] * 10 + [80 % 7]
     assert found.thinned(1000) is found
 
 

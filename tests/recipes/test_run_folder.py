@@ -1,12 +1,15 @@
 """The run folder: rows that survive a kill, checkpoints that are whole or absent, a trace and pictures that open."""
 
 import json
+import subprocess
 
 import pytest
+import torch
 from matplotlib import pyplot
 
 import recipes
 from memsaver import Event
+from recipes import environment
 from recipes.plots import draw_reward, evaluations_panel
 from recipes.run_folder import RunFolder
 
@@ -145,3 +148,17 @@ def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "recipes.plots", None)
     monkeypatch.delattr(recipes, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
+
+
+def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(folder, recipe, monkeypatch):
+    found = json.loads((folder.path / "environment.json").read_text())
+    assert found["cpus"] >= 1 and found["packages"]["torch"] == torch.__version__
+    folder.save_checkpoint(2, 1, fill)
+    listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05\n"
+    monkeypatch.setattr(
+        environment.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed)
+    )
+    RunFolder.reopen(folder.path, recipe)
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": "81559 MiB", "driver": "580.95.05"}
+    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [gpu]
+    assert json.loads((folder.path / "environment-until-step-2-1.json").read_text()) == found
