@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memsaver import Event
 
-FIRST_STAGES = ("park_optim", "empty_cache", "wake_weights")  # of to_rollout: what comes first depends on cycle.keep
 TAGS = ("weights", "kv_cache", "cuda_graph", "params", "optim")  # in this order; others follow by name
 
 Span = tuple[str, float, float]
@@ -120,9 +119,9 @@ def one_step(spans: Sequence[Span]) -> tuple[float, float, str]:
 
 
 def wake_up(spans: Sequence[Span], first: float, last: float) -> tuple[float, float] | None:
-    """From the first stage of the step's to_rollout to its last."""
+    """From the first stage of the step's to_rollout, which depends on cycle.keep and the algorithm, to its last."""
     inside = [span for span in spans if first - 1e-6 <= span[1] <= last]
-    begins = [begin for name, begin, _ in inside if name in FIRST_STAGES]
+    begins = [begin for name, begin, _ in inside if name.startswith(("park_", "empty_cache", "wake_weights"))]
     ends = [finish for name, _, finish in inside if name == "wake_kv_cache"]
     return (begins[0], ends[0] + 0.08 * (ends[0] - begins[0])) if begins and ends else None
 

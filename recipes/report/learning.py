@@ -14,7 +14,6 @@ from recipes.report.reading import Row, RunRecord
 
 CRITIC = {
     "value_loss": "loss of the critic",
-    "explained_variance": "variance that it explains",
     "kl_to_reference": "KL to the reference, nats a token",
 }
 

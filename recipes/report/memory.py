@@ -28,13 +28,13 @@ from recipes.report.timing import LANE, draw_lanes, lane_names
 
 MIB, GIB = 2**20, 2**30
 _COLUMNS = 240  # of a whole run, two moments each
-_DEVICE = re.compile(r"\bcuda:\d+")
+_NUMBER = re.compile(r"\[(\d+)\]$")  # of the device, behind the name of a side that has several
 
 
 def by_device(owner: str, tag: str) -> str:
-    """The device that a process is named after ("rollout 1 cuda:1"), or the run's only one."""
-    found = _DEVICE.search(owner)
-    return found[0] if found else "the one device"
+    """The device of a process: its number stands behind the name ("trainer[1]") where there are several."""
+    found = _NUMBER.search(owner)
+    return f"device {found[1]}" if found else "the device"
 
 
 def tags_chart(run: RunRecord) -> Chart | None:
@@ -54,7 +54,7 @@ def processes_chart(run: RunRecord) -> Chart | None:
 
 
 def devices_chart(run: RunRecord) -> Chart | None:
-    """None where the run had one device, or its processes do not say which they are on."""
+    """None where the run had one device."""
     if len({by_device(owner, "") for owner in run.events}) < 2:
         return None
     caption = "Bytes of each device. They should be equally high; the highest decides what fits."

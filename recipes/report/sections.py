@@ -10,7 +10,7 @@ from recipes.report.chart import Chart
 from recipes.report.reading import RunRecord
 from recipes.report.tables import Table
 
-NO_TRACE = "needs stages over time, and no trace.json could be read (a killed run leaves none)."
+NO_TRACE = "needs stages over time, and no trace.json could be read (a run that was killed or still goes has none)."
 NO_ROWS = "needs a finished step, and metrics.jsonl has none."
 NO_PLAN = "needs plan.json of the planner and measured peaks in the rows; this run has not both."
 

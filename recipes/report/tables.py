@@ -12,6 +12,7 @@ from recipes.history import by_tag, format_seconds, kind_of, levels
 from recipes.live import beside_the_task
 from recipes.report.reading import Row, RunRecord
 
+DEVICE = "device"  # among the measured: everything on it, whoever holds it
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be off the measured peak, and may be under it
 
 
@@ -91,18 +92,15 @@ def slowest_stages(run: RunRecord) -> Table | None:
 
 
 def planned_and_measured(run: RunRecord) -> Table | None:
-    """None where the folder has no plan, or no row has peaks."""
+    """A line for each stage's fullest device and one for each process; None without a plan, or without peaks."""
     peaks = measured_peaks(run.rows)
-    planned = {entry["stage"]: entry for entry in run.plan.get("stages", ())}
-    if not peaks or not planned:
-        return None
-    rows = []
+    planned = {entry["stage"]: entry["device_bytes"] for entry in run.plan.get("stages", ())}
+    rows: list[Sequence[str]] = []
     for stage in [name for name in planned if name in peaks]:
-        device = planned[stage]["device_bytes"]
-        rows.append((stage, *_compared(sum(device.values()), peaks[stage]["device_bytes"])))
-        for process, measured in peaks[stage].get("processes", {}).items():
-            if process in device:
-                rows.append((f"– {process}", *_compared(device[process], measured)))
+        rows.append((stage, *_compared(sum(planned[stage].values()), peaks[stage].get(DEVICE))))
+        rows += [(f"– {side}", *_compared(nbytes, peaks[stage].get(side))) for side, nbytes in planned[stage].items()]
+    if not rows:
+        return None
     gpu, size = run.plan.get("gpu"), run.plan.get("gpu_bytes")
     on = f" on {gpu} ({format_bytes(size)})" if gpu and size else ""
     caption = (
@@ -113,19 +111,23 @@ def planned_and_measured(run: RunRecord) -> Table | None:
     return Table(title="Planned and measured", caption=caption, head=head, rows=rows)
 
 
-def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """By stage: the largest device bytes of all rows, with what each process held then."""
-    found: dict[str, dict[str, Any]] = {}
+def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """By stage, the most of all rows: of the fullest device under DEVICE, and of each side's fullest process."""
+    found: dict[str, dict[str, int]] = {}
     for row in rows:
         for stage, peak in row.get("peaks", {}).items():
-            if stage not in found or peak["device_bytes"] > found[stage]["device_bytes"]:
-                found[stage] = peak
+            largest = found.setdefault(stage, {})
+            sides = [(owner.partition("[")[0], nbytes) for owner, nbytes in peak.get("processes", {}).items()]
+            for name, nbytes in [(DEVICE, peak.get("device_bytes")), *sides]:
+                if nbytes is not None:  # the CPU has no figure of the whole device
+                    largest[name] = max(largest.get(name, 0), nbytes)
     return found
 
 
-def _compared(planned: int, measured: int) -> tuple[str, str, str, str]:
+def _compared(planned: int, measured: int | None) -> tuple[str, str, str, str]:
     if not measured:
-        return format_bytes(planned), format_bytes(measured), "–", "✓" if not planned else "✗"
+        unknown = "not measured" if measured is None else format_bytes(0)
+        return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"
     off = 100 * (planned - measured) / measured
     return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", "✓" if -UNDER <= off <= WITHIN else "✗"
 

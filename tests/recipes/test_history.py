@@ -60,7 +60,7 @@ def test_the_zoom_is_the_last_step_of_the_ordinary_kind():
     assert stages_between(spans, 0.0, 3.5) == spans[:1]
 
 
-@pytest.mark.parametrize("first", ["park_optim", "empty_cache", "wake_weights"])
+@pytest.mark.parametrize("first", ["park_optim", "park_critic", "empty_cache", "wake_weights"])
 def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first):
     spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
     begin, end = wake_up(spans, 0.0, 6.0)

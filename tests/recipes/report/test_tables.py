@@ -47,9 +47,9 @@ def test_planned_and_measured(tmp_path):
         {"stage": "never_ran", "device_bytes": {"trainer": 1}},
     ]
     rows = [
-        peaks("update_actor", 90 * MIB, trainer=88 * MIB),
-        peaks("update_actor", 100 * MIB, trainer=100 * MIB),
-        peaks("sync_weights", 100 * MIB, other=1),
+        peaks("update_actor", 90 * MIB, **{"trainer[0]": 88 * MIB, "trainer[1]": 100 * MIB, "rollout[0]": 0}),
+        peaks("update_actor", 100 * MIB, **{"trainer[0]": 99 * MIB}),
+        peaks("sync_weights", None, trainer=100 * MIB),
     ]
     plan = {"stages": stages, "gpu": "h100-80gb", "gpu_bytes": 80 * 2**30}
     found = tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows, plan=plan))
@@ -57,7 +57,9 @@ def test_planned_and_measured(tmp_path):
     assert found.rows == [
         ("update_actor", "102.0 MiB", "100.0 MiB", "+2.0 %", "✓"),
         ("– trainer", "100.0 MiB", "100.0 MiB", "+0.0 %", "✓"),
-        ("sync_weights", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
+        ("– rollout", "2.0 MiB", "0 B", "–", "✗"),
+        ("sync_weights", "98.0 MiB", "not measured", "–", ""),
+        ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
     assert tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows)) is None
     assert tables.planned_and_measured(RunRecord(path=tmp_path, plan=plan)) is None
