@@ -58,7 +58,8 @@ def test_every_colour_of_a_chart_is_one_of_the_theme(page):
 
 
 def test_what_a_run_writes_is_text_on_the_page(tmp_path):
-    run = make_run(tmp_path / "run <i>", steps=1)
+    run = tmp_path / "run <i>"
+    run.mkdir()
     (run / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
     html = write_report(run, tmp_path / "out.html").read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
@@ -77,7 +78,7 @@ def test_in_a_browser(chromium, page, tmp_path):
 def test_the_probe_sees_what_is_wrong(chromium, page, tmp_path):
     """A page made worse: each finding of the test above can be there."""
     html = page.read_text().replace("<h1>", '<img src="http://memsaver.invalid/x.png"><h1>')
-    html = html.replace("<script>", "<script>setTimeout(() => { throw new Error('worse'); }, 0);", 1)
+    html = html.replace("<script>", "<script>queueMicrotask(() => { throw new Error('worse'); });", 1)
     html = html.replace(
         '<g class="tips">',
         '<text x="20" y="20">one</text><text x="21" y="20">two</text><text x="-30" y="60">three</text><g class="tips">',
@@ -128,9 +129,10 @@ def test_no_run_is_one_line_and_status_2(tmp_path, capsys):
     ]
 
 
-def test_nowhere_to_write_and_no_matplotlib_are_one_line(folder, tmp_path, monkeypatch):
+def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path, monkeypatch):
+    (tmp_path / "recipe.yaml").touch()
     with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a file"):
-        write_report(folder, tmp_path / "no" / "where.html")
+        write_report(tmp_path, tmp_path / "no" / "where.html")
     monkeypatch.setitem(__import__("sys").modules, "recipes.report.page", None)
     with pytest.raises(RecipeError, match=r"pip install 'memsaver\[plots\]'"):
-        write_report(folder, tmp_path / "out.html")
+        write_report(tmp_path, tmp_path / "out.html")
