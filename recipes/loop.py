@@ -85,7 +85,7 @@ class Loop(abc.ABC):
     def _one(self, step: int) -> None:
         started, monitor = time.time(), self.monitor
         row = self.train_step(step)
-        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds), "sync": monitor.sync}
         memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row({"kind": "train", "step": step, **row, **seconds, **memory})
 
@@ -114,7 +114,7 @@ class Loop(abc.ABC):
 
     def _wake_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):
-            self.cycle.to_rollout(version)
+            self.monitor.synced(self.cycle.to_rollout(version))
         self.monitor.read_memory("rollout")
 
     def _evaluate(self, updates: int) -> None:

@@ -15,6 +15,7 @@ from trainer_bridge.errors import ActorError, RankFailed
 
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
+    from trainer_bridge.session import SyncReceipt
 
 
 class Watched(Protocol):
@@ -36,6 +37,7 @@ class Monitor:
         self.seconds: dict[str, float] = {}  # of the stages of this step
         self.memory: dict[str, dict[str, int]] = {}  # of this step: committed bytes by tag, by phase
         self.peaks = Peaks()
+        self.sync: dict[str, float] = {}  # the newest one
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
@@ -87,6 +89,11 @@ class Monitor:
         self.folder.add_span(name, start, end)
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.view.stage(name)
+
+    def synced(self, receipt: SyncReceipt) -> None:
+        """What the sync of this step moved: bytes of all targets, and seconds of the copies and of reading back."""
+        names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
+        self.sync = {name: getattr(receipt, name) for name in names}
 
     def row(self, row: dict[str, Any]) -> None:
         self.folder.add_row(row)

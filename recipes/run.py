@@ -26,16 +26,8 @@ from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, ope
 from trainer_bridge.remote import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
-MAY_CHANGE = (
-    "steps",
-    "status",
-    "eval",
-    "checkpoint",
-    "cycle",
-    "cluster",
-    "driver",
-    "device",
-)  # of a run that is continued
+# Of a run that is continued:
+MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:

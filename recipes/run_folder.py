@@ -3,6 +3,7 @@
 recipe.yaml     the recipe as resolved, readable by `load`
 metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
 trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
+environment.json  date, host, GPUs and versions
 reward.png, memory.png
 restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.timeline import Timeline
 from recipes.config import Recipe
+from recipes.environment import write_environment
 from recipes.errors import RecipeError
 from recipes.loading import save_recipe
 
@@ -56,6 +58,7 @@ class RunFolder:
         folder = cls(path)
         save_recipe(recipe, path / "recipe.yaml")
         (path / "metrics.jsonl").touch()
+        write_environment(path / "environment.json")
         return folder
 
     @classmethod
@@ -69,10 +72,11 @@ class RunFolder:
         rows = [json.loads(line) for line in _complete_lines(path / "metrics.jsonl")]
         folder.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
         _replace(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
-        for name in ("trace.json", "memory.png"):
+        for name in ("trace.json", "memory.png", "environment.json"):
             if (path / name).exists():  # of the session that ended here
                 (path / name).rename(_free_name(path / name, step))
         save_recipe(recipe, path / "recipe.yaml")
+        write_environment(path / "environment.json")
         return folder
 
     def add_row(self, row: Row) -> None:
@@ -123,7 +127,8 @@ class RunFolder:
         for owner, events in self.events.items():
             for event in sorted(events, key=lambda item: item.time):
                 start = event.time - event.seconds
-                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, bytes=event.committed_bytes)
+                sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
+                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, **sizes)
                 timeline.counter(event.tag, event.time, {"committed": event.committed_bytes}, process=owner)
         timeline.write(self.path / "trace.json")
 
