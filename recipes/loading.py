@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
-import typing
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipes.config import FieldError, Recipe
+from recipes.config import FieldError, Recipe, schema
+from recipes.config.idle import idle_keys
 from recipes.errors import RecipeError, one_line
 
 PACKAGE = Path(__file__).parent
@@ -31,14 +31,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for layer, source in _layers(file, overrides):
         _check_keys(OmegaConf.to_container(layer, resolve=False), Recipe, "", source)
         merged = _merge(merged, layer, source)
-    return _construct(Recipe, OmegaConf.to_container(_typed(merged, file.name), resolve=True), "", file.name)
+    recipe = _construct(Recipe, _typed(merged, file.name), "", file.name)
+    _check_effect(recipe, overrides)
+    return recipe
 
 
 def find_recipe(path: str | Path) -> Path:
     """The YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe of that name."""
     given = Path(path)
     yaml = given.name + ".yaml"
-    for candidate in (given, given.with_name(yaml), PACKAGE / given.name, PACKAGE / yaml):
+    for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
         if candidate.is_file():
             return candidate
     packaged = packaged_recipes()
@@ -69,37 +71,37 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key or not all(key.split(".")):
-            raise RecipeError(f"{override}: is not an override; write it as key=value, for example steps=3")
+            raise RecipeError(
+                f"{schema.shown(override)}: is not an override; write it as key=value, for example steps=3"
+            )
         try:
             layers.append((OmegaConf.from_dotlist([override]), "command line"))
         except (YAMLError, OmegaConfBaseException) as error:
-            raise RecipeError(f"command line: {override}: bad value: {one_line(error)}; quote it") from None
+            text = f"{schema.shown(override)}: bad value: {one_line(error)}; quote it"
+            raise RecipeError(f"command line: {text}") from None
     return layers
 
 
 def _merge(base: Any, layer: DictConfig, source: str) -> Any:
     try:
-        return OmegaConf.merge(base, layer)
+        return OmegaConf.unsafe_merge(base, layer)
     except (OmegaConfBaseException, TypeError) as error:
         raise RecipeError(f"{source}: {one_line(error)}; correct the value") from None
 
 
 def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
     """Every key is a field of `cls`, every section a mapping."""
-    known = _fields(cls)
+    known = schema.section_fields(cls)
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
-            raise RecipeError(f"{source}: {full}: unknown key; {_suggest(str(key), list(known), prefix)}")
+            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
-                names = ", ".join(_fields(known[key]))
-                raise RecipeError(f"{source}: {full}={value}: must be a section; set {full}.KEY, KEY one of {names}")
+                names = ", ".join(schema.section_fields(known[key]))
+                text = f"{full}={schema.shown(value)}: must be a section; set {full}.KEY, KEY one of {names}"
+                raise RecipeError(f"{source}: {text}")
             _check_keys(value, known[key], f"{full}.", source)
-
-
-def _fields(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _suggest(key: str, known: list[str], prefix: str) -> str:
@@ -107,46 +109,42 @@ def _suggest(key: str, known: list[str], prefix: str) -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(prefix + name for name in known)}"
 
 
-def _typed(merged: DictConfig, source: str) -> DictConfig:
+@cache
+def _template() -> Any:
+    """Keys, types and defaults; slow to make."""
+    return OmegaConf.structured(Recipe)
+
+
+def _typed(merged: DictConfig, source: str) -> Any:
+    """The values as the schema's types, interpolations resolved."""
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(Recipe), merged)
+        typed = OmegaConf.merge(_template(), merged)
         missing = sorted(OmegaConf.missing_keys(typed))
+        values = OmegaConf.to_container(typed, resolve=True)
     except OmegaConfBaseException as error:
-        full = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
-        shown = f"{full}={_shown(merged, full)}"
-        raise RecipeError(f"{source}: {shown}: must be {_wanted(full)}; correct its type") from None
+        key = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
+        while key not in schema.leaves() and "." in key:  # of a free mapping: the whole mapping
+            key = key.rpartition(".")[0]
+        text = f"{key}={_written(merged, key)}: must be {schema.in_words(key)}; {schema.remedy(key)}"
+        raise RecipeError(f"{source}: {text}") from None
+    except (RecursionError, OverflowError) as error:
+        raise RecipeError(f"{source}: {one_line(error)}; write plain values, without ${{...}}") from None
     if missing:
-        raise RecipeError(f"{source}: {missing[0]}: is required and has no value; set {missing[0]}=VALUE")
-    assert isinstance(typed, DictConfig)
-    return typed
+        raise RecipeError(f"{source}: {missing[0]}: is required and has no value; {schema.remedy(missing[0])}")
+    return values
 
 
-def _shown(merged: DictConfig, full: str) -> str:
+def _written(merged: DictConfig, key: str) -> str:
     """The value as written, interpolations unresolved."""
     value: Any = OmegaConf.to_container(merged, resolve=False)
-    for part in full.split("."):
+    for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return "null" if value is None else str(value)
-
-
-def _wanted(full: str) -> str:
-    """The type of a field in a user's words."""
-    hint: Any = Recipe
-    for part in full.split("."):
-        if not dataclasses.is_dataclass(hint):
-            break
-        hint = _fields(typing.cast(type, hint)).get(part, hint)
-    names: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    names |= {list[int]: "a list of integers, as [2, 3]", list[str]: "a list of words, as [params, optim]"}
-    if isinstance(hint, types.UnionType):
-        inner = [names.get(part, "a section of keys") for part in typing.get_args(hint) if part is not type(None)]
-        return " or ".join([*inner, "null"])
-    return names.get(hint, "a section of keys")
+    return schema.shown(value)
 
 
 def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     """Builds the dataclasses from the inside out, giving a broken rule its full key."""
-    hints = _fields(cls)
+    hints = schema.section_fields(cls)
     assert isinstance(values, Mapping)
     built = {
         key: _construct(hints[key], value, f"{prefix}{key}.", source) if dataclasses.is_dataclass(hints[key]) else value
@@ -155,5 +153,16 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     try:
         return cls(**built)
     except FieldError as error:
-        value = "null" if error.value is None else error.value
-        raise RecipeError(f"{source}: {prefix}{error.name}={value}: {error.rule}; {error.remedy}") from None
+        text = f"{prefix}{error.name}={schema.shown(error.value)}: {error.rule}; {error.remedy}"
+        raise RecipeError(f"{source}: {text}") from None
+
+
+def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """What is typed for this run has an effect; taking a value away, by null, need not have one."""
+    idle = idle_keys(recipe)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for prefix, (why, remedy) in idle.items():
+            if value != "null" and f"{key}.".startswith(f"{prefix}."):
+                text = f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
+                raise RecipeError(f"command line: {text}")

@@ -18,7 +18,7 @@ from recipes.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
-from trainer_bridge.tags import PARAMS
+from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
 """One number a response token, by answer."""
@@ -85,7 +85,7 @@ class Loop(abc.ABC):
     def _one(self, step: int) -> None:
         started, monitor = time.time(), self.monitor
         row = self.train_step(step)
-        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds), "sync": monitor.sync}
         memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row({"kind": "train", "step": step, **row, **seconds, **memory})
 
@@ -102,6 +102,11 @@ class Loop(abc.ABC):
         with self.monitor.phase("to_score"):
             self.cycle.to_score(model)
 
+    @property
+    def reference(self) -> str:
+        """The tag of the model that scores as the reference: with adapters their base, which is the policy's own."""
+        return PARAMS if self.setup.recipe.lora.rank else REFERENCE
+
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):
             self.cycle.to_train()
@@ -109,7 +114,7 @@ class Loop(abc.ABC):
 
     def _wake_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):
-            self.cycle.to_rollout(version)
+            self.monitor.synced(self.cycle.to_rollout(version))
         self.monitor.read_memory("rollout")
 
     def _evaluate(self, updates: int) -> None:

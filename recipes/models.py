@@ -99,7 +99,9 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
     fields = {"vocab_size": len(tokenizer), **spec, **ids}
     if isinstance(fields["vocab_size"], int) and fields["vocab_size"] < len(tokenizer):
         rule = f"is less than the tokenizer's {len(tokenizer)} words"
-        raise RecipeError(f"model.config.vocab_size={fields['vocab_size']}: {rule}; drop it, or raise it")
+        raise RecipeError(
+            f"model.config.vocab_size={fields['vocab_size']}: {rule}; set model.config.vocab_size={len(tokenizer)}"
+        )
     with quiet_transformers():
         model = _meta_model(spec, fields)
         model.config.architectures = [type(model).__name__]

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.live import View
 from recipes.peaks import Peaks
 from recipes.run_folder import RunFolder
+from trainer_bridge.errors import ActorError, RankFailed
 
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
+    from trainer_bridge.session import SyncReceipt
 
 
 class Watched(Protocol):
@@ -35,10 +37,12 @@ class Monitor:
         self.seconds: dict[str, float] = {}  # of the stages of this step
         self.memory: dict[str, dict[str, int]] = {}  # of this step: committed bytes by tag, by phase
         self.peaks = Peaks()
+        self.sync: dict[str, float] = {}  # the newest one
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
-        """Reads memory from `owner` (trainer, rollout): its tags at `read_memory`, its peaks after every stage."""
+        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`, its peaks after
+        every stage."""
         self._sources[owner] = (side.report, side.drain_events)
         self.peaks.watch(owner, side.take_usage)
 
@@ -70,11 +74,11 @@ class Monitor:
         except (RunError, RecipeError):
             raise
         except Exception as error:
-            cause = getattr(error, "cause", None)
-            stage = str(getattr(error, "stage", name))
-            text = one_line(cause if isinstance(cause, BaseException) else error)
-            kind = type(cause if isinstance(cause, BaseException) else error).__name__
-            raise RunError(stage, f"{kind}: {text}") from error
+            stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
+            if not isinstance(cause, BaseException):
+                cause = error
+            kind = LostWorker if _lost_actor(cause) else RunError
+            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
         """A stage succeeded; also the wake-up cycle's `on_stage`."""
@@ -86,16 +90,31 @@ class Monitor:
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.view.stage(name)
 
+    def synced(self, receipt: SyncReceipt) -> None:
+        """What the sync of this step moved: bytes of all targets, and seconds of the copies and of reading back."""
+        names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
+        self.sync = {name: getattr(receipt, name) for name in names}
+
     def row(self, row: dict[str, Any]) -> None:
         self.folder.add_row(row)
         self.view.row(row)
 
     def read_memory(self, phase: str) -> None:
-        """Takes every owner's report and events; the report stands in the step's row under `phase`."""
+        """Takes every owner's report and events; the report stands in the step's row under `phase`.
+
+        Of a tag that several devices have, that device's bytes that has most on it.
+        """
         shown: dict[str, tuple[int, int]] = {}
         for owner, (report, drain_events) in self._sources.items():
             self.folder.add_events(owner, drain_events())
             for tag, entry in report().tags.items():
-                shown[tag] = (entry.committed_bytes, entry.backup_bytes)
+                shown[tag] = max(shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes))
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)
+
+
+def _lost_actor(cause: BaseException) -> bool:
+    """One that was there before; also where a rank failed because of it."""
+    if isinstance(cause, RankFailed):
+        cause = cause.error
+    return isinstance(cause, ActorError) and cause.method != "__init__"

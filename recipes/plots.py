@@ -1,4 +1,4 @@
-"""The two pictures of a run. Imported only where they are drawn, because it needs matplotlib."""
+"""The two pictures of a run, and their panels. Imported only where they are drawn, because it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,138 +13,125 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from recipes.history import Levels, Span, format_seconds, kind_of, levels, one_step, smooth, stages_between, wake_up
 from recipes.live import beside_the_task
 
 if TYPE_CHECKING:
     from memsaver import Event
 
 MIB = 2**20
+INK, GRID, EDGE = "#222222", "#e3e3e3", "#bbbbbb"
 TAG_COLOURS = {
     "weights": "#3b6fb6",
     "kv_cache": "#f0a73a",
     "cuda_graph": "#7bb662",
     "params": "#8566ab",
     "optim": "#c95d63",
+    "critic": "#2c7f78",
+    "critic_optim": "#e08fa5",
+    "reference": "#6b6f76",
 }
 OTHER_COLOURS = ("#5aa7a7", "#b58863", "#8a8f98", "#d18ad0")
 BAND_COLOURS = {"rollout": "#eaf2fb", "train": "#fbeeee", "switch": "#f4f4f4"}
+PALE = "#9db8d9"  # beside its smoothed curve
 
-FIRST_STAGES = ("park_optim", "empty_cache", "wake_weights")  # of to_rollout: what comes first depends on cycle.keep
-
-Span = tuple[str, float, float]
+Row = Mapping[str, Any]
 
 
-def draw_reward(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+def draw_reward(rows: Sequence[Row], file: Path) -> None:
     """Reward and exact match above, log-probability gap below, over steps."""
-    train = [row for row in rows if row["kind"] == "train"]
-    steps = [row["step"] for row in train]
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
-    top.plot(steps, [row["reward"] for row in train], color="#9db8d9", linewidth=1.2, label="reward, mean of the step")
-    top.plot(steps, _smooth([row["reward"] for row in train]), color="#3b6fb6", linewidth=2.2, label="reward, smoothed")
-    exact = [row["exact_match"] for row in train]
-    top.plot(steps, exact, color="#7bb662", linewidth=1.4, linestyle="--", label="exact match of samples")
-    _evaluations(top, [row for row in rows if row["kind"] == "eval"])
-    top.set(ylabel="reward", ylim=(-0.03, 1.03))
-    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
-    if train:
-        bottom.semilogy(steps, [max(row["gap_mean"], 1e-9) for row in train], color="#8566ab", label="mean")
-        bottom.semilogy(steps, [max(row["gap_max"], 1e-9) for row in train], color="#f0a73a", label="max")
-        bottom.legend(loc="best", fontsize=9, framealpha=0.9)
-    bottom.set(xlabel="step", ylabel="nats a token", title="Log-probability gap, rollout against trainer")
+    reward_panel(top, rows)
+    gap_panel(bottom, rows)
+    bottom.set(xlabel="step", title="Log-probability gap, rollout against trainer")
     for axes in (top, bottom):
-        _tidy(axes)
+        tidy(axes)
     _save(figure, file)
 
 
-def _evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """Reward and exact match of the training rows, and every kind of evaluation."""
+    train = [row for row in rows if row["kind"] == "train"]
+    steps, rewards = [row["step"] for row in train], [row["reward"] for row in train]
+    axes.plot(steps, rewards, color=PALE, linewidth=1.2, label="reward, mean of the step")
+    axes.plot(steps, smooth(rewards), color=TAG_COLOURS["weights"], linewidth=2.2, label="reward, smoothed")
+    exact, green = [row["exact_match"] for row in train], TAG_COLOURS["cuda_graph"]
+    axes.plot(steps, exact, color=green, linewidth=1.4, linestyle="--", label="exact match of samples")
+    evaluations_panel(axes, [row for row in rows if row["kind"] == "eval"])
+    axes.set(ylabel="reward", ylim=(-0.03, 1.03))
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
+
+
+def evaluations_panel(axes: Axes, rows: Sequence[Row]) -> None:
     """A curve for the held-out problems and one for each other set, over the rows that have it."""
     curves = {"exact_match": "held-out exact match, greedy"} if rows else {}
     for row in rows:
         curves |= {key: f"{name}, never trained on, greedy" for key, name in beside_the_task(row).items()}
-    for (key, label), colour in zip(curves.items(), ("#c95d63", *OTHER_COLOURS * len(curves)), strict=False):
+    colours = (TAG_COLOURS["optim"], *OTHER_COLOURS * len(curves))
+    for (key, label), colour in zip(curves.items(), colours, strict=False):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1.8, markersize=5, label=label)
 
 
+def gap_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """Of the training rows: mean and largest log-probability gap, KL divergence from a reference; logarithmic."""
+    train = [row for row in rows if row["kind"] == "train"]
+    steps = [row["step"] for row in train]
+    if train:
+        for key, label, tag in (("gap_mean", "mean", "params"), ("gap_max", "max", "kv_cache")):
+            axes.semilogy(steps, [max(row[key], 1e-9) for row in train], color=TAG_COLOURS[tag], label=label)
+        if away := [row for row in train if row.get("kl_to_reference", 0) > 0]:
+            distance = [row["kl_to_reference"] for row in away]
+            style: dict[str, Any] = {"color": OTHER_COLOURS[2], "linestyle": "--", "label": "KL from the reference"}
+            axes.semilogy([row["step"] for row in away], distance, **style)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize=9, frameon=False)
+    axes.set(ylabel="nats a token")
+
+
 def draw_memory(spans: Sequence[Span], events: Mapping[str, Sequence[Event]], file: Path) -> None:
-    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up inside it."""
+    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up inside it.
+
+    events: by owner; of several devices the first one's are drawn.
+    """
     start = min(begin for _, begin, _ in spans)
     end = max(finish for _, _, finish in spans)
-    flat = sorted((event for group in events.values() for event in group), key=lambda event: event.time)
-    origin = min([start, *(event.time - event.seconds for event in flat)])
+    shown = {owner: group for owner, group in events.items() if owner.partition("[")[2] in ("", "0]")}
+    origin = min([start, *(event.time - event.seconds for group in shown.values() for event in group)])
     panels = [("Memory on the device by tag, whole session", origin, end)]
-    first, last, step = _one_step(spans)
+    first, last, step = one_step(spans)
     panels.append((f"One step ({step}) and its stages", first, last))
-    if wake_up := _wake_up(spans, first, last):
-        panels.append((f"The wake-up of {step}, stage by stage", *wake_up))
+    if found := wake_up(spans, first, last):
+        panels.append((f"The wake-up of {step}, stage by stage", *found))
     heights = [1.0, 1.3, 1.3][: len(panels)]
     figure, rows = pyplot.subplots(len(panels), 1, figsize=(12, 1.2 + 3.2 * len(panels)), height_ratios=heights)
     for axes, (title, left, right) in zip(rows, panels, strict=True):
-        _stack(axes, flat, origin, left, right, headroom=1.15 if axes is rows[0] else 1.5)  # room for stage names
+        headroom = 1.15 if axes is rows[0] else 1.5  # room for stage names
+        stack_panel(axes, levels(shown, left, right), origin, MIB, headroom)
         axes.set(title=title, ylabel="MiB")
         if axes is not rows[0]:
-            _bands(axes, [span for span in spans if span[1] >= left - 1e-6 and span[2] <= right + 1e-6], origin)
-        _tidy(axes)
+            _bands(axes, stages_between(spans, left, right), origin)
+        tidy(axes)
     rows[-1].set_xlabel("seconds since the run began")
     handles, labels = rows[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), fontsize=9, frameon=False)
     _save(figure, file, top=0.96)
 
 
-def _stack(axes: Axes, events: Sequence[Event], origin: float, first: float, last: float, headroom: float) -> None:
-    """Committed bytes of every tag, stacked, as steps; the dashed line is what the host keeps for paused tags."""
-    tags = _in_order({event.tag for event in events})
-    now, backup = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
-    times, held, kept = [first - origin], [dict(now)], [0]
-    for event in events:
-        if event.time > last:
-            break
-        now[event.tag], backup[event.tag] = event.committed_bytes, event.backup_bytes
-        if event.time < first:
-            held[0], kept[0] = dict(now), sum(backup.values())
-            continue
-        times.append(event.time - origin)
-        held.append(dict(now))
-        kept.append(sum(backup.values()))
-    times.append(last - origin)
-    held.append(held[-1])
-    kept.append(kept[-1])
+def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: float) -> None:
+    """Committed bytes of every key, stacked, as steps; the dashed line is what the host keeps for paused tags."""
+    times = [time - origin for time in found.times]
     base = [0.0] * len(times)
-    spare = iter(OTHER_COLOURS * (1 + len(tags)))
-    for tag in tags:
-        upper = [low + row[tag] / MIB for low, row in zip(base, held, strict=True)]
-        colour = TAG_COLOURS.get(tag) or next(spare)
-        axes.fill_between(times, base, upper, step="post", color=colour, alpha=0.9, linewidth=0, label=tag, zorder=2)
+    spare = iter(OTHER_COLOURS * (1 + len(found.held)))
+    for name, held in found.held.items():
+        upper = [low + nbytes / unit for low, nbytes in zip(base, held, strict=True)]
+        colour = TAG_COLOURS.get(name) or next(spare)
+        axes.fill_between(times, base, upper, step="post", color=colour, alpha=0.9, linewidth=0, label=name, zorder=2)
         base = upper
-    kept_mib = [nbytes / MIB for nbytes in kept]
-    style: dict[str, Any] = {"color": "#222222", "linestyle": "--", "linewidth": 1.1, "zorder": 3}
-    axes.step(times, kept_mib, where="post", label="host backup", **style)
-    axes.set_xlim(first - origin, last - origin)
-    axes.set_ylim(0, headroom * max([*base, *kept_mib, 1e-3]))
-
-
-def _in_order(tags: set[str]) -> list[str]:
-    known = [tag for tag in TAG_COLOURS if tag in tags]
-    return known + sorted(tags - set(known))
-
-
-def _one_step(spans: Sequence[Span]) -> tuple[float, float, str]:
-    """The last step that neither evaluated nor saved, or else the last one; the whole time where there is none."""
-    steps = [span for span in spans if span[0].startswith("step ")]
-    if not steps:
-        return min(begin for _, begin, _ in spans), max(finish for _, _, finish in spans), "incomplete"
-    extra = [begin for name, begin, _ in spans if name in ("evaluate", "save_checkpoint")]
-    plain = [span for span in steps if not any(span[1] <= begin <= span[2] for begin in extra)]
-    name, begin, finish = (plain or steps)[-1]
-    return begin, finish, name
-
-
-def _wake_up(spans: Sequence[Span], first: float, last: float) -> tuple[float, float] | None:
-    """From the first stage of the step's to_rollout to its last."""
-    inside = [span for span in spans if first - 1e-6 <= span[1] <= last]
-    begins = [begin for name, begin, _ in inside if name in FIRST_STAGES]
-    ends = [finish for name, _, finish in inside if name == "wake_kv_cache"]
-    return (begins[0], ends[0] + 0.08 * (ends[0] - begins[0])) if begins and ends else None
+    kept = [nbytes / unit for nbytes in found.kept]
+    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.1, "zorder": 3}
+    axes.step(times, kept, where="post", label="host backup", **style)
+    axes.set_xlim(times[0], times[-1])
+    axes.set_ylim(0, headroom * max([*base, *kept, 1e-3]))
 
 
 def _bands(axes: Axes, spans: Sequence[Span], origin: float) -> None:
@@ -152,40 +139,19 @@ def _bands(axes: Axes, spans: Sequence[Span], origin: float) -> None:
     left, right = axes.get_xlim()
     top = axes.get_ylim()[1]
     for name, begin, finish in spans:
-        if name.startswith("step "):
-            continue
-        colour = BAND_COLOURS[_kind(name)]
-        axes.axvspan(begin - origin, finish - origin, color=colour, zorder=0, linewidth=0)
-        axes.axvline(begin - origin, color="#bbbbbb", linewidth=0.6, zorder=1)
+        axes.axvspan(begin - origin, finish - origin, color=BAND_COLOURS[kind_of(name)], zorder=0, linewidth=0)
+        axes.axvline(begin - origin, color=EDGE, linewidth=0.6, zorder=1)
         if finish - begin > 0.012 * (right - left):
             middle = (begin + finish) / 2 - origin
             wide = finish - begin > 0.14 * (right - left)
-            text = f"{name}\n{_duration(finish - begin)}" if wide else name
+            text = f"{name}\n{format_seconds(finish - begin)}" if wide else name
             place: dict[str, Any] = {"rotation": 0 if wide else 90, "ha": "center", "va": "top", "fontsize": 8.5}
-            axes.text(middle, top * 0.985, text, color="#333333", zorder=4, **place)
+            axes.text(middle, top * 0.985, text, color=INK, zorder=4, **place)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
-
-
-def _kind(stage: str) -> str:
-    if stage in ("generate_sequences", "evaluate"):
-        return "rollout"
-    return "train" if stage.startswith(("compute_", "update_actor", "save_")) else "switch"
-
-
-def _smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
-    """Exponential moving average."""
-    out: list[float] = []
-    for value in values:
-        out.append(value if not out else weight * out[-1] + (1 - weight) * value)
-    return out
-
-
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.7, zorder=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.7, zorder=0)
     axes.title.set_fontsize(11)
 
 

@@ -31,7 +31,7 @@ from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, generate_sequences
 from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, step_row
 from trainer_bridge import CriticConfig, SequenceBatch
-from trainer_bridge.tags import CRITIC, REFERENCE
+from trainer_bridge.tags import CRITIC
 
 
 class PpoLoop(Loop):
@@ -61,7 +61,7 @@ class PpoLoop(Loop):
             samples = generate_sequences(self.rollout, setup, step)
         ref_logprobs = None
         if ppo.kl_coef:
-            self.to_score(REFERENCE)
+            self.to_score(self.reference)
             with self.stage("compute_ref_log_prob"):
                 ref_logprobs = compute_ref_log_prob(trainer, samples, temperature)
         self.to_score(CRITIC)

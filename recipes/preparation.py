@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.rounding import round_up
-from recipes.config import ModelSection, Recipe
+from recipes.config import LoraSection, ModelSection, Recipe
 from recipes.config.shapes import random_model_fields
+from recipes.config.sides import LORA_MODULES
 from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
 from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
+from recipes.pool import in_tokens, pool_tokens
 from recipes.tasks import TOY_WORDS, Problem, Task, make_task
 
 if TYPE_CHECKING:
@@ -47,16 +49,13 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     device = resolve_device(recipe)
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
-    wanted, there = recipe.loop.prompts_per_step, len(task.train)
-    if wanted > there:
-        raise RecipeError(
-            f"{recipe.algorithm}.prompts_per_step={wanted}: the task has {there} training problems; set at most {there}"
-        )
+    _check_prompts(recipe, len(task.train))
     with _model_dir(recipe) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
+        _check_lora(recipe.lora, model_dir)
         prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
         longest = max(map(len, prompts))
-        kv_tokens = _kv_tokens(recipe, device, model)
+        kv_tokens = pool_tokens(recipe, device, model)
         _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
         if recipe.model.path is None:
             model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
@@ -102,11 +101,26 @@ def _model_key(model: ModelSection) -> str:
     return "model.config" if model.shape is None else f"model.shape={model.shape}"
 
 
+def _check_lora(section: LoraSection, model_dir: Path) -> None:
+    """Its layers are the model's."""
+    if not section.rank:
+        return
+    from trainer_bridge.model import linear_layer_names
+
+    there = linear_layer_names(str(model_dir))
+    if missing := [name for name in section.target_modules if name not in there]:
+        remedy = f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
+        listed = ",".join(section.target_modules)
+        rule = f"the model has no layers {', '.join(missing)}"
+        raise RecipeError(f"lora.target_modules=[{listed}]: {rule}; {remedy}")
+
+
 def resolve_device(recipe: Recipe) -> str:
     """`cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
     import torch
 
     count = torch.cuda.device_count()
+    _check_devices(recipe, count if recipe.device != "cpu" else 0)
     if recipe.device == "auto":
         return "cuda:0" if count else "cpu"
     if recipe.device == "cpu":
@@ -117,6 +131,13 @@ def resolve_device(recipe: Recipe) -> str:
     return f"cuda:{index}"
 
 
+def _check_devices(recipe: Recipe, gpus: int) -> None:
+    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device is two processes."""
+    each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
+    if gpus and each > gpus:
+        raise RecipeError(f"{key}={each}: torch sees {gpus} GPUs here; set {key}={gpus}")
+
+
 def _check_packages(recipe: Recipe) -> None:
     needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
     needed.append(("model", "transformers", "models"))
@@ -125,45 +146,26 @@ def _check_packages(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: needs the package {module}; run: pip install 'memsaver[{extra}]'")
 
 
+def _check_prompts(recipe: Recipe, there: int) -> None:
+    """A step's prompts are different problems."""
+    wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
+    if wanted > there:
+        raise RecipeError(f"{key}={wanted}: the task has {there} training problems; set {key}={there}")
+
+
 def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context: int | None) -> None:
     answer = recipe.sampling.max_tokens
     need = longest_prompt + answer
+    if context is not None and need > context:
+        rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
+        remedy = (
+            f"set sampling.max_tokens={context - longest_prompt}" if context > longest_prompt else "shorten prompts"
+        )
+        raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
     page = recipe.engine.page_size
     rounded = round_up(need, page)
     if rounded > kv_tokens:
         key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
-        remedy = f"set engine.kv_tokens={rounded} or more"
         rule = f"the KV pool of {kv_tokens} tokens is too small for one request of {longest_prompt} + {answer} tokens"
+        remedy = f"set {in_tokens(recipe, rounded)} or more"
         raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule} in pages of {page}; {remedy}")
-    if context is not None and need > context:
-        rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
-        room = max(1, context - longest_prompt)
-        raise RecipeError(f"sampling.max_tokens={answer}: {rule}; set sampling.max_tokens={room}")
-
-
-def _kv_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
-    """The pool's tokens: as given, or what (weights + pool) = fraction x the GPU's total bytes leaves."""
-    fraction = recipe.engine.mem_fraction_static
-    if fraction is None:
-        assert recipe.engine.kv_tokens is not None
-        return recipe.engine.kv_tokens
-    key = f"engine.mem_fraction_static={fraction}"
-    if device == "cpu":
-        raise RecipeError(f"{key}: is a share of a GPU's memory, only on a GPU; set engine.kv_tokens=4096 instead")
-    import torch
-
-    from kvcache import layout
-    from rollout.model.layout import parameter_groups
-    from rollout.weights import arena_nbytes
-
-    total = torch.cuda.get_device_properties(device).total_memory
-    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    kept = layout(model.hf_config, dtype=dtype)
-    states = (recipe.engine.max_running + 1) * kept.state_bytes  # of linear layers; a slot more, for padding
-    left = int(fraction * total) - arena_nbytes(parameter_groups(model), dtype) - states
-    page = recipe.engine.page_size
-    tokens = (left // kept.bytes_per_token // page - 1) * page  # the pool has a page more, for padding
-    if tokens < page:
-        who = "the weights and states" if states else "the weights alone"
-        raise RecipeError(f"{key}: {who} take more of the GPU's {total} bytes; raise it")
-    return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.errors import RecipeError
+from recipes.errors import LostWorker, RecipeError
 from recipes.grpo import GrpoLoop
 from recipes.live import make_view
 from recipes.loading import find_recipe, load
@@ -19,10 +20,14 @@ from recipes.monitor import Monitor
 from recipes.ppo import PpoLoop
 from recipes.preparation import Setup, prepare
 from recipes.run_folder import RunFolder
-from trainer_bridge import Cycle, TrainerConfig, open_inprocess, open_ray
+from rollout import KVTiers
+from rollout.preemption import Preemption
+from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge.remote import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
-MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "driver", "device")  # of a run that is continued
+# Of a run that is continued:
+MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -31,7 +36,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
     if run_dir is None:
         run_dir = Path("runs") / f"{find_recipe(recipe_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     RunFolder.refuse_used(run_dir)
-    setup = prepare(recipe, run_dir)
+    setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
     _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
     return run_dir
 
@@ -57,7 +62,7 @@ def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Seque
     if step >= recipe.steps:
         remedy = f"set steps={step + 10} to go on"
         raise RecipeError(f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}")
-    setup = prepare(recipe, run_dir)
+    setup = prepare(recipe, run_dir.absolute())
     _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
     return run_dir
 
@@ -72,21 +77,47 @@ def _first_difference(name: str, was: Any, now: Any) -> str:
 
 
 def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
-    """The run itself; whatever happens, trace and pictures of what was done are written."""
+    """The run itself; after the loss of a worker again from the last checkpoint, as often as the recipe allows."""
+    recipe, allowed = setup.recipe, setup.recipe.checkpoint.max_restarts
+    opening = f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    if recipe.status == "planned":
+        opening += "; status=planned: this recipe was worked out, nobody has run it yet"
+    restarts = 0
+    while True:
+        try:
+            return _attempt(setup, folder, resume, opening)
+        except LostWorker as lost:
+            if restarts == allowed:
+                raise LostWorker(lost.stage, lost.cause, _how_to_go_on(folder)) from lost
+            restarts += 1
+            folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
+            folder.add_restart(restarts, str(lost))
+            where = f"step {folder.last_checkpoint_step()}" if resume else "the start"
+            opening = f"restart {restarts} of {allowed} from {where}: {lost}"
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    if folder.has_checkpoint():
+        return f"go on with: memsaver run --resume {shlex.quote(str(folder.path.absolute()))}"
+    return "there is no checkpoint yet: start again"
+
+
+def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
+    """Once through; whatever happens, trace and pictures of what was done are written."""
     recipe = setup.recipe
     view = make_view(f"memsaver  {folder.path}", recipe.steps)
     monitor = Monitor(folder, view)
-    view.note(f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps")
+    view.note(opening)
     try:
         with ExitStack() as stack:
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(_open_pair(setup))
-            monitor.watch("trainer", trainer)
-            monitor.watch("rollout", rollout)
+            for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
+                monitor.watch(name, side)
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):
-                    trainer.load_checkpoint(str(folder.last_checkpoint()))
+                    trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
             cycle = Cycle(
                 trainer,
@@ -95,7 +126,7 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
                 sleep_level=recipe.engine.sleep_level,
                 keep=recipe.cycle.keep,
                 critic=recipe.algorithm == "ppo",
-                reference=recipe.loop.kl_coef > 0,
+                reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
             )
             loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
@@ -113,14 +144,22 @@ def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
     folder.save_checkpoint(step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step}))
 
 
+def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
+    """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there are several)."""
+    return [(each.name, each) for each in side.each()] if isinstance(side, RemoteGroup) else [(name, side)]
+
+
 def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
     """Trainer and rollout of this recipe, alive inside the block."""
-    open_pair = open_ray if setup.recipe.driver == "ray" else open_inprocess
-    return open_pair(trainer_config(setup), engine_arguments(setup))
+    config, arguments, cluster = trainer_config(setup), engine_arguments(setup), setup.recipe.cluster
+    if setup.recipe.driver == "inprocess":
+        return open_inprocess(config, arguments)
+    address = "auto" if cluster.nnodes > 1 else None  # one machine's cluster can be started here, larger ones are there
+    return open_ray(config, arguments, devices=cluster.n_gpus_per_node, nodes=cluster.nnodes, address=address)
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    section, loop = setup.recipe.trainer, LOOPS[setup.recipe.algorithm]
+    section, loop, lora = setup.recipe.trainer, LOOPS[setup.recipe.algorithm], setup.recipe.lora
     return TrainerConfig(
         model_path=str(setup.model_dir),
         device=setup.device,
@@ -135,6 +174,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         activation_checkpointing=section.activation_checkpointing,
         threads=section.threads,
         seed=setup.recipe.seed,
+        lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
         **loop.trainer_fields(setup.recipe),
     )
 
@@ -142,6 +182,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 def engine_arguments(setup: Setup) -> dict[str, Any]:
     """What `Engine.from_pretrained` takes besides the model and the device, which are the trainer's."""
     section = setup.recipe.engine
+    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
+    preemption: Preemption = "cheapest" if tensor == 1 else "swap"  # tensor-parallel ranks decide alike
     return {
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,
@@ -150,5 +192,8 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "max_prefill_tokens": section.max_prefill_tokens,
         "max_context_len": setup.max_request_tokens,
         "cuda_graphs": section.cuda_graphs,
+        "kv_cache_dtype": section.kv_cache_dtype,
+        "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
+        "tensor_parallel_size": tensor,
         "seed": setup.recipe.seed,
     }

@@ -3,7 +3,9 @@
 recipe.yaml     the recipe as resolved, readable by `load`
 metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
 trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
+environment.json  date, host, GPUs and versions
 reward.png, memory.png
+restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
 model/          config and tokenizer of a random model, where the recipe makes one
 """
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.timeline import Timeline
 from recipes.config import Recipe
+from recipes.environment import write_environment
 from recipes.errors import RecipeError
 from recipes.loading import save_recipe
 
@@ -37,12 +40,15 @@ class RunFolder:
         self.rows: list[Row] = []
         self.spans: list[tuple[str, float, float]] = []
         self.events: dict[str, list[Event]] = {}  # by owner: trainer, rollout
-        self.started = time.time()
+        self._latest = path / "checkpoints" / "latest"
 
     @staticmethod
     def refuse_used(path: Path) -> None:
         if (path / "metrics.jsonl").exists():
             raise RecipeError(f"--run-dir {path}: already holds a run; use --resume {path}, or another folder")
+        if any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
+            rule = "is in a job's working_dir, which Ray deletes"
+            raise RecipeError(f"--run-dir {path}: {rule}; give a folder on shared storage")
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
@@ -52,26 +58,37 @@ class RunFolder:
         folder = cls(path)
         save_recipe(recipe, path / "recipe.yaml")
         (path / "metrics.jsonl").touch()
+        write_environment(path / "environment.json")
         return folder
 
     @classmethod
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """An earlier run, cut back to its last checkpoint: later rows are dropped, they will be computed again."""
+        """An earlier run, cut back to its last checkpoint, or to its start where there is none yet.
+
+        Later rows are dropped, they will be computed again; the trace of the session that ended is kept beside.
+        """
         folder = cls(path)
-        step = folder.last_checkpoint_step()
+        step = folder.last_checkpoint_step() if folder.has_checkpoint() else 0
         rows = [json.loads(line) for line in _complete_lines(path / "metrics.jsonl")]
         folder.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
         _replace(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
-        for name in ("trace.json", "memory.png"):
+        for name in ("trace.json", "memory.png", "environment.json"):
             if (path / name).exists():  # of the session that ended here
                 (path / name).rename(_free_name(path / name, step))
         save_recipe(recipe, path / "recipe.yaml")
+        write_environment(path / "environment.json")
         return folder
 
     def add_row(self, row: Row) -> None:
         self.rows.append(row)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def add_restart(self, number: int, cause: str) -> None:
+        """The run goes on by itself for the `number`-th time, from its last checkpoint."""
+        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
+        with (self.path / "restarts.jsonl").open("a") as file:
+            file.write(json.dumps({"time": time.time(), "restart": number, "after_step": step, "cause": cause}) + "\n")
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """A stage, in time.time() seconds."""
@@ -84,11 +101,13 @@ class RunFolder:
         """Updates that the newest complete checkpoint holds; RecipeError where there is none."""
         return int(self.last_checkpoint().name.removeprefix("step_"))
 
+    def has_checkpoint(self) -> bool:
+        return self._latest.is_file()
+
     def last_checkpoint(self) -> Path:
-        pointer = self.path / "checkpoints" / "latest"
-        if not pointer.is_file():
+        if not self.has_checkpoint():
             raise RecipeError(f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10")
-        return pointer.parent / pointer.read_text().strip()
+        return self._latest.parent / self._latest.read_text().strip()
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
         """`write` makes the folder it is given, whole or not at all; then it is the latest, and old ones go."""
@@ -108,7 +127,8 @@ class RunFolder:
         for owner, events in self.events.items():
             for event in sorted(events, key=lambda item: item.time):
                 start = event.time - event.seconds
-                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, bytes=event.committed_bytes)
+                sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
+                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, **sizes)
                 timeline.counter(event.tag, event.time, {"committed": event.committed_bytes}, process=owner)
         timeline.write(self.path / "trace.json")
 

@@ -1,4 +1,4 @@
-"""The engine as a Ray actor: `RolloutActor.options(...).remote(path, ...)`. Only this file imports ray."""
+"""The engine as a Ray actor: `RolloutActor.options(...).remote(path, ...)`, then `build`. Here alone is ray."""
 
 import os
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 
 from memsaver import Event, MemorySaver, Report, Ticket, Usage
 from rollout.engine import Engine
+from rollout.meeting import Seat, join, open_store
 from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
@@ -24,7 +25,10 @@ from rollout.types import (
 
 @ray.remote
 class RolloutActor:
-    """Same methods as `Engine`, one call at a time. Properties of the engine are methods here."""
+    """Same methods as `Engine`, one call at a time. Properties of the engine are methods here.
+
+    Made empty, so that the process starts while others work; `build` takes the memory.
+    """
 
     def __init__(
         self,
@@ -41,15 +45,23 @@ class RolloutActor:
         """path: model directory. threads: torch's CPU threads in this process. engine: further EngineConfig fields."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self._engine = Engine.from_pretrained(
-            path,
-            device=device,
-            dtype=getattr(torch, dtype),
-            kv_tokens=kv_tokens,
-            load_weights=load_weights,
-            saver=MemorySaver(device=device, limit_bytes=limit_bytes),
-            **(engine or {}),
-        )
+        self._device = torch.device(device)
+        self._limit_bytes = limit_bytes
+        self._arguments = {"kv_tokens": kv_tokens, "load_weights": load_weights, **(engine or {})}
+        self._arguments |= {"path": path, "device": device, "dtype": getattr(torch, dtype)}
+        self._store: Any = None
+
+    def meet(self) -> tuple[str, int]:
+        """Host and port at which the other ranks of a tensor-parallel engine join this one, which is rank 0."""
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host)
+        return host, self._store.port
+
+    def build(self, seat: Seat | None = None) -> None:
+        """Make the engine. seat: among tensor-parallel ranks, all of which call this at the same time."""
+        group = None if seat is None else join(seat, self._device, self._store)
+        saver = MemorySaver(device=self._device, limit_bytes=self._limit_bytes)
+        self._engine = Engine.from_pretrained(**self._arguments, saver=saver, group=group)
 
     def pid(self) -> int:
         return os.getpid()
@@ -92,6 +104,9 @@ class RolloutActor:
 
     def weights_version(self) -> int:
         return self._engine.weights_version
+
+    def served_version(self) -> int | None:
+        return self._engine.served_version()
 
     def unavailable_reason(self) -> str | None:
         return self._engine.unavailable_reason()

@@ -17,7 +17,7 @@ from memsaver.usage import empty_torch_cache
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder
-from rollout.intake import Intake
+from rollout.intake import Intake, for_each
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
@@ -73,7 +73,7 @@ class Engine:
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self._store = WeightStore(rank_groups(model, self._ranks), aliases(model), dtype, saver)
+        self._store = WeightStore(rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver)
         self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self._blocks = self._cache.blocks
         self._prefixes = self._cache.prefix_blocks(config)
@@ -142,9 +142,7 @@ class Engine:
         unavailable, ValueError naming a prompt that could never fit. Whatever raises, no request of this call is left.
         """
         self._require_available()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt")
+        each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
         requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
@@ -284,6 +282,10 @@ class Engine:
     def weights_version(self) -> int:
         """The version last defined; 0 after loading."""
         return self._store.last_version
+
+    def served_version(self) -> int | None:
+        """Of the weights, also while they sleep with their content kept; None while they are undefined."""
+        return self._store.version
 
     @property
     def manifest(self) -> Manifest:

@@ -10,6 +10,14 @@ from rollout.scheduler import Scheduler
 from rollout.types import SamplingParams
 
 
+def for_each(prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    """One for every prompt. ValueError where there are as many neither as one nor as prompts."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt")
+    return each
+
+
 class Intake:
     """Numbers requests in the order in which they come; seeds that are not given follow from that."""
 

@@ -16,7 +16,10 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 ALONE = {
     "cuda": ["memsaver/backends/cuda.py"],
     "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
-    "ray": ["rollout/actor.py", "trainer_bridge/actor.py", "trainer_bridge/coordinator.py"],
+    "ray": [
+        "rollout/actor.py",
+        *(f"trainer_bridge/{name}.py" for name in ("actor", "coordinator", "placement", "remote")),
+    ],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "omegaconf": ["recipes/"],
     "torch.distributed.fsdp": ["trainer_bridge/"],

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer_bridge.batch import SequenceBatch
-from trainer_bridge.config import CriticConfig, TrainerConfig
+from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.cycle import Cycle
-from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError
+from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
 
 if TYPE_CHECKING:
     from trainer_bridge.coordinator import open_inprocess, open_ray
@@ -30,6 +30,8 @@ __all__ = [
     "CriticConfig",
     "Cycle",
     "CycleError",
+    "LoraConfig",
+    "RankFailed",
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",

@@ -1,12 +1,16 @@
-"""The trainer as a Ray actor, and blocking handles on both actors. ray is imported when first needed."""
+"""The trainer as a Ray actor, and blocking handles on the ranks of both sides. ray is imported when first needed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import memsaver
+from rollout.intake import for_each
+from rollout.meeting import Seat, join, open_store
 from rollout.protocols import Progress
 from rollout.types import (
     CommitReceipt,
@@ -21,7 +25,8 @@ from rollout.types import (
 )
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.errors import ActorDied, ActorTimeout
+from trainer_bridge.dealing import deal_prompts
+from trainer_bridge.remote import RemoteActor, RemoteGroup
 from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
@@ -39,13 +44,29 @@ class TrainerActor:
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
+        self._store: Any = None
 
-    def build(self, layout: Manifest | None = None) -> None:
+    def meet(self) -> tuple[str, int]:
+        """Host and port at which the other ranks join this one, which is rank 0."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host)
+        return host, self._store.port
+
+    def build(
+        self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None, seat: Seat | None = None
+    ) -> None:
+        """seat: among several ranks, all of which call this at the same time. The rest is `Trainer`'s."""
+        if seat is not None:
+            join(seat, torch.device(self.config.device), self._store)
         self.saver = memsaver.MemorySaver(device=self.config.device)
-        self.trainer = Trainer(self.config, self.saver, layout=layout)
+        self.trainer = Trainer(self.config, self.saver, shard_dims=shard_dims, layout=layout)
 
-    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.trainer.compute_log_prob(batch, temperature)
+    def compute_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
+    ) -> list[list[float]]:
+        return self.trainer.compute_log_prob(batch, temperature, base=base)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.trainer.update_actor(batch)
@@ -83,6 +104,9 @@ class TrainerActor:
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         return self.trainer.load_checkpoint(directory)
 
+    def save_adapters(self, directory: str) -> None:
+        self.trainer.save_adapters(directory)
+
     def report(self) -> Report:
         return self.saver.report()
 
@@ -96,45 +120,17 @@ class TrainerActor:
         return os.getpid()
 
 
-class RemoteActor:
-    """A handle on a Ray actor whose calls block.
+class RemoteTrainer(RemoteGroup):
+    """Methods and contracts of `Trainer`, called on every rank. `report`, `drain_events` and `take_usage` are of one
+    rank: ask one of `each()`."""
 
-    What the method raised is raised here. `ActorDied` and `ActorTimeout` name the actor and the method.
-    """
+    def build(self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None) -> None:
+        self.call_each("build", [(layout, shard_dims, seat) for seat in seats(self)])
 
-    def __init__(self, handle: Any, name: str, timeout: float) -> None:
-        """timeout: seconds for one call."""
-        self.handle = handle
-        self.name = name
-        self.timeout = timeout
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.result(getattr(self.handle, method).remote(*args, **kwargs), method)
-
-    def result(self, reference: Any, method: str) -> Any:
-        """Wait for a call that was started with `handle.method.remote()`."""
-        import ray
-
-        try:
-            return ray.get(reference, timeout=self.timeout)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, Exception):
-                raise error.cause from error
-            raise
-        except ray.exceptions.GetTimeoutError as error:
-            raise ActorTimeout(self.name, method, f"gave no answer for {self.timeout:g} s") from error
-        except ray.exceptions.RayActorError as error:
-            if error.actor_init_failed:  # what the constructor raised is the last line of the text
-                reason = f"could not be made ({str(error).strip().splitlines()[-1].strip()})"
-                raise ActorDied(self.name, "__init__", reason) from error
-            raise ActorDied(self.name, method, "died") from error
-
-
-class RemoteTrainer(RemoteActor):
-    """Methods and contracts of `Trainer`."""
-
-    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.call("compute_log_prob", batch, temperature)
+    def compute_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
+    ) -> list[list[float]]:
+        return self.call("compute_log_prob", batch, temperature, base=base)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         return self.call("update_actor", batch)
@@ -158,7 +154,8 @@ class RemoteTrainer(RemoteActor):
         self.call("empty_cache")
 
     def connect(self, rollout: RemoteRollout) -> None:
-        self.call("connect", rollout)
+        """Each rank speaks for the engine rank of its device."""
+        self.call_each("connect", [(target,) for target in rollout.each()])
 
     def sync_weights(self, version: int) -> SyncReceipt:
         return self.call("sync_weights", version)
@@ -172,25 +169,43 @@ class RemoteTrainer(RemoteActor):
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         return self.call("load_checkpoint", directory)
 
+    def save_adapters(self, directory: str) -> None:
+        self.call("save_adapters", directory)
+
     def report(self) -> Report:
-        return self.call("report")
+        return self.call_one("report")
 
     def drain_events(self) -> list[Event]:
-        return self.call("drain_events")
+        return self.call_one("drain_events")
 
     def take_usage(self) -> Usage:
-        return self.call("take_usage")
+        return self.call_one("take_usage")
 
 
-class RemoteRollout(RemoteActor):
-    """Methods and contracts of `rollout.Engine`."""
+class RemoteRollout(RemoteGroup):
+    """Methods and contracts of `rollout.Engine`, over all replicas of it, each of which is `engine_size` ranks.
+
+    A weight update, `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`.
+    """
+
+    def __init__(self, ranks: Sequence[RemoteActor], timeout: float, engine_size: int = 1) -> None:
+        super().__init__(ranks, timeout)
+        self._engines = [range(first, first + engine_size) for first in range(0, len(self.ranks), engine_size)]
+
+    def build(self) -> None:
+        engines = [type(self)([self.ranks[rank] for rank in engine], self.timeout) for engine in self._engines]
+        self.call_each("build", [(seat,) for engine in engines for seat in seats(engine)])
 
     @property
     def weights_version(self) -> int:
         return self.call("weights_version")
 
+    def served_version(self) -> int | None:
+        return self.call("served_version")
+
     def unavailable_reason(self) -> str | None:
-        return self.call("unavailable_reason")
+        """Of the first rank that has one."""
+        return next((reason for reason in self.call_all("unavailable_reason") if reason is not None), None)
 
     def generate(
         self,
@@ -198,8 +213,26 @@ class RemoteRollout(RemoteActor):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """on_progress runs in the actor: pass something picklable that sends the numbers on."""
-        return self.call("generate", prompts, params, on_progress)
+        """The prompts are dealt over the replicas; answers come in the order of the prompts. A replica that refuses one
+        counts those that it was dealt.
+
+        on_progress runs in the actor: pass something picklable that sends the numbers on. ValueError with several
+        replicas, whose numbers nobody adds up.
+        """
+        each = for_each(prompts, params)
+        if on_progress is not None and len(self._engines) > 1:
+            raise ValueError(f"on_progress is for one engine, these are {len(self._engines)} replicas; leave it away")
+        dealt = deal_prompts(prompts, each, len(self._engines))
+        args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
+        for engine, numbers in zip(self._engines, dealt, strict=True):
+            mine = [prompts[number] for number in numbers], [each[number] for number in numbers]
+            for rank in engine if numbers else ():
+                args[rank] = (*mine, on_progress if rank == engine.start else None)
+        answers = self.call_each("generate", args)
+        found: dict[int, list[Completion]] = {}
+        for engine, numbers in zip(self._engines, dealt, strict=True):
+            found |= zip(numbers, answers[engine.start] or (), strict=True)
+        return [found[number] for number in range(len(prompts))]
 
     def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
         self.call("sleep", level, unfinished, tags)
@@ -208,32 +241,41 @@ class RemoteRollout(RemoteActor):
         self.call("wake_up", tags)
 
     def weight_layout(self) -> WeightLayout:
-        return self.call("weight_layout")
+        return self.call_one("weight_layout")
 
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
-        return self.call("begin_update", version, shadow=shadow, names=names)
+        return self.call_one("begin_update", version, shadow=shadow, names=names)
 
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
         """`data` is copied once: a view would take all bytes of its buffer along."""
-        self.call("write_update", boxes, data.clone())
+        self.call_one("write_update", boxes, data.clone())
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        return self.call("verify_update", receipt)
+        return self.call_one("verify_update", receipt)
 
     def commit_update(self, version: int) -> CommitReceipt:
-        return self.call("commit_update", version)
+        return self.call_one("commit_update", version)
 
     def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
-        return self.call("adopt_update", version, ticket, layout_hash, digest)
+        return self.call_one("adopt_update", version, ticket, layout_hash, digest)
 
     def abort_update(self, reason: str) -> None:
         self.call("abort_update", reason)
 
     def report(self) -> Report:
-        return self.call("report")
+        return self.call_one("report")
 
     def drain_events(self) -> list[Event]:
-        return self.call("drain_events")
+        return self.call_one("drain_events")
 
     def take_usage(self) -> Usage:
-        return self.call("take_usage")
+        return self.call_one("take_usage")
+
+
+def seats(ranks: RemoteGroup) -> list[Seat | None]:
+    """Where each rank joins the others; None for one alone. Rank 0 opens the store."""
+    if len(ranks.ranks) == 1:
+        return [None]
+    host, port = ranks.each()[0].call("meet")
+    size, seconds = len(ranks.ranks), ranks.timeout
+    return [Seat(host=host, port=port, rank=rank, size=size, seconds=seconds) for rank in range(size)]

@@ -5,10 +5,11 @@ A directory appears whole or not at all. Loading writes into the tensors that ar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ _VALUES = "values.json"
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Tensor]:
-    """What a checkpoint holds of one model, by name; the tensors are the model's and the optimizer's own."""
+    """What a checkpoint holds of one model: all that is trained, by name; the tensors are the model's and the
+    optimizer's own."""
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         moments = optimizer.state[param]
         found[f"{prefix}params.{name}"] = param.detach()
         found[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
@@ -35,36 +39,62 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 
     values: anything JSON can hold.
     """
+    text = json.dumps(values)  # refuses before anything is written
+    with whole_directory(directory) as partial:
+        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        dcp.save(dict(tensors), storage_writer=writer)
+        if _is_first():
+            with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def whole_directory(directory: str) -> Iterator[str]:
+    """Every rank enters it. What is written into the directory given takes `directory`'s place when the block ends on
+    rank 0 without an error; it ends there after the others have written."""
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
-    text = json.dumps(values)  # refuses before anything is written
     if _is_first():
         _remove(partial)
         os.makedirs(partial)
     dist.barrier()
-    writer = dcp.FileSystemWriter(partial, sync_files=True)
-    dcp.save(dict(tensors), storage_writer=writer)
+    yield partial
     if _is_first():
-        with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
         _replace(directory, partial)
     dist.barrier()
 
 
-def load(directory: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fill `tensors` in place, also when saved by another number of ranks. Returns the values."""
+def load(directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fill `tensors` in place, also when saved by another number of ranks. Returns the values.
+
+    adapters: `Adapters.identity`, which the value of this name must equal. A ValueError says what is of another model;
+    nothing was loaded then.
+    """
     path = os.path.join(directory, _VALUES)
     if not os.path.isfile(path):
         raise ValueError(f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory")
-    _check_fit(directory, tensors)
-    with torch.no_grad():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory))
     with open(path, encoding="utf-8") as file:
         values = json.load(file)
     assert isinstance(values, dict)
+    _check_adapters(directory, values.get("adapters"), adapters)
+    _check_fit(directory, tensors)
+    with torch.no_grad():
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory))
     return values
+
+
+def _check_adapters(directory: str, stored: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
+    if stored == own:
+        return
+    if stored is None or own is None:
+        what, this = ("all parameters", "adapters") if stored is None else ("adapters", "all parameters")
+        raise ValueError(f"checkpoint {directory!r} holds {what}, this trainer trains {this}; nothing was loaded")
+    problems = [
+        f"{key} is {stored.get(key)} there, {value} here" for key, value in own.items() if stored.get(key) != value
+    ]
+    raise ValueError(f"checkpoint {directory!r} holds other adapters, nothing was loaded: {'; '.join(problems)}")
 
 
 def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:

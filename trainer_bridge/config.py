@@ -12,6 +12,30 @@ _DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: a linear layer's output is W x + alpha / rank * B A x, and only A and B are trained.
+
+    target_modules: last parts of the names of the linear layers that are adapted, as ("q_proj", "v_proj").
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        _check("rank", self.rank, self.rank >= 1, "must be at least 1", "LoraConfig")
+        _check("alpha", self.alpha, 0 < self.alpha < math.inf, "must be positive and finite", "LoraConfig")
+        ok = bool(self.target_modules) and len(set(self.target_modules)) == len(self.target_modules)
+        _check("target_modules", self.target_modules, ok, "name at least one layer, none twice", "LoraConfig")
+
+    @property
+    def scale(self) -> float:
+        """Of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """What the critic has of its own; the rest of `TrainerConfig` is also the critic's.
 
@@ -33,12 +57,14 @@ class TrainerConfig:
     """One FSDP2 trainer.
 
     model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights made on the device
-    instead, the same for the same seed and number of ranks; no safetensors are read. dtype: of the parameter shards,
+    instead, the same for the same seed on any number of ranks; no safetensors are read. dtype: of the parameter shards,
     their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
     precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
-    stays. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+    stays. lora: train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no update is
+    rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
     kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none. reference: keep the first
-    weights, frozen, to score with. max_grad_norm: None: no clipping. micro_batch_size: sequences a rank holds in one
+    weights, frozen, to score with; with adapters these are the base, and need no model of their own. max_grad_norm:
+    None: no clipping. micro_batch_size: sequences a rank holds in one
     forward and backward. threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
     once when the trainer is built, and of random weights.
     """
@@ -63,6 +89,7 @@ class TrainerConfig:
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -91,10 +118,11 @@ class TrainerConfig:
         _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
 
     def of_critic(self) -> TrainerConfig:
-        """The same with the critic's learning rate and decay: what its model and optimizer are made with."""
+        """The same with the critic's learning rate and decay, all parameters trained: what its model and optimizer are
+        made with."""
         assert self.critic is not None
         rate, steps = self.critic.learning_rate, self.critic.decay_steps
-        return dataclasses.replace(self, learning_rate=rate, decay_steps=steps)
+        return dataclasses.replace(self, learning_rate=rate, decay_steps=steps, lora=None)
 
     def learning_rate_after(self, updates: int) -> float:
         """Of the update that follows so many."""
@@ -110,6 +138,11 @@ class TrainerConfig:
     def torch_param_dtype(self) -> torch.dtype:
         """Of forward and backward."""
         return _torch_dtype(self.param_dtype or self.dtype)
+
+    @property
+    def torch_model_dtype(self) -> torch.dtype:
+        """Of the shards of the model's own parameters."""
+        return self.torch_dtype if self.lora is None else self.torch_param_dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:

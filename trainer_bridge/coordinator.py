@@ -1,4 +1,4 @@
-"""Trainer and rollout as a pair for the cycle: both in this process, or as two Ray actors that share a device.
+"""Trainer and rollout as a pair for the cycle: both in this process, or as Ray actors, two on each device.
 
 Each side has a saver of its own. The pair comes in state "train": the rollout asleep, the trainer awake.
 """
@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 import memsaver
 from rollout import Engine
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer, TrainerActor
+from trainer_bridge.aligned import aligned_dims
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.placement import Place, connected, cores, reserved
+from trainer_bridge.remote import RemoteActor
 from trainer_bridge.trainer import Trainer
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
-
-_START_SECONDS = 60.0  # for Ray to find room for both actors
-_NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
-_STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, weights never pass through it
 
 
 @contextlib.contextmanager
@@ -57,40 +51,69 @@ def open_ray(
     trainer: TrainerConfig,
     engine: Mapping[str, Any],
     *,
+    devices: int = 1,
+    nodes: int = 1,
     timeout: float = 600.0,
     address: str | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
 ) -> Iterator[tuple[RemoteTrainer, RemoteRollout]]:
-    """Each side as an actor, half of one GPU each when the device is CUDA; Ray chooses the GPU.
+    """On each of `devices` devices of each of `nodes` machines two actors, half a GPU each when the device is CUDA: a
+    trainer rank and an engine rank. Ray chooses the GPUs.
 
-    timeout: seconds for one call. address: of a running cluster ("auto": the one of this machine); None takes the one
-    this process is connected to, or starts a small one of its own and ends it. alias: see `open_inprocess`.
+    engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold one engine together,
+    and the engines are replicas of each other. timeout: seconds for one call. address: of a running cluster ("auto":
+    the one of this machine); None takes the one this process is connected to, the one of the Ray job it runs in
+    (RAY_ADDRESS), or starts a small one of its own and ends it. alias: see `open_inprocess`; one device. When the block
+    ends, whatever happened, all actors are killed.
     """
     import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from rollout.actor import RolloutActor
 
-    on_gpu = trainer.device != "cpu"
+    on_gpu, size = trainer.device != "cpu", nodes * devices
     arguments = _engine_arguments(trainer, engine)
+    engine_size = arguments.get("tensor_parallel_size", 1)
+    _check_devices(nodes, devices, engine_size, alias)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_cluster(address))
-        group = _reserve(on_gpu)
-        undo.callback(ray.util.remove_placement_group, group)
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        options = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0, "scheduling_strategy": strategy}
-        actor: Any = RolloutActor  # ray's decorator hides its type
-        handle: Any = actor.options(**options).remote(**_actor_arguments(arguments, on_gpu))
-        undo.callback(ray.kill, handle)
-        rollout = RemoteRollout(handle, "rollout", timeout)
-        handle = ray.remote(trainer_actor).options(**options).remote(_trainer_in_actor(trainer, on_gpu))
-        undo.callback(ray.kill, handle)
-        side = RemoteTrainer(handle, "trainer", timeout)
+        undo.enter_context(connected(address, size))
+        places = undo.enter_context(reserved(nodes, devices, on_gpu))
+        threads = max(1, cores() // devices)
+        args = [_actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
+        rollout = RemoteRollout(_start("rollout", RolloutActor, args, places, undo), timeout, engine_size)
+        args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
+        side = RemoteTrainer(_start("trainer", ray.remote(trainer_actor), args, places, undo), timeout)
+        rollout.build()
         rollout.sleep(level=2)
-        side.call("build", rollout.weight_layout().manifest if alias else None)
+        manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
+        side.build(manifests[0] if alias else None, aligned_dims(manifests))
         side.connect(rollout)
         yield side, rollout
+
+
+def _start(
+    name: str, actor: Any, args: Sequence[Mapping[str, Any]], places: Sequence[Place], undo: contextlib.ExitStack
+) -> list[RemoteActor]:
+    """An actor at each place, killed when `undo` is. One alone has the plain name."""
+    import ray
+
+    ranks = []
+    for rank, (place, mine) in enumerate(zip(places, args, strict=True)):
+        handle = actor.options(**place).remote(**mine)
+        undo.callback(ray.kill, handle)
+        ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{rank}]"))
+    return ranks
+
+
+def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> None:
+    if min(nodes, devices) < 1:
+        raise ValueError(f"nodes={nodes} and devices={devices} must be at least 1")
+    if devices % engine_size:
+        raise ValueError(
+            f"tensor_parallel_size={engine_size} does not divide devices={devices}; an engine stays on one machine"
+        )
+    if alias and nodes * devices > 1:
+        raise ValueError(f"alias=True is for one device, these are {nodes * devices}; sync by copies (alias=False)")
 
 
 def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,83 +128,23 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
     return arguments
 
 
-def _actor_arguments(arguments: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
+def _actor_arguments(arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int) -> dict[str, Any]:
     """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under `engine`."""
     rest = dict(arguments)
     own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest}
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
     own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
-    return {**own, "threads": None if on_gpu else _cores(), "engine": rest}
+    if replica:  # requests without a seed are not to be answered alike everywhere
+        rest["seed"] = (rest.get("seed", 0) + replica) % 2**63
+    return {**own, "threads": None if on_gpu else threads, "engine": rest}
 
 
-def _trainer_in_actor(config: TrainerConfig, on_gpu: bool) -> TrainerConfig:
-    threads = config.threads if on_gpu or config.threads is not None else _cores()
-    return dataclasses.replace(config, device=_device_in_actor(config.device, on_gpu), threads=threads)
+def _trainer_in_actor(config: TrainerConfig, on_gpu: bool, threads: int) -> TrainerConfig:
+    """threads: for each side, they take turns. (Ray would give an actor as many as it has num_cpus.)"""
+    chosen = config.threads if on_gpu or config.threads is not None else threads
+    return dataclasses.replace(config, device=_device_in_actor(config.device, on_gpu), threads=chosen)
 
 
 def _device_in_actor(device: str, on_gpu: bool) -> str:
     """Ray shows an actor one GPU, as number 0."""
     return "cuda:0" if on_gpu else device
-
-
-def _cores() -> int:
-    """For each side: they take turns. (Ray would give an actor as many threads as it has num_cpus.)"""
-    return len(os.sched_getaffinity(0))
-
-
-@contextlib.contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
-    """Connected to a Ray cluster inside; what was there before stays."""
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    if address is not None:
-        ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
-    else:
-        before = os.environ.get(_NO_REPORTS)
-        os.environ[_NO_REPORTS] = "0"  # read by the processes that ray.init starts
-        try:
-            ray.init(
-                address="local",
-                num_cpus=max(2, _cores()),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_STORE_BYTES,
-                runtime_env=_runtime_env(),
-            )
-        finally:
-            _restore_environment(before)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _runtime_env() -> dict[str, Any]:
-    return {"env_vars": {_NO_REPORTS: "0"}}
-
-
-def _restore_environment(before: str | None) -> None:
-    if before is None:
-        del os.environ[_NO_REPORTS]
-    else:
-        os.environ[_NO_REPORTS] = before
-
-
-def _reserve(on_gpu: bool) -> PlacementGroup:
-    """One bundle for both actors, so that they get the same GPU."""
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    bundle = {"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}
-    group = placement_group([bundle], strategy="STRICT_PACK")
-    try:
-        ray.get(group.ready(), timeout=_START_SECONDS)
-    except ray.exceptions.GetTimeoutError as error:
-        remove_placement_group(group)
-        free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-        raise ValueError(f"the Ray cluster has no room for {bundle} (free: {free}); end what runs there") from error
-    return group

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer_bridge.ops.cast_copy import CastCopy
+from trainer_bridge.ops.cast_copy import CastCopy, all_finite
 from trainer_bridge.placements import placements
 from trainer_bridge.plan import Copy
 
@@ -30,6 +30,9 @@ class LowRank:
         """Rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
         out.copy_(base[first:last])
         out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
+
+    def finite(self) -> bool:
+        return all_finite(self.a) and all_finite(self.b)
 
     def misfit(self, name: str, base: Tensor) -> str | None:
         if base.ndim == 2 and (len(self.b), self.a.shape[1]) == tuple(base.shape) and len(self.a) == self.b.shape[1]:

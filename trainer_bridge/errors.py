@@ -44,6 +44,23 @@ class ActorTimeout(ActorError):
     """The actor's process may be alive, but gave no answer in time."""
 
 
+class RankFailed(RuntimeError):
+    """One actor of several raised what the others did not; they may still wait for it, so start all anew.
+
+    Attributes:
+        actor: like `trainer[1]`; method: what it was asked; error: what it raised.
+    """
+
+    def __init__(self, actor: str, method: str, error: Exception) -> None:
+        super().__init__(f"the {actor} actor failed in {method}(): {type(error).__name__}: {error}")
+        self.actor = actor
+        self.method = method
+        self.error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.actor, self.method, self.error)
+
+
 class SyncError(RuntimeError):
     """A weight sync ended on all ranks because of one of them; `stage` names where, `reason` which rank and why."""
 

@@ -1,5 +1,6 @@
 """A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then the weights.
 
+Adapters, if there are, are shards of the same FSDP groups on tag `adapters`.
 Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
 """
 
@@ -22,12 +23,15 @@ from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.layout import byte_offsets
+from trainer_bridge.lora import NAMES, adapted_layers, add_adapters, is_adapter, linear_names
 from trainer_bridge.memory import side_by_side
 from trainer_bridge.sources import local_box
-from trainer_bridge.tags import PARAMS
+from trainer_bridge.tags import ADAPTERS, PARAMS
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
+
+_BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
 
 
 def build_model(
@@ -48,7 +52,7 @@ def build_model(
     whose place for each parameter this one takes, too (one rank). tag: of the shards. value_head: one output a token,
     zero at first, in the vocabulary's place. drawn_as: the dtype in which random weights are drawn and then cast; None
     is their own. A ValueError names a missing file, and parameters that are missing, unknown, of another shape, or not
-    to be sharded or laid out so.
+    to be sharded or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
@@ -58,6 +62,8 @@ def build_model(
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, mesh, shard_dims or {})
     _allocate_shards(model, device, saver, tag, starts)
+    if config.lora is not None:
+        _pad_adapters(model, saver)
     _finish_fsdp(model, saver, tag)
     _rebuild_buffers(model, device)
     head = _output_name(model) if value_head else None
@@ -67,7 +73,23 @@ def build_model(
         _load_weights(model, files, made_here={head} if head else set())
     if head:
         local_shard(dict(model.named_parameters())[head]).zero_()
+    _start_adapters(model, config.seed)
     return model
+
+
+def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By checkpoint name, tied ones once; without adapters."""
+    return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
+
+
+def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name: the adapters, or all parameters where there are none."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def linear_layer_names(model_path: str) -> set[str]:
+    """What adapters of this model may target, from its config.json alone."""
+    return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
 
 
 def local_shard(param: Tensor) -> Tensor:
@@ -92,7 +114,9 @@ def _meta_model(config: TrainerConfig) -> nn.Module:
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_dtype)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_model_dtype)
+    if config.lora is not None:
+        add_adapters(model, config.lora, config.torch_dtype)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -148,7 +172,7 @@ def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int]
 def _allocate_shards(
     model: nn.Module, device: torch.device, saver: MemorySaver | None, tag: str, starts: Mapping[str, int] | None
 ) -> None:
-    """Give every meta shard memory: in one block, except where FSDP pads. starts: bytes in the block, by name.
+    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in the block, by name.
 
     FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
     copy is made inside the region, and its source is plain memory.
@@ -159,11 +183,14 @@ def _allocate_shards(
             owners.setdefault(param, []).append((module, name))  # a tied parameter has several
     padded = [param for param in owners if _is_padded(param)]
     whole = [param for param in owners if not _is_padded(param)]
-    specs = [(tuple(_local(param).shape), param.dtype) for param in whole]
     names = {param: name for name, param in model.named_parameters()}
-    places = None if starts is None else [starts[names[param]] for param in whole]
-    memory = dict(zip(whole, side_by_side(specs, device, saver, tag, places), strict=True))
-    memory |= {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    memory = {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    for on in (tag, ADAPTERS):
+        mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
+        specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
+        places = None if starts is None else [starts[names[param]] for param in mine]
+        if mine:
+            memory |= zip(mine, side_by_side(specs, device, saver, on, places), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:
@@ -191,10 +218,24 @@ def _is_padded(param: Tensor) -> bool:
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
     """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
-    region = contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
     assert isinstance(model, FSDPModule)
-    with region:
+    with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
+
+
+def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
+    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it done."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    with _region(saver, ADAPTERS):
+        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+            if param._module_info.param_name in NAMES:
+                param.reset_sharded_param()
+
+
+def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
 
 
 def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -212,8 +253,9 @@ def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
     """Copy each rank's boxes from the files into its shards, cast to the shards' dtype. made_here: not from files."""
-    params = {name: param for name, param in model.named_parameters() if name not in made_here}
-    other = {name for name, _ in model.named_parameters(remove_duplicate=False)} - params.keys()  # tied ones, too
+    params = {name: param for name, param in base_params(model).items() if name not in made_here}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    other = names - params.keys()  # tied ones, too
     files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
     for name, param in params.items():
         shard = local_shard(param)
@@ -222,20 +264,19 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
 
 
 def _randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
-    """What transformers initialises decoders with, in place and on the device: no other memory is taken.
+    """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
+    ranks share or that is drawn in another dtype.
 
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. A shard's bits are a function
-    of the seed, the parameter's name and the rank, on one kind of device, and of the dtype they are drawn in: a model
-    that is to be a narrower copy of another is drawn as that one, a parameter at a time.
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits are a function of the
+    seed, the parameter's name and the dtype drawn in, on one kind of device: a model that is to be a narrower copy of
+    another is drawn as that one.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
-    for name, param in model.named_parameters():
-        shard = local_shard(param)
+    for name, param in base_params(model).items():
         if param.ndim > 1:
-            drawn = shard if drawn_as in (None, shard.dtype) else torch.empty_like(shard, dtype=drawn_as)
-            shard.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name, param)))
+            _draw(param, deviation, f"{seed}/{name}", drawn_as)
         else:
-            shard.fill_(0.0 if name.endswith(".bias") else 1.0)
+            local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
@@ -243,10 +284,42 @@ def _randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None
                 shard[row] = 0.0
 
 
-def _generator(seed: int, name: str, param: Tensor) -> torch.Generator:
-    assert isinstance(param, DTensor)
-    text = f"{seed}/{name}/{param.device_mesh.get_local_rank()}"
-    return torch.Generator(param.device).manual_seed(hash_text(text) >> 1)
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model begins as the base.
+
+    The same bits for the same seed and name, on any device and number of ranks.
+    """
+    for path, layer in adapted_layers(model).items():
+        generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
+        bound = 1 / math.sqrt(layer.in_features)
+        whole = torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        (row, column), (rows, columns) = shard_box(layer.lora_a)
+        local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
+        local_shard(layer.lora_b).zero_()
+
+
+def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
+    """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
+    shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
+    rows = max(1, _BLOCK_ELEMENTS // math.prod(rest))
+    for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
+        block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
+        mine = box.intersect(block)
+        if mine is None:
+            continue
+        generator = torch.Generator(shard.device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
+        target = shard[_within(mine, box)]
+        if mine == block and drawn_as in (None, shard.dtype):
+            target.normal_(0.0, deviation, generator=generator)
+        else:
+            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=shard.device)
+            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor of what another one holds."""
+    starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True))
 
 
 def shard_box(param: Tensor) -> Box:

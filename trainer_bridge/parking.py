@@ -22,11 +22,14 @@ class Parking:
     def __init__(self, saver: MemorySaver | None) -> None:
         self._saver = saver
         self._tags: dict[str, Version | None] = {}
+        self._beside: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
 
-    def add(self, tag: str, version: Version | None = None) -> None:
-        """A tag that has memory now. version: says what its content is called; None: it always changes."""
+    def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
+        """A tag that has memory now. version: says what its content is called; None: it always changes. beside: tags
+        that always change and go with it."""
         self._tags[tag] = version
+        self._beside[tag] = beside
 
     def park(self, *tags: str) -> None:
         """Move the tags (none: all) to the host and free their memory."""
@@ -35,14 +38,14 @@ class Parking:
             for tag in chosen:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
-            self._saver.pause(*chosen, content="host")
+            self._saver.pause(*self._memory(chosen), content="host")
         self._parked |= set(chosen)
 
     def restore(self, *tags: str) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory changes nothing."""
         chosen = self._chosen(tags)
         if self._saver is not None:
-            self._saver.resume(*chosen)
+            self._saver.resume(*self._memory(chosen))
         self._parked -= set(chosen)
 
     def require(self, method: str, *tags: str) -> None:
@@ -50,6 +53,9 @@ class Parking:
         for tag in tags:
             if tag in self._parked:
                 raise StateError(f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first")
+
+    def _memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
+        return (*tags, *(other for tag in tags for other in self._beside[tag]))
 
     def _chosen(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:

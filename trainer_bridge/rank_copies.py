@@ -94,6 +94,7 @@ class RankCopies:
         problems = [problem for problem in misfits if problem is not None]
         if finite:
             bad = [name for name in self.names if not all_finite(self.sources[name])]
+            bad += [f"the adapter of {name}" for name in self.names if name in derived and not derived[name].finite()]
             problems += [f"{name} has NaN or infinite values" for name in bad]
         if problems:
             raise ValueError(f"the weights are refused, {listed(problems)}")

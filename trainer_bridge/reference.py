@@ -26,7 +26,7 @@ class Reference:
         self, config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None
     ) -> None:
         """config: the policy's; masters of more precision are not needed by what never changes."""
-        stored = dataclasses.replace(config, dtype=config.param_dtype or config.dtype)
+        stored = dataclasses.replace(config, dtype=config.param_dtype or config.dtype, lora=None)
         self._micro_batch_size = config.micro_batch_size
         self._device = device
         self.model = build_model(stored, mesh, device, saver, tag=REFERENCE, drawn_as=config.torch_dtype)

@@ -144,6 +144,12 @@ class WeightSync:
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
+    def holds(self) -> bool:
+        """Whether all targets serve what the last sync wrote: some parameters can be written over it. All ranks ask."""
+        said = self._consensus.agree("ask", lambda: {self._version, *(t.served_version() for t in self._targets)})
+        versions = set[int | None]().union(*said)
+        return len(versions) == 1 and None not in versions
+
     def sync(
         self,
         version: int,

@@ -10,3 +10,5 @@ TRAINED = (PARAMS, OPTIM, CRITIC, CRITIC_OPTIM)
 """What learning needs."""
 MODELS = (PARAMS, REFERENCE, CRITIC)
 """Each scores alone: the policy, the policy as it was, the critic."""
+
+ADAPTERS = "adapters"  # of LoRA; parked and restored with `params`, which then never changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,29 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from memsaver.errors import StateError
-from memsaver.places import place_of
 from memsaver.usage import empty_torch_cache
 from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
+from trainer_bridge.adapters import Adapters
 from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.consensus import Consensus, group_consensus
+from trainer_bridge.consensus import Consensus
 from trainer_bridge.critic import Critic
+from trainer_bridge.lora import without_adapters
 from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs
-from trainer_bridge.model import build_model, local_shard, reshard
+from trainer_bridge.model import base_params, build_model, reshard, trained_params
 from trainer_bridge.ops.cast_copy import OnPart
 from trainer_bridge.optimizer import build_optimizer, optimizer_step, set_steps
-from trainer_bridge.page_share import PageShare
 from trainer_bridge.parking import Parking
 from trainer_bridge.processes import ensure_process_group, sum_ranks, use_device
+from trainer_bridge.publisher import Publisher
 from trainer_bridge.reference import Reference
 from trainer_bridge.scoring import score_tokens, token_logits
-from trainer_bridge.session import SyncReceipt, WeightSync
-from trainer_bridge.sources import SourceShard, dtensor_shards
-from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
+from trainer_bridge.session import SyncReceipt
+from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.transport.routes import Transport
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class Trainer:
     activations and unsharded layers are torch's own memory. Without a saver all of it is, and `park` keeps the memory.
     With `config.critic` a critic lies on `critic` and `critic_optim`; with `config.reference` the first weights lie on
     `reference`, which is parked until somebody restores it.
+
+    With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored with `params`. That
+    is frozen then: it is copied to the host once, and later pauses compare a digest. It is the reference, too.
 
     With several ranks (a process group made by the caller) every rank calls every method with the same arguments: each
     computes its share of the sequences, all get the whole answer.
@@ -75,38 +78,48 @@ class Trainer:
         mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
         if layout is not None and (saver is None or self.world > 1):
             raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
+        if layout is not None and config.lora is not None:
+            raise ValueError(
+                "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
+            )
         self._parking = Parking(saver)
         self.reference = self._first_weights(mesh)
-        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout)
-        self.optimizer = build_optimizer(list(self.model.parameters()), config, self.device, saver)
+        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout, drawn_as=config.torch_dtype)
+        self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
         self.step = 0
-        alone = self.reference is None and config.critic is None  # a policy is parked once a step, always changed
-        self._parking.add(PARAMS, None if alone else lambda: self.step)
+        self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
+        self._add_params()
         self._parking.add(OPTIM)
         self.critic = self._value_model(mesh)
-        self._params = dict(self.model.named_parameters())
-        self._shards: dict[str, Tensor] = {}
-        self._addresses: list[int] = []
-        self._sync: WeightSync | None = None
-        self._layout = layout
-        self._share: PageShare | None = None
+        self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
 
-    def compute_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's."""
+    def compute_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
+    ) -> list[list[float]]:
+        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's.
+
+        base: of the frozen model, without adapters.
+        """
+        if base and self._adapters is None:
+            raise ValueError("compute_log_prob(base=True) needs TrainerConfig.lora: all parameters are trained here")
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         self._parking.require("compute_log_prob", PARAMS)
         check_tokens(batch, self.model.config)
-        return score_tokens(
-            self.model,
-            batch,
-            lambda micro: self._score(micro, temperature)[0],
-            self.config.micro_batch_size,
-            self.device,
-        )
+        with without_adapters(self.model) if base else contextlib.nullcontext():
+            return score_tokens(
+                self.model,
+                batch,
+                lambda micro: self._score(micro, temperature)[0],
+                self.config.micro_batch_size,
+                self.device,
+            )
 
     def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        """`compute_log_prob` by the weights before the first update; needs tag `reference` restored."""
+        """`compute_log_prob` by the weights before the first update; needs tag `reference` restored, with adapters
+        `params`."""
+        if self._adapters is not None and self.config.reference:
+            return self.compute_log_prob(batch, temperature, base=True)
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         if self.reference is None:
@@ -190,38 +203,24 @@ class Trainer:
         engines (see `WeightSync`); what came of it is in `transports`. A ValueError lists what does not fit, a
         `SyncError` says which other rank found that; nothing has been touched then.
         """
-        if consensus is None:
-            assert dist.group.WORLD is not None
-            consensus = group_consensus(dist.group.WORLD)
-        if self._sync is not None:
-            self._sync.close()
-        self._sync = WeightSync(
-            self._my_shards(),
-            self.shards,
-            targets,
-            consensus,
-            place=place_of(self.device),
-            transport=transport,
-            group=dist.group.WORLD,
-        )
-        if self._layout is not None:
-            assert self.saver is not None
-            self._share = PageShare(self.saver, PARAMS, self._layout, self.shards, targets, consensus)
+        self._publisher.connect(targets, consensus, transport)
 
     @property
     def transports(self) -> tuple[Transport, ...]:
         """By which ways the bytes of a sync go, and what they cost; empty before `connect`."""
-        return () if self._sync is None else self._sync.transports
+        return self._publisher.transports
 
     def sync_weights(
         self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
     ) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify them, and have them served as `version`: on all ranks,
-        or nowhere. See `WeightSync.sync`."""
+        or nowhere. See `WeightSync.sync`.
+
+        With adapters: merged, each weight rounded once; and only the adapted ones where all engines still serve what
+        the sync before wrote.
+        """
         self._parking.require("sync_weights", PARAMS)
-        if self._sync is None:
-            raise StateError("sync_weights() has no rollout to write to; call connect([engine]) first, on every rank")
-        return self._sync.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
+        return self._publisher.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
 
     def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
         """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is copied.
@@ -229,41 +228,44 @@ class Trainer:
         Until the engines' weights sleep, what would change or park the parameters raises. See `PageShare.share`.
         """
         self._parking.require("share_weights", PARAMS)
-        if self._share is None:
-            raise StateError(
-                "share_weights() needs parameters that lie as the rollout's weights do; make the trainer with "
-                "layout=engine.manifest, and call connect([engine])"
-            )
-        return self._share.share(version, verify=verify)
+        return self._publisher.share(version, verify)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter by checkpoint name; tied ones once. The same dict until a shard moves."""
-        addresses = [_address(param) for param in self._params.values()]
-        if addresses != self._addresses:
-            self._shards = {name: local_shard(param) for name, param in self._params.items()}
-            self._addresses = addresses
-        return self._shards
+        """This rank's rows of every parameter by checkpoint name, without adapters; tied ones once. The same dict
+        until a shard moves."""
+        return self._publisher.shards()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        """Parameters, moments, step and `extra` (JSON), whole or not at all; replaces what was there."""
+        """What is trained (parameters, or adapters), moments, step and `extra` (JSON), whole or not at all; replaces
+        what was there."""
         self._parking.require("save_checkpoint", *TRAINED)
-        values = {"step": self.step, "extra": extra or {}}
+        values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
         if self.critic is not None:
             values["critic_step"] = self.critic.step
         checkpoint.save(directory, self._state(), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
-        """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`."""
+        """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`.
+
+        A ValueError says what is of another model, or of adapters for another base; nothing was changed then.
+        """
         self._parking.require("load_checkpoint", *TRAINED)
         self._require_unlent("load_checkpoint")
         self.zero_grad()
-        values = checkpoint.load(directory, self._state())
+        values = checkpoint.load(directory, self._state(), self._identity())
         self.step = values["step"]
         set_steps(self.optimizer, self.step)
         if self.critic is not None:
             self.critic.step = values["critic_step"]
             set_steps(self.critic.optimizer, self.critic.step)
         return values["extra"]
+
+    def save_adapters(self, directory: str) -> None:
+        """The adapters as `PeftModel.from_pretrained` reads them, whole or not at all; replaces what was there."""
+        self._parking.require("save_adapters", PARAMS)
+        if self._adapters is None:
+            raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
+        self._adapters.save(directory, self.config.model_path)
 
     def report(self) -> Report | None:
         """Memory of the tags; None without a saver."""
@@ -278,8 +280,7 @@ class Trainer:
 
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""
-        if self._sync is not None:
-            self._sync.close()
+        self._publisher.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -299,9 +300,16 @@ class Trainer:
         (loss * (self.world / batch.num_tokens)).backward()  # FSDP divides the ranks' sum by their number
         return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
+    def _add_params(self) -> None:
+        if self._adapters is not None:
+            self._parking.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
+            return
+        alone = self.reference is None and self.config.critic is None  # a policy is parked once a step, always changed
+        self._parking.add(PARAMS, None if alone else lambda: self.step)
+
     def _first_weights(self, mesh: DeviceMesh) -> Reference | None:
         """The reference, parked before anything else takes memory."""
-        if not self.config.reference:
+        if not self.config.reference or self.config.lora is not None:
             return None
         reference = Reference(self.config, mesh, self.device, self.saver)
         self._parking.add(REFERENCE, lambda: 0)
@@ -329,21 +337,11 @@ class Trainer:
             found |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
         return found
 
-    def _my_shards(self) -> list[SourceShard]:
-        found = []
-        for name, param in self._params.items():
-            assert isinstance(param, DTensor)
-            found += [shard for shard in dtensor_shards(name, param) if shard.rank == self.rank]
-        return found
+    def _identity(self) -> dict[str, Any] | None:
+        return None if self._adapters is None else self._adapters.identity()
 
     def _require_unlent(self, method: str) -> None:
         if self.saver is not None and self.saver.leases(PARAMS):
             raise StateError(
                 f"{method}() would change parameters that a rollout serves; put its weights to sleep first"
             )
-
-
-def _address(param: Tensor) -> int:
-    """Of this rank's shard. `to_local` takes a hundred times as long, every time."""
-    assert isinstance(param, DTensor)
-    return param._local_tensor.data_ptr()

@@ -30,15 +30,16 @@ class GrpoSection:
             ok = 0 < getattr(self, name) < 1
             require(self, name, ok, "must lie between 0 and 1", f"set grpo.{name}=0.2")
         ok = 0 <= self.kl_coef < math.inf
-        require(self, "kl_coef", ok, "must not be negative", "set grpo.kl_coef=0 (off)")
+        require(self, "kl_coef", ok, "must not be negative, nor infinite", "set grpo.kl_coef=0 (off)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoSection:
-    """One step: an answer to each of `prompts_per_step` prompts, advantages by a critic (GAE), `epochs` passes."""
+    """One step: `samples_per_prompt` answers to each of `prompts_per_step` prompts, advantages by a critic (GAE),
+    `epochs` passes."""
 
-    prompts_per_step: int = 64
-    samples_per_prompt: int = 1
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 2
     epochs: int = 1  # passes over the step's answers
     mini_batches: int = 1  # updates a pass
     gamma: float = 1.0
@@ -53,7 +54,7 @@ class PpoSection:
 
     def __post_init__(self) -> None:
         at_least(
-            self, 1, prompts_per_step="set ppo.prompts_per_step=64", samples_per_prompt="set ppo.samples_per_prompt=1"
+            self, 1, prompts_per_step="set ppo.prompts_per_step=32", samples_per_prompt="set ppo.samples_per_prompt=2"
         )
         at_least(self, 1, epochs="set ppo.epochs=1", mini_batches="set ppo.mini_batches=1")
         at_least(self, 0, critic_warmup_steps="set ppo.critic_warmup_steps=0")
@@ -67,7 +68,7 @@ class PpoSection:
             ok = 0 < getattr(self, name) < 1
             require(self, name, ok, "must lie between 0 and 1", f"set ppo.{name}=0.2")
         ok = 0 <= self.kl_coef < math.inf
-        require(self, "kl_coef", ok, "must not be negative", "set ppo.kl_coef=0 (off)")
+        require(self, "kl_coef", ok, "must not be negative, nor infinite", "set ppo.kl_coef=0 (off)")
         ok = 0 < self.critic_learning_rate < 1
         require(self, "critic_learning_rate", ok, "must lie between 0 and 1", "set ppo.critic_learning_rate=1e-5")
         ok = 0 < self.value_clip < math.inf
@@ -132,8 +133,9 @@ class CheckpointSection:
         require(self, "max_restarts", ok, rule, "set checkpoint.every=10, or checkpoint.max_restarts=0")
 
 
-TAGS = ("params", "optim", "critic", "critic_optim", "reference", "weights", "kv_cache", "cuda_graph")
-"""Of the trainer, then of the rollout."""
+OF_PPO = ("critic", "critic_optim")
+REFERENCE = "reference"
+TAGS = ("params", "optim", *OF_PPO, REFERENCE, "weights", "kv_cache", "cuda_graph")  # the trainer's, then the rollout's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from recipes.config import ModelSection
-from recipes.errors import RecipeError
+if TYPE_CHECKING:
+    from recipes.config.sides import ModelSection
 
 
 @cache
@@ -23,10 +22,4 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 def random_model_fields(section: ModelSection) -> dict[str, Any]:
     """What describes the random model: its shape's fields, or those that the recipe gives."""
-    if section.shape is None:
-        return dict(section.config or {})
-    if (fields := shapes().get(section.shape)) is not None:
-        return dict(fields)
-    close = difflib.get_close_matches(section.shape, shapes(), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(shapes())}"
-    raise RecipeError(f"model.shape={section.shape}: unknown shape; {hint}")
+    return dict(section.config or {}) if section.shape is None else dict(shapes()[section.shape])

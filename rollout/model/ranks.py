@@ -11,15 +11,14 @@ from rollout.model.layout import parameter_groups
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.params import Group
 from rollout.model.sharding import decoder_splits, shard_groups
-from rollout.parallel import TensorParallel
 
 
-def rank_groups(model: ModelConfig, ranks: TensorParallel) -> list[Group]:
+def rank_groups(model: ModelConfig, rank: int, size: int) -> list[Group]:
     """Its parameters. ValueError naming what this rank count does not divide, or what has no heads to divide."""
     groups = parameter_groups(model)
-    if ranks.size == 1:
+    if size == 1:
         return groups
-    return shard_groups(groups, decoder_splits(_attention(model)[0].head_dim), ranks.rank, ranks.size)
+    return shard_groups(groups, decoder_splits(_attention(model)[0].head_dim), rank, size)
 
 
 def rank_model(model: ModelConfig, size: int) -> ModelConfig:

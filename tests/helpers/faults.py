@@ -11,13 +11,14 @@ from trainer_bridge.actor import TrainerActor
 from trainer_bridge.session import SyncReceipt
 
 
-def dying_trainer() -> type[TrainerActor]:
-    """Kills its own process when half of the copies are written. (Made here, so that it is pickled by value.)"""
+def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
+    """Kills its own process when half of the copies are written, if it is that rank, in a version from `first` on.
+    (Made here, so that it is pickled by value.)"""
 
     class Dying(TrainerActor):
         def sync_weights(self, version: int) -> SyncReceipt:
             def die(done: int, total: int) -> None:
-                if done >= total // 2:
+                if done >= total // 2 and self.trainer.rank == rank and version >= first:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             return self.trainer.sync_weights(version, on_part=die)

@@ -1,10 +1,11 @@
 """What a run shows: lines in a pipe, a panel in a terminal."""
 
 import io
+import time
 
 from rich.console import Console
 
-from recipes.live import LiveView, LogView, describe, sparkline
+from recipes.live import LiveView, LogView, Pace, describe, sparkline
 
 ROW = {
     "kind": "train",
@@ -33,6 +34,8 @@ def test_sparkline_keeps_rewards_outside_zero_and_one_in_range():
 
 
 def test_a_step_is_one_line():
+    models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
+    assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     line = describe(ROW)
     for word in ("reward 0.250", "exact 0.125", "1.5e-06", "2.0e-05", "812 tok/s"):
         assert word in line
@@ -54,8 +57,36 @@ def test_the_log_has_a_line_a_row(capsys):
     view.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("step 3/9: reward 0.250")
+    assert lines[0].startswith("step 3/9: reward 0.250") and lines[0].endswith("812 tok/s | 1.2 s | ETA 0:00:08")
     assert "held-out exact match 0.500 of 26 after 2 updates" in lines[1]
+
+
+def test_the_time_left_follows_the_last_ten_steps():
+    pace = Pace(100)
+    assert pace.left({"step": 1, "step_seconds": 50.0}) == "ETA 1:22:30"
+    for step in range(2, 12):
+        told = pace.left({"step": step, "step_seconds": 2.0})
+    assert told == "ETA 0:02:58"
+
+
+def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys):
+    view, seen, deadline = LogView(9, quiet_seconds=0.01), "", time.monotonic() + 20
+
+    def wait_for(line):
+        nonlocal seen
+        while line not in seen.splitlines():
+            assert time.monotonic() < deadline
+            seen += capsys.readouterr().out
+
+    view.stage("build")
+    wait_for("in build")
+    view.row(ROW)
+    view.stage("generate_sequences")
+    wait_for("after step 3/9: in generate_sequences")
+    view.close()
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_panel_shows_step_stage_reward_gap_and_memory():
@@ -82,5 +113,6 @@ def test_the_panel_shows_step_stage_reward_gap_and_memory():
         "paused",
         "5.0 MiB",
         "0.500",
+        "ETA 0:00:08",
     ):
         assert word in text

@@ -15,6 +15,7 @@ import pytest
 from recipes.cli import main
 from recipes.errors import RunError
 from recipes.loading import load
+from recipes.report.reading import read_run
 from recipes.run import continue_run, start_run
 from tests.helpers.faults import dying_trainer, wait_gone
 from trainer_bridge import open_ray
@@ -23,7 +24,8 @@ from trainer_bridge.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
-OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory", "peaks")
+SMALL_PPO = ["ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2"]
+OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "sync", "memory", "peaks")
 STAGES = [
     "park_optim",
     "wake_weights",
@@ -97,6 +99,8 @@ def test_memory_changes_hands_in_every_step(tiny):
 def test_every_stage_is_in_the_metrics_and_the_trace(tiny):
     for row in rows(tiny, "train"):
         assert [name for name in row["stages"] if name not in ("evaluate", "save_checkpoint")] == STAGES
+        assert 0 < row["sync"]["nbytes"] <= row["memory"]["rollout"]["weights"]
+        assert 0 < row["sync"]["copy_seconds"] < row["sync"]["seconds"] < row["stages"]["sync_weights"]
     events = json.loads((tiny / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {*STAGES, "evaluate", "save_checkpoint", "step 1", "pause params", "resume weights"} <= names
@@ -111,12 +115,16 @@ def test_the_run_folder_is_complete(tiny):
         assert data.startswith(PNG) and len(data) > 20_000
     assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_50"
     assert [path.name for path in (tiny / "checkpoints").glob("step_*")] == ["step_50"]
+    record = read_run(tiny)
+    assert record.gaps == [] and record.rows == rows(tiny) and len(record.environments) == 1
+    assert max(event.backup_bytes for event in record.events["trainer"]) > 0
 
 
 @pytest.mark.ray
 def test_ray_actors_give_the_numbers_of_one_process(tmp_path):
-    start_run("tiny", [*SMALL, "steps=2"], tmp_path / "inprocess")
-    start_run("tiny", [*SMALL, "steps=2", "driver=ray"], tmp_path / "ray")
+    """PPO asks for all that GRPO does, and more."""
+    start_run("tiny-ppo", [*SMALL_PPO, "steps=2"], tmp_path / "inprocess")
+    start_run("tiny-ppo", [*SMALL_PPO, "steps=2", "driver=ray"], tmp_path / "ray")
     assert without_clock(rows(tmp_path / "ray")) == without_clock(rows(tmp_path / "inprocess"))
     names = json.loads((tmp_path / "ray" / "trace.json").read_text())["traceEvents"]
     assert {"rollout", "trainer", "stages"} == {entry["args"]["name"] for entry in names if entry["ph"] == "M"}

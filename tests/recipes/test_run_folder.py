@@ -1,13 +1,16 @@
 """The run folder: rows that survive a kill, checkpoints that are whole or absent, a trace and pictures that open."""
 
 import json
+import subprocess
 
 import pytest
+import torch
 from matplotlib import pyplot
 
 import recipes
 from memsaver import Event
-from recipes.plots import _evaluations, _one_step, _wake_up, draw_reward
+from recipes import environment
+from recipes.plots import draw_reward, evaluations_panel
 from recipes.run_folder import RunFolder
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,6 +43,13 @@ def fill(path):
 def test_a_used_folder_is_refused(folder, recipe):
     with pytest.raises(recipes.RecipeError, match="--resume"):
         RunFolder.create(folder.path, recipe)
+
+
+def test_a_folder_that_ray_deletes_is_refused(tmp_path, recipe):
+    inside = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef" / "runs" / "tiny"
+    with pytest.raises(recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"):
+        RunFolder.create(inside, recipe)
+    assert not inside.exists()
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_added(folder):
@@ -87,6 +97,13 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(folder, recipe):
     assert (folder.path / "trace-until-step-2-1.json").read_text() == "old"
 
 
+def test_reopening_before_the_first_checkpoint_drops_everything(folder, recipe):
+    for row in ({"kind": "eval", "step": 0}, train_row(1)):
+        folder.add_row(row)
+    again = RunFolder.reopen(folder.path, recipe)
+    assert again.rows == [] and (folder.path / "metrics.jsonl").read_text() == ""
+
+
 def test_trace_and_pictures(folder):
     for step in (1, 2):
         folder.add_row(train_row(step))
@@ -115,7 +132,7 @@ def test_every_kind_of_evaluation_has_a_curve(folder):
     rows += [{"kind": "eval", "step": 1, "exact_match": 0.5, "exact_match_2_digits": 0.125, "problems": 4}]
     figure, axes = pyplot.subplots()
     try:
-        _evaluations(axes, [row for row in rows if row["kind"] == "eval"])
+        evaluations_panel(axes, [row for row in rows if row["kind"] == "eval"])
         curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     finally:
         pyplot.close(figure)
@@ -147,15 +164,15 @@ def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
 
 
-def test_the_zoom_is_the_last_step_of_the_ordinary_kind():
-    spans = [("build", 0.0, 1.0), ("step 1", 1.0, 2.0), ("step 2", 2.0, 3.5), ("park_optim", 3.5, 3.6)]
-    assert _one_step(spans) == (2.0, 3.5, "step 2")
-    assert _one_step([*spans, ("save_checkpoint", 3.0, 3.2)]) == (1.0, 2.0, "step 1")
-    assert _one_step(spans[:1]) == (0.0, 1.0, "incomplete")
-
-
-@pytest.mark.parametrize("first", ["park_optim", "empty_cache", "wake_weights"])
-def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first):
-    spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
-    begin, end = _wake_up(spans, 0.0, 6.0)
-    assert begin == 2.0 and 4.0 <= end < 5.0
+def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(folder, recipe, monkeypatch):
+    found = json.loads((folder.path / "environment.json").read_text())
+    assert found["cpus"] >= 1 and found["packages"]["torch"] == torch.__version__
+    folder.save_checkpoint(2, 1, fill)
+    listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05\n"
+    monkeypatch.setattr(
+        environment.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed)
+    )
+    RunFolder.reopen(folder.path, recipe)
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": "81559 MiB", "driver": "580.95.05"}
+    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [gpu]
+    assert json.loads((folder.path / "environment-until-step-2-1.json").read_text()) == found

@@ -27,7 +27,9 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
         create = RolloutActor.options(num_cpus=1).remote  # type: ignore[attr-defined]
-        yield create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
+        made = create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
+        ray.get(made.build.remote())
+        yield made
         ray.shutdown()
 
 
@@ -61,8 +63,9 @@ def test_a_trainer_in_another_process_writes_the_weights(actor: Any) -> None:
 
 def test_weights_come_as_messages(actor: Any) -> None:
     from trainer_bridge.actor import RemoteRollout
+    from trainer_bridge.remote import RemoteActor
 
-    rollout = RemoteRollout(actor, "rollout", 120.0)
+    rollout = RemoteRollout([RemoteActor(actor, "rollout")], 120.0)
     rollout.wake_up()
     version = rollout.weights_version + 1
     receipt = write(rollout.begin_update(version), seed=2)

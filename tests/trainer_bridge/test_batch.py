@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.trainer_bridge.models import make_batch
 from trainer_bridge import SequenceBatch, TrainerConfig
 from trainer_bridge.batch import deal, pad
-from trainer_bridge.losses import ppo_clip, token_logprobs
+from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs, value_clip
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,12 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
         ({"prompt_ids": [[1], []]}, "prompt 1 is empty"),
         ({"old_logprobs": [[0.0], []]}, "old_logprobs 1 has 0 numbers for 2 response tokens"),
         ({"advantages": [1.0]}, "advantages has 1 entries"),
+        ({"advantages": [[1.0], [1.0]]}, "advantages 1 has 1 numbers for 2 response tokens; give one a token"),
+        ({"advantages": [[1.0], 1.0]}, "advantages 1 is no list; give every sequence one number a token"),
+        ({"advantages": [1.0, [1.0, 2.0]]}, "advantages 0 is no list"),
+        ({"values": [0.0, 0.0]}, "values 0 is no list"),
+        ({"returns": [[0.0]]}, "returns has 1 entries"),
+        ({"ref_logprobs": [[0.0], [0.0]]}, "ref_logprobs 1 has 1 numbers"),
         ({"temperature": 0.0}, "temperature=0.0 must be positive"),
     ],
 )
@@ -82,6 +88,22 @@ def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
         (1, 2, 10),
     ]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
+
+
+@pytest.mark.parametrize("advantages", [[0.5, 9.0, -1.0], [[0.5], [], [-1.0, -1.0]]])
+def test_a_number_a_sequence_is_each_tokens(advantages: Any) -> None:
+    batch = SequenceBatch(
+        prompt_ids=[[1], [2], [3]],
+        response_ids=[[4], [], [5, 6]],
+        advantages=advantages,
+        returns=[[1.0], [], [2.0, 3.0]],
+    )
+    micro = pad(batch, [2, -1, 0, 1], CPU)
+    assert batch.of_tokens("advantages", micro).tolist() == [-1.0, -1.0, 0.5]
+    assert batch.of_tokens("returns", micro).tolist() == [2.0, 3.0, 1.0]
+    part = batch.select([2, 0])
+    assert (part.response_ids, part.advantages) == ([[5, 6], [4]], [advantages[2], advantages[0]])
+    assert part.values is None
 
 
 def test_logits_before_the_first_response_are_not_asked_for() -> None:
@@ -119,3 +141,30 @@ def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: 
     sums.loss.backward()
     assert logprobs.grad is not None
     assert float(logprobs.grad) == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "wanted", "loss", "slope"),
+    [
+        (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # inside: plain
+        (2.0, 1.0, 3.0, 1.8**2 / 2, 0.0),  # too far towards the return: held at 1.2, which is the worse
+        (0.0, 1.0, 3.0, 3.0**2 / 2, -3.0),  # too far away from it: free, so that it comes back
+        (4.0, 1.0, 1.0, 3.0**2 / 2, 3.0),
+    ],
+)
+def test_the_clipped_value_loss(value: float, old: float, wanted: float, loss: float, slope: float) -> None:
+    values = torch.tensor([value], requires_grad=True)
+    sums = value_clip(values, torch.tensor([old]), torch.tensor([wanted]), 0.2)
+    assert float(sums.loss.detach()) == pytest.approx(loss)
+    assert float(sums.clipped) == float(slope == 0)
+    sums.loss.backward()
+    assert values.grad is not None and float(values.grad) == pytest.approx(slope)
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    expected = (policy.exp() * (policy - reference)).sum()
+    estimate = sum(policy[i].exp() * kl_k3(policy[i : i + 1], reference[i : i + 1]) for i in range(7))
+    torch.testing.assert_close(torch.as_tensor(estimate), expected)
+    assert all(kl_k3(policy[i : i + 1], reference[i : i + 1]) >= 0 for i in range(7))

@@ -19,10 +19,12 @@ from rollout import Engine, SamplingParams
 from tests.trainer_bridge.models import config, make_batch, write_model
 from tests.trainer_bridge.test_trainer import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
+from trainer_bridge import model as model_module
 from trainer_bridge.model import _randomise_weights
 
 Make = Callable[..., Trainer]
 PAD = 5
+BLOCK = 5 * 32 + 7  # elements, not a whole number of rows
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen2", {"tie_word_embeddings": False, "initializer_range": 0.3}),
@@ -143,15 +145,22 @@ def test_an_engine_without_weights_says_so_until_a_sync(model_path: str, tmp_pat
 def worker(rank: int, port: int, path: str, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    once, again = (Trainer(config(path, random_init=True)) for _ in range(2))
+    model_module._BLOCK_ELEMENTS = BLOCK
+    columns = {"model.layers.1.mlp.down_proj.weight": 1}
+    once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
     assert_same_bits(clones(once), clones(again))
-    torch.save(clones(once), f"{out}/rank{rank}.pt")
+    torch.save((clones(once), {name: model_module.shard_box(param) for name, param in named(once)}), f"{out}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_ranks_draw_different_rows_of_one_model(tmp_path: Path) -> None:
-    """97 words over two ranks: shards of 49 and 48 rows; the padding row is the second rank's."""
+def named(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
+    return list(trainer.model.named_parameters())
+
+
+def test_two_ranks_draw_the_model_of_one(tmp_path: Path, make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """97 words over two ranks: shards of 49 and 48 rows; the padding row is the second rank's. Blocks of 5 rows of 32
+    are shared where shards meet; one parameter is sharded by columns."""
     path = describe(tmp_path / "model", vocab_size=97)
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
@@ -159,11 +168,16 @@ def test_ranks_draw_different_rows_of_one_model(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(worker, (port, path, str(tmp_path)), nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    for name, shard in first.items():
-        if shard.ndim > 1:
-            rows = min(len(shard), len(second[name]))
-            assert not torch.equal(shard[:rows], second[name][:rows]), name
-    embedding = torch.cat([first["model.embed_tokens.weight"], second["model.embed_tokens.weight"]])
-    assert embedding.shape[0] == 97
-    assert (embedding == 0).all(1).nonzero().flatten().tolist() == [60]
+    monkeypatch.setattr(model_module, "_BLOCK_ELEMENTS", BLOCK)
+    alone = clones(make_trainer(path, random_init=True))
+    seen = dict.fromkeys(alone, 0)
+    for rank in range(2):
+        shards, boxes = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        for name, shard in shards.items():
+            box = tuple(slice(at, at + size) for at, size in zip(*boxes[name], strict=True))
+            assert torch.equal(shard, alone[name][box]), name
+            seen[name] += shard.numel()
+    assert seen == {name: whole.numel() for name, whole in alone.items()}
+    assert (alone["model.embed_tokens.weight"] == 0).all(1).nonzero().flatten().tolist() == [60]
+    rows = alone["model.embed_tokens.weight"]
+    assert len({tuple(row.tolist()) for row in rows}) == 97, "blocks repeat each other"

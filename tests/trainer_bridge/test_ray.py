@@ -126,7 +126,7 @@ def test_pages_that_are_lent_and_a_trainer_killed_in_the_middle_of_a_sync(
 def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(
     device: str, model_path: str, cluster: None
 ) -> None:
-    with pytest.raises(ActorDied, match=r"the rollout actor could not be made \(.*ValueError.*page_size"):
+    with pytest.raises(ValueError, match="page_size=7"):
         with open_ray(on(device, model_path), {**ENGINE, "page_size": 7}):
             pass
     deadline = time.monotonic() + 20

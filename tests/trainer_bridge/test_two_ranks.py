@@ -5,6 +5,7 @@ Sizes that two does not divide, so that the second rank's shards are shorter and
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,11 @@ import memsaver
 from rollout import Engine
 from tests.helpers.memory import scribble
 from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.trainer_bridge.test_critic import value_batch
+from tests.trainer_bridge.test_lora import adapters, copied, weights
 from tests.trainer_bridge.test_trainer import assert_same_bits, bits
-from trainer_bridge import Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge.model import shard_box
 
 UNEVEN = {
     "vocab_size": 97,
@@ -33,6 +37,7 @@ UNEVEN = {
 CHANGES: dict[str, Any] = {"adam_eps": 1e-4, "micro_batch_size": 2}
 STEPS = 2
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
+LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
 
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -46,14 +51,15 @@ def learn(trainer: Trainer) -> list[dict[str, float]]:
 
 def sync(trainer: Trainer, path: str) -> dict[str, Any]:
     """Rank 0's process holds the engine; both ranks write, the engine verifies. Returns its weights by name."""
+    engines = connected(trainer, path)
+    receipt = trainer.sync_weights(1)
+    return {"receipt": receipt} | {name: value for engine in engines for name, value in weights(engine).items()}
+
+
+def connected(trainer: Trainer, path: str) -> list[Engine]:
     engines = [Engine.from_pretrained(path, kv_tokens=64)] if trainer.rank == 0 else []
     trainer.connect(engines)
-    out: dict[str, Any] = {"receipt": trainer.sync_weights(1)}
-    for engine in engines:
-        with memsaver.attach(engine.saver.share("weights")) as lease:
-            for p in engine.manifest.slices:
-                out[p.name] = lease.tensor(p.shape, torch.float32, p.offset).clone()
-    return out
+    return engines
 
 
 def failing_sync(trainer: Trainer, path: str) -> str:
@@ -83,6 +89,60 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
     return result | {"metrics": learn(other), "weights": whole(other), "synced": sync(other, path)}
 
 
+def parked(trainer: Trainer) -> int:
+    """Bytes copied to the host when all is parked; it is restored then."""
+    before = copied(trainer)
+    trainer.park()
+    moved = copied(trainer) - before
+    trainer.restore()
+    return moved
+
+
+def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
+    """A third trainer, with adapters on weights that are sharded by rows and by columns. hand: the merged weights of
+    this rank's shards, each with its box."""
+    columns = {name: 1 for name in trainer.shards() if name.endswith("o_proj.weight")}
+    settings = dataclasses.replace(trainer.config, lora=LORA)
+    other = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
+    engines = connected(other, path)
+    result: dict[str, Any] = {"first": other.sync_weights(1), "moved": [parked(other)]}
+    result |= {"metrics": learn(other), "weights": whole(other)}
+    params: Any = dict(other.model.named_parameters())
+    hand = []
+    for name in (f"{each.removesuffix('.lora_a')}.weight" for each in params if each.endswith("lora_a")):
+        a, b = (result["weights"][name.replace("weight", f"lora_{x}")] for x in "ab")
+        (row, column), (rows, width) = shard_box(params[name])
+        base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
+        hand.append((name, at, torch.addmm(base, b[at[0]], a[:, at[1]], alpha=LORA.scale)))
+    before = adapters(other)
+    result["moved"].append(parked(other))  # after updates
+    assert_same_bits(adapters(other), before)
+    other.save_checkpoint(f"{out}/adapters")
+    report = other.report()
+    assert report is not None
+    result |= {"hand": hand, "tags": report.tags, "second": other.sync_weights(2)}
+    result["synced"] = [weights(engine) for engine in engines]
+    return result | {"next": other.update_actor(make_batch(3, seed=9))}
+
+
+def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
+    """A trainer that has critic and reference: what they say and learn, before and after they were parked."""
+    trainer = Trainer(config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver)
+    assert trainer.critic is not None
+    trainer.restore("reference")
+    before = trainer.compute_ref_log_prob(make_batch(COUNTS[0]))
+    learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
+    values = trainer.compute_values(make_batch(COUNTS[0]))
+    trainer.park()
+    scribble(1 << 20, "cpu")
+    trainer.restore()
+    assert trainer.compute_values(make_batch(COUNTS[0])) == values
+    assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
+    named: Any = trainer.critic.model.named_parameters()
+    weights = {name: param.detach().full_tensor().clone() for name, param in named}
+    return {"scores": before, "learned": learned, "values": values, "weights": weights}
+
+
 def worker(rank: int, port: int, path: str, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -103,7 +163,9 @@ def worker(rank: int, port: int, path: str, out: str) -> None:
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["synced"] = sync(trainer, path)
     result["columns"] = columns_sharded(trainer, path)
+    result["adapted"] = adapted(trainer, path, out)
     result["failed"] = failing_sync(trainer, path)
+    result["models"] = with_models(path, memsaver.MemorySaver())
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
     dist.barrier()
@@ -137,6 +199,21 @@ def test_two_ranks_compute_what_one_does(two_ranks: Ranks, make_trainer: Callabl
         for name, value in whole(alone).items():
             torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
     assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_two_ranks_value_and_refer_as_one_does(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+    path, _, results = two_ranks
+    make_trainer(path)  # its process group
+    alone = with_models(path)
+    for result in (each["models"] for each in results):
+        for name in ("scores", "values"):
+            for row, expected in zip(result[name], alone[name], strict=True):
+                assert row == pytest.approx(expected, abs=1e-5)
+        for got, wanted in zip(result["learned"], alone["learned"], strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
+    assert results[0]["models"]["values"] == results[1]["models"]["values"]
 
 
 def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:
@@ -184,3 +261,39 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
     synced = two_ranks[2][0]["columns"]["synced"]
     for name, value in two_ranks[2][0]["columns"]["weights"].items():
         assert torch.equal(synced[name], value), name
+
+
+def test_adapters_learn_on_two_ranks_as_on_one(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+    path, out, results = two_ranks
+    alone = make_trainer(path, **CHANGES, lora=LORA)
+    metrics = learn(alone)
+    for result in (each["adapted"] for each in results):
+        for got, wanted in zip(result["metrics"], metrics, strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        for name, value in whole(alone).items():
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=0, msg=name)
+    alone.load_checkpoint(str(out / "adapters"))  # the same base, however it is sharded
+    assert_same_bits(whole(alone), results[0]["adapted"]["weights"])
+    assert alone.update_actor(make_batch(3, seed=9)) == pytest.approx(results[0]["adapted"]["next"], abs=1e-5)
+
+
+def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:
+    """Bit for bit, and in the second sync the changed ones only."""
+    first, second = (each["adapted"] for each in two_ranks[2])
+    (synced,), changed = first["synced"], set()
+    for name, at, value in [*first["hand"], *second["hand"]]:
+        assert torch.equal(synced[name][at], value), name
+        assert not torch.equal(value, first["weights"][name][at])
+        changed.add(name)
+    assert len(changed) == 6
+    for name in synced.keys() - changed:
+        assert torch.equal(synced[name], first["weights"][name]), name
+    assert first["second"].nbytes == sum(synced[name].nbytes for name in changed) < first["first"].nbytes
+
+
+def test_padded_adapters_lie_on_their_own_tag(two_ranks: Ranks) -> None:
+    """So that the frozen base is copied to the host once, also on the rank whose shards are shorter."""
+    for result in (each["adapted"] for each in two_ranks[2]):
+        live = {tag: report.live_bytes for tag, report in result["tags"].items()}
+        assert result["moved"] == [sum(live.values()), live["adapters"] + live["optim"]]
+        assert min(live.values()) > 0

@@ -1,0 +1,48 @@
+"""How the processes of one group find each other: rank 0 keeps a store, the others are told where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One rank's place in a process group. host, port: of the store that rank 0 keeps. seconds: the group's time-out,
+    also for the ranks to come together."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    seconds: float
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """The store of a group, on a free port of this machine, of which `host` is an address that the ranks reach."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+def join(seat: Seat, device: torch.device, store: dist.Store | None = None) -> dist.ProcessGroup:
+    """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU, which becomes the
+    current one. store: what `open_store` returned to rank 0."""
+    timeout = timedelta(seconds=seat.seconds)
+    if store is None:
+        store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -1,0 +1,44 @@
+"""`memsaver`, but when step 3 begins to generate the rollout actor is killed, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import AbstractContextManager
+
+import psutil
+
+from recipes.cli import main
+from recipes.monitor import Monitor
+from tests.helpers.faults import wait_gone
+
+
+class Killing:
+    """In the place of `Monitor.stage`."""
+
+    def __init__(self) -> None:
+        self.stage, self.steps, self.done = Monitor.stage, 0, False
+
+    def __call__(self, monitor: Monitor, name: str) -> AbstractContextManager[None]:
+        if name == "generate_sequences":
+            self.steps += 1
+            if self.steps == 3:
+                pids = rollout_actors()
+                assert len(pids) == 1, pids
+                os.kill(pids[0], signal.SIGKILL)
+                wait_gone(pids)
+        return self.stage(monitor, name)
+
+
+def rollout_actors() -> list[int]:
+    """Of the cluster that this job runs in: below its raylet."""
+    raylet = next(parent for parent in psutil.Process().parents() if parent.name() == "raylet")
+    below = raylet.children(recursive=True)
+    return [child.pid for child in below if (child.cmdline() or [""])[0].startswith("ray::RolloutActor")]
+
+
+if __name__ == "__main__":
+    killing = Killing()
+    Monitor.stage = lambda monitor, name: killing(monitor, name)  # type: ignore[method-assign]
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Run folders as `memsaver run` writes them, without running anything: figures that a test can work out by head."""
+
+import json
+
+import recipes
+from memsaver import Event
+from recipes.run_folder import RunFolder
+
+MIB = 2**20
+SESSION = 1000.0  # time.time() at which the first step begins
+STAGES = {  # seconds of each stage of every step
+    "park_optim": 0.01,
+    "wake_weights": 0.01,
+    "sync_weights": 0.04,
+    "park_params": 0.02,
+    "wake_kv_cache": 0.02,
+    "generate_sequences": 0.5,
+    "sleep": 0.01,
+    "restore_params": 0.01,
+    "compute_reward": 0.01,
+    "compute_log_prob": 0.1,
+    "restore_optim": 0.02,
+    "compute_advantages": 0.01,
+    "update_actor": 0.24,
+}
+HELD = {  # after a stage: owner, tag, MiB on the device, MiB kept on the host
+    "park_optim": ("trainer", "optim", 0, 8),
+    "wake_weights": ("rollout", "weights", 4, 0),
+    "park_params": ("trainer", "params", 0, 4),
+    "wake_kv_cache": ("rollout", "kv_cache", 32, 0),
+    "sleep": ("rollout", "kv_cache", 0, 0),
+    "restore_params": ("trainer", "params", 4, 0),
+    "compute_reward": ("rollout", "weights", 0, 0),
+    "restore_optim": ("trainer", "optim", 8, 0),
+}
+
+
+def train_row(step, **more):
+    return {
+        "kind": "train",
+        "step": step,
+        "reward": 0.1 * step,
+        "exact_match": 0.05 * step,
+        "gap_mean": 1e-6,
+        "gap_max": 1e-5,
+        "loss": 0.25,
+        "response_length": 2.5,
+        "tokens": 200,
+        "tokens_per_second": 400.0,
+        "step_seconds": 1.0,
+        "stages": STAGES,
+        "sync": {"nbytes": 4 * MIB, "link_bytes": 0, "seconds": 0.04, "copy_seconds": 0.002, "verify_seconds": 0.01},
+        "memory": {"rollout": {"weights": 4 * MIB, "params": 0}, "train": {"weights": 0, "params": 4 * MIB}},
+        **more,
+    }
+
+
+def eval_row(step, exact_match, **more):
+    return {"kind": "eval", "step": step, "exact_match": exact_match, "problems": 16, **more}
+
+
+def add_step(folder, step, **more):
+    """One step of exactly a second; its spans, events and row."""
+    start = time = SESSION + step
+    for name, seconds in STAGES.items():
+        folder.add_span(name, time, time + seconds)
+        time += seconds
+        if name in HELD:
+            owner, tag, device, host = HELD[name]
+            event = Event(
+                time=time,
+                seconds=0.001,
+                op="resume" if device else "pause",
+                tag=tag,
+                committed_bytes=device * MIB,
+                backup_bytes=host * MIB,
+            )
+            folder.add_events(owner, [event])
+    folder.add_span(f"step {step}", start, start + 1.0)
+    folder.add_row(train_row(step, **more))
+
+
+def make_run(path, steps=6, trace=True, plan=None, **more):
+    """A run of `steps` steps of that recipe, all done, evaluated before the first and after the last."""
+    folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
+    folder.add_span("build", SESSION, SESSION + 1)
+    folder.add_row(eval_row(0, 0.125))
+    for step in range(1, steps + 1):
+        add_step(folder, step, **more)
+    folder.add_row(eval_row(steps, 0.75))
+    if trace:
+        folder.write_trace()
+    if plan:
+        (path / "plan.json").write_text(json.dumps(plan))
+    return path

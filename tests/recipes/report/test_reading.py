@@ -1,0 +1,99 @@
+"""What is read of a run's folder, whole or broken, and what is said to be missing."""
+
+import json
+
+import pytest
+
+from recipes.errors import RecipeError
+from recipes.report.reading import read_run
+from tests.recipes.report.folders import MIB, make_run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return read_run(make_run(tmp_path_factory.mktemp("runs") / "whole"))
+
+
+def test_a_whole_run_has_no_gaps(whole):
+    assert whole.gaps == []
+    assert [row["step"] for row in whole.train] == [1, 2, 3, 4, 5, 6]
+    assert [row["exact_match"] for row in whole.evaluations] == [0.125, 0.75]
+    assert whole.recipe["steps"] == 6 and "kv_tokens" in whole.recipe_text
+    assert whole.environments[0]["cpus"] >= 1 and "torch" in whole.environments[0]["packages"]
+
+
+def test_times_and_bytes_are_those_of_the_trace(whole):
+    assert whole.end == pytest.approx(7.0)
+    assert ("step 1", pytest.approx(1.0), pytest.approx(2.0)) in whole.spans
+    first = whole.events["trainer"][0]
+    assert (first.op, first.tag, first.committed_bytes, first.backup_bytes) == ("pause", "optim", 0, 8 * MIB)
+    assert first.time == pytest.approx(1.01) and first.seconds == pytest.approx(0.001)
+
+
+def test_no_folder_and_no_run_are_one_line(tmp_path):
+    with pytest.raises(RecipeError, match="no such folder"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(RecipeError, match="holds no run"):
+        read_run(tmp_path)
+
+
+def test_a_killed_run_says_what_it_left_out(tmp_path):
+    path = make_run(tmp_path / "killed", steps=3, trace=False)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"kind": "tra')
+    (path / "environment.json").unlink()
+    run = read_run(path)
+    assert [row["step"] for row in run.train] == [1, 2]
+    assert run.spans == [] and run.events == {} and run.end == 0.0
+    said = "\n".join(run.gaps)
+    for words in ("1 of 4 lines are not whole", "after step 2 of 3", "trace.json is missing", "environment.json is"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("recipe.yaml", "steps: [1", "recipe.yaml cannot be read"),
+        ("recipe.yaml", None, "recipe.yaml is missing"),
+        ("trace.json", '{"traceEvents": [{"ph": "X"', "trace.json cannot be read"),
+        ("trace.json", "[]", "trace.json cannot be read"),
+        ("trace.json", '{"traceEvents": [{"ph": "X", "pid": 9}]}', "trace.json cannot be read"),
+        ("environment.json", "{", "environment.json cannot be read"),
+        ("plan.json", "?", "plan.json cannot be read"),
+        ("metrics.jsonl", None, "metrics.jsonl is missing"),
+        ("metrics.jsonl", '5\n{"kind": "train"}\nnull\n', "3 of 3 lines"),
+    ],
+)
+def test_a_broken_file_is_a_gap_and_the_others_are_read(tmp_path, name, content, words):
+    path = make_run(tmp_path / "run", steps=1)
+    if content is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_text(content)
+    run = read_run(path)
+    assert any(words in gap for gap in run.gaps), run.gaps
+    assert (len(run.rows) == 3) == (name != "metrics.jsonl")
+    assert bool(run.spans) == (name != "trace.json")
+
+
+def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path):
+    path = make_run(tmp_path / "run", steps=2)
+    trace = (path / "trace.json").read_text()
+    (path / "trace-until-step-9-1.json").write_text(trace)
+    (path / "trace-until-step-10-1.json").write_text(trace)
+    run = read_run(path)
+    assert run.breaks == [pytest.approx(3.0), pytest.approx(6.0)]
+    assert [round(start) for name, start, _ in run.spans if name == "step 2"] == [2, 5, 8]
+    ended = [event for event in run.events["trainer"] if event.op == "end"]
+    assert {(round(event.time), event.tag, event.committed_bytes) for event in ended} == {
+        (3, "params", 0),
+        (3, "optim", 0),
+        (6, "params", 0),
+        (6, "optim", 0),
+    }
+
+
+def test_a_plan_is_read(tmp_path):
+    plan = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 5}}]}
+    run = read_run(make_run(tmp_path / "run", steps=1, plan=plan))
+    assert run.plan == json.loads(json.dumps(plan)) and run.gaps == []

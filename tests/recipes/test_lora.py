@@ -1,0 +1,76 @@
+"""The tiny recipe with adapters, in a run whose engine keeps its weights: later syncs write the adapted ones only."""
+
+import json
+
+import pytest
+
+import recipes
+from recipes.errors import RecipeError
+from recipes.preparation import prepare
+from recipes.run import start_run, trainer_config
+from trainer_bridge import LoraConfig
+
+WORDS = [
+    "lora.rank=8",
+    "trainer.learning_rate=2e-2",
+    "cycle.keep=[weights]",
+    "steps=16",
+    "eval.every=0",
+    "grpo.kl_coef=1e-3",
+]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """Its rows."""
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    start_run("tiny", [*WORDS, "checkpoint.every=0"], folder)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_adapters_alone_raise_the_reward(adapted):
+    rewards = [row["reward"] for row in adapted]
+    assert len(rewards) == 16
+    assert sum(rewards[:4]) / 4 < 0.15
+    assert sum(rewards[-4:]) / 4 > 0.4
+
+
+def test_the_rollout_serves_the_merged_weights(adapted):
+    """Its log-probabilities are the trainer's, at fp32's distance."""
+    tokens = sum(row["tokens"] for row in adapted)
+    assert 0 < sum(row["gap_mean"] * row["tokens"] for row in adapted) / tokens <= 1e-5
+    assert max(row["gap_max"] for row in adapted) <= 5e-5
+
+
+def test_adapters_change_hands_with_the_parameters(adapted):
+    for row in adapted:
+        rollout, train = row["memory"]["rollout"], row["memory"]["train"]
+        assert rollout["params"] == rollout["adapters"] == rollout["optim"] == 0
+        assert 0 < train["adapters"] < train["params"]
+        assert train["optim"] == 2 * train["adapters"]
+
+
+def test_the_base_is_the_reference_without_a_model_of_its_own(adapted):
+    distances = [row["kl_to_reference"] for row in adapted]
+    assert distances[0] == 0 < 0.01 < distances[-1]
+    assert all(tag != "reference" for row in adapted for tag in row["memory"]["train"])
+
+
+def test_a_rank_of_zero_is_no_adapter(tmp_path):
+    assert trainer_config(prepare(recipes.load("tiny"), tmp_path)).lora is None
+    recipe = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
+    expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
+    assert trainer_config(prepare(recipe, tmp_path)).lora == expected
+
+
+def test_layers_that_the_model_has_not_are_named_before_anything_is_written(tmp_path):
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    fields = {"model_type": "deepseek_v2", "num_key_value_heads": 4, "first_k_dense_replace": 2, **latent}
+    words = [f"model.config.{key}={value}" for key, value in fields.items()]
+    with pytest.raises(RecipeError) as caught:
+        prepare(recipes.load("tiny", [*words, "lora.rank=2"]), tmp_path)
+    message = str(caught.value)
+    assert message.startswith("lora.target_modules=[q_proj,k_proj,v_proj,")
+    assert ": the model has no layers q_proj, k_proj, v_proj; " in message
+    assert message.endswith("set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]")
+    assert not list(tmp_path.iterdir())

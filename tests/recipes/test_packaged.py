@@ -1,0 +1,165 @@
+"""The packaged recipes: short, of the real shapes, and no smaller GPU than their training state needs."""
+
+import types
+
+import pytest
+import torch
+
+import recipes
+from kvcache import layout
+from recipes import run
+from recipes.config.schema import leaves
+from recipes.config.shapes import shapes
+from recipes.loading import PACKAGE, load, save_recipe
+from recipes.models import describe_random_model, toy_tokenizer
+from recipes.preparation import prepare
+from recipes.tasks import TOY_WORDS
+from rollout.model.layout import parameter_groups
+from rollout.model.loading import load_model_config
+
+GIB = 2**30
+NAMES = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
+HAVE_RUN = {"tiny", "tiny-ppo", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
+GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}  # what the driver calls total
+PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200,
+}
+KV_BYTES = {  # a token, bf16
+    "smollm2-135m": 23_040,
+    "qwen2.5-0.5b": 12_288,
+    "qwen2.5-1.5b": 28_672,
+    "qwen2.5-7b": 57_344,
+    "qwen2.5-32b": 262_144,
+    "llama-3.1-8b": 131_072,
+    "llama-3.1-70b": 327_680,
+    "qwen3-30b-a3b": 98_304,
+    "qwen3-235b-a22b": 192_512,
+    "deepseek-v3": 70_272,
+}
+MOE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+
+
+@pytest.fixture(params=NAMES)
+def recipe(request):
+    return load(request.param)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """The directory of each shape's config."""
+    folder, tokenizer = tmp_path_factory.mktemp("shapes"), toy_tokenizer(TOY_WORDS)
+    for name, fields in shapes().items():
+        describe_random_model(fields, tokenizer, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_is_the_published_one(name, described):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(described / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    biases = [each for key, each in model.named_buffers() if key.endswith("e_score_correction_bias")]  # DeepSeek-V3's
+    assert sum(each.numel() for each in [*model.parameters(), *biases]) == PARAMETERS[name]
+    assert layout(config, dtype=torch.bfloat16).bytes_per_token == KV_BYTES[name]
+    if name not in MOE:
+        groups = parameter_groups(load_model_config(described / name))
+        assert sum(torch.Size(each.shape).numel() for group in groups for each in group.params) == PARAMETERS[name]
+
+
+def test_every_shape_has_its_figures():
+    assert set(shapes()) == set(PARAMETERS) == set(KV_BYTES)
+
+
+def test_what_was_never_run_says_so():
+    assert {name for name in NAMES if load(name).status == "run"} == HAVE_RUN
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(name):
+    lines = (PACKAGE / f"{name}.yaml").read_text().splitlines()
+    head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    assert 2 <= head <= 9
+    assert len(lines) - head <= 28
+    verb = "plan" if load(name).model.shape in MOE else "run"
+    assert any(f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head])
+
+
+def test_the_page_names_every_recipe_and_every_key():
+    page = (PACKAGE.parent / "docs" / "recipes.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith(("| `", "| top level"))]
+    assert [name for name in NAMES if not any(row.startswith(f"| `{name}`") for row in rows)] == []
+    for key in leaves():
+        section, _, name = key.rpartition(".")
+        start = f"| `{section}` |" if section else "| top level |"
+        assert any(row.startswith(start) and f"`{name}`" in row for row in rows), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resolved_recipe_loads_as_the_same(name, tmp_path):
+    recipe = load(name, ["seed=9", "trainer.weight_decay=0.01"])
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load(tmp_path / "recipe.yaml") == recipe
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_real_model_takes_the_place_of_a_random_one_by_its_path_alone(name):
+    assert load(name, ["model.path=x"]).model.path == "x"
+
+
+def device_bytes(recipe):
+    """(training, sync): what one GPU cannot do without, of trained state, and of trainer and engine at the sync."""
+    shape = PARAMETERS[recipe.model.shape or recipe.model.path]
+    wide = {"float32": 4, "bfloat16": 2}[recipe.trainer.dtype]
+    base = 2 if recipe.lora.rank else wide
+    kinds = 1 if recipe.lora.rank else 4  # masters, gradients, two moments
+    params = shape * base / recipe.cluster.size
+    return params * kinds, params + 2 * shape / recipe.engine.tensor_parallel_size
+
+
+def test_a_gpu_holds_what_no_plan_can_do_without(recipe):
+    """A lower bound; the planner reckons the rest (activations, logits, gathered layers, buffers)."""
+    if recipe.model.config is not None:
+        return
+    total = GPU_BYTES[recipe.cluster.gpu]
+    training, sync = device_bytes(recipe)
+    assert training < 0.9 * total
+    assert sync < 0.95 * total
+
+
+def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, tmp_path, monkeypatch):
+    """On GPUs of the size it names; what the rollout does not compute is refused by one line."""
+    if recipe.status == "run":
+        return
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    if recipe.model.shape in MOE:
+        with pytest.raises(
+            recipes.RecipeError, match=f"model.shape={recipe.model.shape}: is no model that the rollout"
+        ):
+            prepare(recipe, tmp_path)
+        return
+    setup = prepare(recipe, tmp_path)
+    assert setup.kv_tokens >= recipe.engine.max_running * setup.max_request_tokens
+
+
+@pytest.mark.parametrize("status", ["run", "planned"])
+def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(status, tmp_path, monkeypatch, capsys):
+    def stop(setup):
+        raise recipes.RunError("build", "far enough")
+
+    monkeypatch.setattr(run, "_open_pair", stop)
+    with pytest.raises(recipes.RunError):
+        run.start_run("tiny", [f"status={status}"], tmp_path / "run")
+    assert capsys.readouterr().out.count("nobody has run it yet") == (status == "planned")

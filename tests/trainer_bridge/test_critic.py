@@ -1,0 +1,264 @@
+"""Critic and reference against plain transformers and torch.optim, and what parking them costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import MemorySaver, StateError
+from tests.trainer_bridge.models import config, make_batch, reference, reference_logprobs, write_model
+from tests.trainer_bridge.test_trainer import assert_same_bits
+from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
+from trainer_bridge.model import local_shard
+
+Make = Callable[..., Trainer]
+BOTH: dict[str, Any] = {"critic": CriticConfig(learning_rate=5e-3), "reference": True}
+
+
+def value_batch(count: int, seed: int = 0) -> SequenceBatch:
+    """With old values and returns, so far apart that some values clip."""
+    batch = make_batch(count, seed)
+    draw = torch.Generator().manual_seed(seed)
+    values, returns = (
+        [torch.randn(len(response), generator=draw).mul(0.3).tolist() for response in batch.response_ids] for _ in "vr"
+    )
+    return dataclasses.replace(batch, values=values, returns=returns)
+
+
+class PlainCritic(torch.nn.Module):
+    """The decoder of transformers below a head of one row."""
+
+    def __init__(self, path: str, head: torch.Tensor) -> None:
+        super().__init__()
+        self.decoder = reference(path).model
+        self.head = torch.nn.Parameter(head.clone())
+
+    def values(self, prompt: list[int], response: list[int]) -> torch.Tensor:
+        ids = torch.tensor([prompt + response])
+        hidden = self.decoder(input_ids=ids).last_hidden_state[0]
+        return (hidden @ self.head[0])[len(prompt) - 1 : -1]
+
+
+def plain_update(plain: PlainCritic, optimizer: torch.optim.Optimizer, batch: SequenceBatch) -> dict[str, float]:
+    assert batch.values is not None and batch.returns is not None
+    terms = []
+    for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
+        old, wanted = torch.tensor(batch.values[i]), torch.tensor(batch.returns[i])
+        now = plain.values(prompt, response)
+        held = torch.minimum(torch.maximum(now, old - 0.2), old + 0.2)
+        terms.append(torch.maximum((now - wanted) ** 2, (held - wanted) ** 2) / 2)
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"value_loss": float(loss.detach()), "critic_grad_norm": float(norm)}
+
+
+def head_of(trainer: Trainer) -> torch.Tensor:
+    assert trainer.critic is not None
+    return local_shard(trainer.critic.model.get_parameter("lm_head.weight"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_critic_learns_as_plain_adamw_does(tied: bool, device: str, tmp_path: Path, make_trainer: Make) -> None:
+    path = write_model(tmp_path, tie_word_embeddings=tied)
+    trainer = make_trainer(path, device=device, adam_eps=1e-4, **BOTH)
+    assert {value for row in trainer.compute_values(make_batch(3)) for value in row} == {0.0}
+    plain = PlainCritic(path, head_of(trainer).cpu())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-3, eps=1e-4, weight_decay=0.0)
+    policy = {name: shard.clone() for name, shard in trainer.shards().items()}
+    for step in range(3):
+        batch = value_batch(7, seed=step)
+        expected = plain_update(plain, optimizer, batch)
+        learned = trainer.update_critic(batch)
+        assert {name: learned[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+        assert 0 < learned["value_clip_fraction"] < 1
+    batch = make_batch(5)
+    with torch.no_grad():
+        pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
+        wanted = [plain.values(prompt, response) for prompt, response in pairs]
+    for mine, each in zip(trainer.compute_values(batch), wanted, strict=True):
+        assert mine == pytest.approx(each.tolist(), abs=1e-4) and max(map(abs, mine)) > 1e-3
+    assert_same_bits(trainer.shards(), policy)  # the policy has not moved
+    assert trainer.step == 0 and trainer.critic is not None and trainer.critic.step == 3
+
+
+def test_the_reference_is_what_the_policy_was(model_path: str, make_trainer: Make) -> None:
+    trainer, batch = make_trainer(model_path, **BOTH), make_batch(5)
+    before = trainer.compute_log_prob(batch)
+    trainer.update_actor(batch)
+    assert trainer.compute_log_prob(batch) != before
+    trainer.restore("reference")
+    assert trainer.compute_ref_log_prob(batch) == before
+    assert trainer.compute_ref_log_prob(batch, 1.7) != before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_random_models_begin_alike_in_any_precision(family: str, tmp_path: Path, make_trainer: Make) -> None:
+    """fp32 masters that compute in bf16; the reference is stored in bf16."""
+    trainer = make_trainer(write_model(tmp_path, family), random_init=True, seed=4, param_dtype="bfloat16", **BOTH)
+    assert trainer.critic is not None and trainer.reference is not None
+    trainer.restore()
+    critic = dict(trainer.critic.model.named_parameters())
+    frozen = dict(trainer.reference.model.named_parameters())
+    for name, shard in trainer.shards().items():
+        assert torch.equal(local_shard(frozen[name]), shard.bfloat16()), name
+        assert torch.equal(local_shard(critic[name]), shard), name
+    assert not any(param.requires_grad for param in frozen.values())
+    batch = make_batch(4)
+    assert trainer.compute_ref_log_prob(batch) == trainer.compute_log_prob(batch)
+
+
+@pytest.mark.parametrize("advantages", ["a sequence", "a token"])
+def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
+    advantages: str, model_path: str, make_trainer: Make
+) -> None:
+    batch = make_batch(6)
+    assert batch.old_logprobs is not None
+    rows = [[0.1 * (i - j) for j in range(len(row))] for i, row in enumerate(batch.old_logprobs)]
+    if advantages == "a token":
+        batch = dataclasses.replace(batch, advantages=rows)
+    first = [[value + 0.3 * (j % 3 - 1) for j, value in enumerate(row)] for row in batch.old_logprobs]
+    model = reference(model_path)
+    terms = []
+    for i, logp in enumerate(reference_logprobs(model, batch)):
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        ratio = (logp - torch.tensor(batch.old_logprobs[i])).exp()
+        gain = torch.tensor(batch.advantages[i])
+        toward = (torch.tensor(first[i]) - logp).exp()
+        terms.append(-torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.7 * (toward - toward.log() - 1))
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    trainer = make_trainer(model_path, reference=True, kl_loss_coef=0.7)
+    with pytest.raises(ValueError, match="kl_loss_coef needs a SequenceBatch with ref_logprobs"):
+        trainer.update_actor(batch)
+    learned = trainer.update_actor(dataclasses.replace(batch, ref_logprobs=first))
+    assert (learned["loss"], learned["grad_norm"]) == pytest.approx((float(loss.detach()), float(norm)), abs=1e-4)
+
+
+def copied(saver: MemorySaver) -> int:
+    stats = saver.statistics().get("copy")
+    return 0 if stats is None else stats.nbytes
+
+
+def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: str, make_trainer: Make) -> None:
+    trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
+    saver = trainer.saver
+    assert saver is not None
+
+    def parked(tag: str) -> int:
+        """Bytes that were copied out by parking the tag."""
+        before = copied(saver)
+        trainer.park(tag)
+        assert saver.report().tags[tag].committed_bytes == 0
+        return copied(saver) - before
+
+    live = {tag: entry.live_bytes for tag, entry in saver.report().tags.items()}
+    assert live["critic_optim"] >= 2 * live["critic"] * 0.99 and live["reference"] == live["params"]
+    assert saver.report().tags["reference"].committed_bytes == 0, "the reference is parked when it is made"
+    for tag in ("params", "critic", "critic_optim"):
+        assert parked(tag) == live[tag]
+    for _ in range(2):
+        for tag, score in (
+            ("reference", trainer.compute_ref_log_prob),
+            ("critic", trainer.compute_values),
+            ("params", trainer.compute_log_prob),
+        ):
+            trainer.restore(tag)
+            score(batch)
+            assert parked(tag) == 0, tag
+    trainer.restore("params", "critic", "critic_optim")
+    trainer.update_actor(batch)
+    trainer.update_critic(batch)
+    values = trainer.compute_values(batch)
+    assert [parked(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], "they have changed"
+    trainer.restore("critic")
+    assert trainer.compute_values(batch) == values
+
+
+def test_the_cycle_holds_what_its_table_says(device: str, model_path: str) -> None:
+    settings = config(model_path, device=device, **BOTH)
+    with open_inprocess(settings, {"kv_tokens": 256, "page_size": 16}) as (trainer, engine):
+        learn, batch = ("params", "optim", "critic", "critic_optim"), value_batch(4)
+        full = {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()}
+        full["reference"] = full["params"]
+
+        def holds(*tags: str) -> None:
+            expected = {tag: nbytes if tag in tags else 0 for tag, nbytes in full.items()}
+            assert {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()} == expected
+
+        cycle = Cycle(trainer, engine, critic=True, reference=True)
+        holds(*learn)
+        for version in (1, 2):
+            cycle.to_rollout(version)
+            holds()
+            asleep = engine.report().committed_bytes
+            cycle.to_score("reference")
+            holds("reference")
+            assert engine.report().committed_bytes == 0 < asleep
+            trainer.compute_ref_log_prob(batch)
+            cycle.to_score("critic")
+            holds("critic")
+            trainer.compute_values(batch)
+            cycle.to_score()
+            holds("params")
+            trainer.compute_log_prob(batch)
+            cycle.to_train()
+            holds(*learn)
+            trainer.update_critic(batch)
+            trainer.update_actor(batch)
+
+
+def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
+    plain, trainer, batch = make_trainer(model_path), make_trainer(model_path, **BOTH), value_batch(2)
+    for call, missing in ((plain.compute_values, "critic"), (plain.compute_ref_log_prob, "reference")):
+        with pytest.raises(StateError, match=f"has no {missing}; make the trainer with {missing}="):
+            call(batch)
+    with pytest.raises(ValueError, match="unknown tag 'critic'; the trainer has 'params', 'optim'"):
+        plain.park("critic")
+    with pytest.raises(StateError, match=r"compute_ref_log_prob\(\) needs tag 'reference', which is parked"):
+        trainer.compute_ref_log_prob(batch)
+    trainer.park("critic_optim")
+    trainer.compute_values(batch)
+    for call in (trainer.update_critic, lambda batch: trainer.save_checkpoint("nowhere")):
+        with pytest.raises(StateError, match="needs tag 'critic_optim', which is parked"):
+            call(batch)
+    trainer.restore("critic_optim")
+    with pytest.raises(ValueError, match="update_critic needs a SequenceBatch with values and returns"):
+        trainer.update_critic(make_batch(2))
+
+
+def test_a_checkpoint_holds_the_critic(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    one, other, batch = make_trainer(model_path, **BOTH), make_trainer(model_path, **BOTH), value_batch(3)
+    for _ in range(2):
+        one.update_critic(batch)
+    one.update_actor(batch)
+    one.save_checkpoint(str(tmp_path / "step"), {"n": 1})
+    assert other.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
+    assert other.critic is not None and (other.step, other.critic.step) == (1, 2)
+    for seed in (1, 2):
+        assert one.update_critic(value_batch(3, seed)) == other.update_critic(value_batch(3, seed))
+    assert one.compute_values(batch) == other.compute_values(batch)
+    with pytest.raises(ValueError, match=r"of another model, nothing was loaded: unknown critic\."):
+        make_trainer(model_path).load_checkpoint(str(tmp_path / "step"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kl_loss_coef": -1.0, "reference": True}, "kl_loss_coef=-1.0: must be finite"),
+        ({"kl_loss_coef": 0.1}, "kl_loss_coef=0.1: needs reference=True"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str, make_trainer: Make):
+    with pytest.raises(ValueError, match=message):
+        make_trainer("m", **fields)
+    with pytest.raises(ValueError, match=r"CriticConfig\.value_clip=0"):
+        CriticConfig(value_clip=0.0)

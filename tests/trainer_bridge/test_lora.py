@@ -1,0 +1,285 @@
+"""Adapters in the trainer: what they compute and learn, where they lie, what of them is synced, saved and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import memsaver
+from memsaver import StateError
+from rollout import Engine
+from tests.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.trainer_bridge.test_trainer import assert_same_bits, largest_gap, plain_step
+from trainer_bridge import LoraConfig, Trainer
+
+Make = Callable[..., Trainer]
+LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
+ADAM = {"adam_eps": 1e-4, "clip_eps_high": 0.3}
+
+
+def adapters(trainer: Trainer) -> dict[str, Tensor]:
+    """A copy of what is trained, with its moments."""
+    found = {}
+    for name, param in trainer.model.named_parameters():
+        if param.requires_grad:
+            found[name] = param.detach().to_local().clone()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
+    return found
+
+
+def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """base + scale * b @ a by hand, rounded once; parameters without adapters as they are. One rank."""
+    params: Any = dict(trainer.model.named_parameters())
+    own = {name: param.detach().to_local() for name, param in params.items() if "lora_" not in name}
+    for name in own:
+        path = name.removesuffix(".weight")
+        if f"{path}.lora_a" in params:
+            a, b = (params[f"{path}.lora_{x}"].detach().to_local().float() for x in "ab")
+            own[name] = torch.addmm(own[name].float(), b, a, alpha=LORA.scale)
+    return {name: value.to(dtype) for name, value in own.items()}
+
+
+def plain_lora(path: str, trainer: Trainer) -> Any:
+    """The transformers model with the trainer's adapters, hooked in and differentiated by plain autograd."""
+    model = reference(path)
+    model.requires_grad_(False)
+    starts: Any = dict(trainer.model.named_parameters())
+    for name, layer in list(model.named_modules()):
+        if name.rpartition(".")[2] in LORA.target_modules:
+            for x in ("lora_a", "lora_b"):
+                layer.register_parameter(x, torch.nn.Parameter(starts[f"{name}.{x}"].detach().to_local().clone()))
+            layer.register_forward_hook(lambda own, x, y: y + LORA.scale * (x[0] @ own.lora_a.T @ own.lora_b.T))
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_adapters_learn_and_as_plain_adamw(
+    tied: bool, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, tie_word_embeddings=tied)
+    trainer, batch = make_trainer(path, lora=LORA, **ADAM, **changes), make_batch(7)
+    base = {name: shard.clone() for name, shard in trainer.shards().items()}
+    model = plain_lora(path, trainer)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0)
+    with torch.no_grad():
+        first = trainer.compute_log_prob(batch)
+        assert largest_gap(first, reference_logprobs(reference(path), batch)) < 1e-5, "b begins as zero"
+    for step in range(3):
+        expected = plain_step(model, optimizer, make_batch(7, seed=step), 1.0)
+        found = trainer.update_actor(make_batch(7, seed=step))
+        assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    params: Any = dict(trainer.model.named_parameters())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(params[name].to_local(), param.detach(), atol=2e-5, rtol=0, msg=name)
+    with torch.no_grad():
+        assert largest_gap(trainer.compute_log_prob(batch), reference_logprobs(model, batch)) < 2e-5
+    assert_same_bits(trainer.shards(), base)
+    assert trainer.compute_log_prob(batch, base=True) == first != trainer.compute_log_prob(batch)
+
+
+def test_a_starts_by_seed_and_name_within_kaimings_bound(model_path: str, make_trainer: Make) -> None:
+    one, same, other = (make_trainer(model_path, lora=LORA, seed=seed) for seed in (0, 0, 1))
+    assert_same_bits(adapters(one), adapters(same))
+    start = {name: value for name, value in adapters(one).items() if name.endswith("lora_a")}
+    assert len(start) == 6
+    for name, value in start.items():
+        bound = 1 / math.sqrt(value.shape[1])
+        assert 0.8 * bound < value.abs().max() <= bound
+        assert not torch.equal(value, adapters(other)[name])
+        assert sum(value.shape == each.shape and torch.equal(value, each) for each in start.values()) == 1
+
+
+def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_trainer: Make) -> None:
+    """Moments of the adapters alone; the reference of a mixed-precision policy needs no other masters."""
+    trainer = make_trainer(model_path, lora=LORA, param_dtype="bfloat16")
+    trainer.update_actor(make_batch(4))
+    assert trainer.saver is not None
+    named = dict(trainer.model.named_parameters())
+    small = sum(param.numel() for name, param in named.items() if "lora_" in name)
+    whole = sum(param.numel() for name, param in named.items() if "lora_" not in name)
+    tags = trainer.saver.report().tags
+    assert tags.keys() == {"params", "adapters", "optim"}
+    for tag, nbytes in {"params": 2 * whole, "adapters": 4 * small, "optim": 8 * small}.items():
+        assert nbytes <= tags[tag].live_bytes < nbytes + 64 * len(named), tag
+    assert {shard.dtype for shard in trainer.shards().values()} == {torch.bfloat16}
+    assert {value.dtype for value in adapters(trainer).values()} == {torch.float32}
+    assert any((value != value.bfloat16()).any() for value in adapters(trainer).values())
+    assert trainer.optimizer.state.keys() == {param for name, param in named.items() if "lora_" in name}
+
+
+def copied(trainer: Trainer) -> int:
+    assert trainer.saver is not None
+    stats = trainer.saver.statistics().get("copy")
+    return 0 if stats is None else stats.nbytes
+
+
+def test_parking_keeps_every_bit_and_copies_the_base_once(device: str, model_path: str, make_trainer: Make) -> None:
+    trainer, twin = (make_trainer(model_path, lora=LORA, device=device, saver=saver) for saver in (True, False))
+    assert trainer.saver is not None
+    outgoing = []
+    for step in range(3):
+        assert trainer.update_actor(make_batch(5, seed=step)) == twin.update_actor(make_batch(5, seed=step))
+        live = {tag: report.live_bytes for tag, report in trainer.saver.report().tags.items()}
+        before = copied(trainer)
+        trainer.park("optim")
+        trainer.park("params")
+        trainer.park()
+        outgoing.append(copied(trainer) - before)
+        assert {tag.committed_bytes for tag in trainer.saver.report().tags.values()} == {0}
+        trainer.restore("params")
+        assert trainer.compute_log_prob(make_batch(3)) == twin.compute_log_prob(make_batch(3))
+        trainer.restore()
+    assert outgoing == [sum(live.values()), *[live["adapters"] + live["optim"]] * 2]
+    assert_same_bits(adapters(trainer), adapters(twin))
+    assert_same_bits(trainer.shards(), twin.shards())
+    trainer.park("params")
+    with pytest.raises(StateError, match=r"save_adapters\(\) needs tag 'params'"):
+        trainer.save_adapters("nowhere")
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    with memsaver.attach(engine.saver.share("weights")) as lease:
+        dtype = {piece.name: getattr(torch, piece.dtype) for piece in engine.manifest.slices}
+        return {p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone() for p in engine.manifest.slices}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
+    dtype: str, model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, lora=LORA, param_dtype=dtype)
+    engine = Engine.from_pretrained(model_path, kv_tokens=64, dtype=getattr(torch, dtype))
+    trainer.connect([engine])
+    whole, size = sum(each.nbytes for each in weights(engine).values()), getattr(torch, dtype).itemsize
+    own = trainer.shards()
+    changed = sum(shard.numel() for name, shard in own.items() if name.split(".")[-2] in LORA.target_modules)
+
+    def check(version: int, nbytes: int) -> None:
+        trainer.update_actor(make_batch(5, seed=version))
+        assert trainer.sync_weights(version).nbytes == nbytes
+        assert_same_bits(weights(engine), merged(trainer, getattr(torch, dtype)))
+
+    assert trainer.sync_weights(1).nbytes == whole
+    assert_same_bits(weights(engine), trainer.shards())  # b is zero
+    check(2, changed * size)
+    engine.sleep(level=1)
+    engine.wake_up(["weights"])
+    check(3, changed * size)
+    engine.sleep(level=2)
+    engine.wake_up(["weights"])
+    check(4, whole)
+    engine.abort_update("a fault")
+    check(5, whole)
+    trainer.connect([engine])  # anew: what was written before is not known
+    check(6, whole)
+
+
+def test_an_adapter_that_is_not_finite_is_not_synced(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path, lora=LORA)
+    engine = Engine.from_pretrained(model_path, kv_tokens=64)
+    trainer.connect([engine])
+    trainer.sync_weights(1)
+    named: Any = dict(trainer.model.named_parameters())
+    named["model.layers.1.mlp.down_proj.lora_b"].detach().to_local()[3, 2] = math.nan
+    with pytest.raises(ValueError, match=r"the adapter of model\.layers\.1\.mlp\.down_proj\.weight has NaN"):
+        trainer.sync_weights(2, check_finite=True)
+    assert engine.served_version() == 1
+
+
+def test_a_run_goes_on_bit_for_bit_from_adapters_alone(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    first, second = make_trainer(model_path, lora=LORA), make_trainer(model_path, lora=LORA)
+    first.update_actor(make_batch(4))
+    first.save_checkpoint(str(tmp_path / "step"), {"n": 1})
+    assert second.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
+    assert_same_bits(adapters(second), adapters(first))
+    assert first.update_actor(make_batch(4, seed=1)) == second.update_actor(make_batch(4, seed=1))
+    assert_same_bits(adapters(second), adapters(first))
+    stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.distcp"))
+    trained = sum(value.nbytes for value in adapters(first).values())
+    assert trained < stored < trained + sum(shard.nbytes for shard in first.shards().values()), "the base is not there"
+
+
+def test_adapters_of_another_run_are_refused(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    place = str(tmp_path / "step")
+    make_trainer(model_path, lora=LORA).save_checkpoint(place)
+    louder = dataclasses.replace(LORA, alpha=9.0)
+    for path, lora, message in (
+        (write_model(tmp_path / "other", seed=1), LORA, r"base is \w{16} there, \w{16} here$"),
+        (model_path, louder, r"other adapters, nothing was loaded: alpha is 8\.0 there, 9\.0 here$"),
+        (model_path, None, "holds adapters, this trainer trains all parameters; nothing was loaded"),
+    ):
+        trainer = make_trainer(path, lora=lora)
+        before = adapters(trainer)
+        with pytest.raises(ValueError, match=message):
+            trainer.load_checkpoint(place)
+        assert_same_bits(adapters(trainer), before)
+
+
+def saved_adapters(trainer: Trainer, directory: Path) -> Path:
+    for seed in range(2):
+        trainer.update_actor(make_batch(5, seed=seed))
+    trainer.save_adapters(str(directory / "adapter"))
+    return directory / "adapter"
+
+
+def test_saved_adapters_have_pefts_names_and_meaning(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    """Merged into plain transformers they score as the trainer does."""
+    trainer, batch = make_trainer(model_path, lora=LORA), make_batch(5)
+    saved_adapters(trainer, tmp_path)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    model = reference(model_path)
+    with torch.no_grad():
+        for path in {name.partition(".lora_")[0] for name in tensors}:
+            a, b = tensors.pop(f"{path}.lora_A.weight"), tensors.pop(f"{path}.lora_B.weight")
+            layer = model.get_submodule(path.removeprefix("base_model.model."))
+            layer.weight += config["lora_alpha"] / config["r"] * b @ a
+        assert not tensors
+        assert largest_gap(trainer.compute_log_prob(batch), reference_logprobs(model, batch)) < 2e-5
+
+
+def test_peft_reads_saved_adapters(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer, batch = make_trainer(model_path, lora=LORA), make_batch(5)
+    saved_adapters(trainer, tmp_path)
+    model = peft.PeftModel.from_pretrained(reference(model_path), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        assert largest_gap(trainer.compute_log_prob(batch), reference_logprobs(model, batch)) < 2e-5
+
+
+def test_targets_that_the_model_has_not_are_refused(model_path: str, make_trainer: Make) -> None:
+    def targets(*names: str) -> LoraConfig:
+        return dataclasses.replace(LORA, target_modules=names)
+
+    with pytest.raises(ValueError, match="no linear layer is called k_porj, norm; there are: down_proj, gate_proj"):
+        make_trainer(model_path, lora=targets("norm", "q_proj", "k_porj"))
+    with pytest.raises(ValueError, match="lm_head shares its weight with another layer; leave it out"):
+        make_trainer(model_path, lora=targets("lm_head"))
+    with pytest.raises(
+        ValueError, match=r"LoraConfig.target_modules=\('a', 'a'\): name at least one layer, none twice"
+    ):
+        targets("a", "a")
+    with pytest.raises(ValueError, match="LoraConfig.rank=0: must be at least 1"):
+        dataclasses.replace(LORA, rank=0)
+
+
+def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path)
+    with pytest.raises(ValueError, match="base=True"):
+        trainer.compute_log_prob(make_batch(2), base=True)
+    with pytest.raises(ValueError, match="save_adapters"):
+        trainer.save_adapters("nowhere")
+    with pytest.raises(ValueError, match="with TrainerConfig.lora leave it away"):
+        make_trainer(model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest)
