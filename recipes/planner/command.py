@@ -12,8 +12,10 @@ from recipes.config.shapes import random_model_fields
 from recipes.errors import RecipeError
 from recipes.fetch import find_model
 from recipes.loading import find_recipe, load
+from recipes.models import toy_tokenizer
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.show import draw_plan, print_plan
+from recipes.tasks import TOY_WORDS
 
 DOES_NOT_FIT = 3
 
@@ -50,9 +52,9 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, staged: bool = True, 
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """A model that is not there yet has the shape that the recipe names beside it, if it does."""
+    """Of the model's config. One that is not there yet has the shape that the recipe names beside it, if it does."""
     if recipe.model.path is None:
-        return random_model_fields(recipe.model)
+        return {"vocab_size": len(toy_tokenizer(TOY_WORDS)), **random_model_fields(recipe.model)}
     try:
         directory = find_model(recipe.model.path)
     except RecipeError:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memsaver import Usage
@@ -34,6 +34,7 @@ from recipes.preparation import Setup
 from recipes.run import LOOPS, trainer_config
 from recipes.tasks import Problem, Score, Task
 from trainer_bridge import Cycle
+from trainer_bridge.session import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
@@ -58,9 +59,16 @@ class PlannedTrainer(Trainer):
         super().empty_cache()
         self.planned.empty_cache()
 
-    def sync_weights(self, version: int, **_: Any) -> Any: ...
+    def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
+        return _nothing_moved(version)
 
-    def share_weights(self, version: int, **_: Any) -> Any: ...
+    def share_weights(self, version: int, **_: Any) -> SyncReceipt:
+        return _nothing_moved(version)
+
+
+def _nothing_moved(version: int) -> SyncReceipt:
+    none: dict[str, Any] = {"nbytes": 0, "link_bytes": 0, "seconds": 0.0, "copy_seconds": 0.0, "verify_seconds": 0.0}
+    return SyncReceipt(version=version, digests=(), stages={}, **none)
 
 
 class _NoFolder:
@@ -173,7 +181,7 @@ def _trace(
             sleep_level=recipe.engine.sleep_level,
             keep=recipe.cycle.keep,
             critic=recipe.algorithm == "ppo",
-            reference=recipe.loop.kl_coef > 0,
+            reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,
         )
         loop = LOOPS[recipe.algorithm](
             setup=setup,
@@ -230,11 +238,20 @@ def _without_memory(world: int) -> Iterator[None]:
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(FakeTensor, "tolist", _zeros),
             mock.patch("trainer_bridge.trainer.ensure_process_group", lambda device: False),
+            mock.patch("trainer_bridge.model._rebuild_buffers", _take_buffers),
             mock.patch("trainer_bridge.trainer.init_device_mesh", lambda *args, **kwargs: mesh),  # reads real tensors
         ):
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _take_buffers(model: nn.Module, device: torch.device) -> None:
+    """Of any content, also where the trainer could not make it (routers of DeepSeek-V3)."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _zeros(tensor: Tensor) -> list[Any]:
