@@ -54,7 +54,7 @@ class Recipe:
         require(self, "driver", ok, "must be inprocess or ray", "set driver=inprocess")
         ok = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         require(self, "device", ok, "must be auto, cpu, cuda or cuda:N", "set device=auto")
-        if self.task.name != "toy" and self.model.random_init:
+        if self.task.name == "chain_sum" and self.model.random_init:
             rule = f"has no tokenizer for task.name={self.task.name}"
             raise FieldError("model.random_init", "true", rule, "set task.name=toy, or false and model.path=DIRECTORY")
         self._check_also_digits()
