@@ -46,7 +46,7 @@ Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`words`: all that questions and answers are made of, for a random model's tokenizer; without: a real model only."""
+    """`words`: all that questions and answers are made of, for a random model's tokenizer; none: real models only."""
 
     name: str
     train: tuple[Problem, ...]
