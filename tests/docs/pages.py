@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^( *)```(\w*)\s*$")
+FENCE = re.compile(r"^( *)```(?: \{\.)?(\w*)\}?\s*$")  # a file shown is "``` {.python}", which ruff leaves alone
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 

@@ -79,4 +79,6 @@ PRELUDES: dict[str, Prelude] = {
     "docs/kv-cache.md": _kv_cache,
     "docs/weight-sync.md": _weight_sync,
     "docs/compat.md": _compat,
+    "docs/how-to/own-loop.md": _model,
+    "docs/how-to/own-model.md": _model,
 }

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import _parse
-from recipes.loading import find_recipe
+from recipes.errors import RecipeError
+from recipes.loading import find_recipe, load
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
 
 MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor)\b.*)$")
@@ -36,6 +37,12 @@ def commands(page: Path) -> list[tuple[int, list[str]]]:
     return found
 
 
+def saved(page: Path) -> dict[str, str]:
+    """Files that the reader is told to save: name -> content."""
+    names = re.findall(r"[Ss]ave this as `([\w.]+)`", page.read_text())
+    return dict(zip(names, [block.text for block in blocks(page, "yaml")], strict=False))
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
 def test_memsaver_commands_parse(page: Path) -> None:
     for number, words in commands(page):
@@ -45,7 +52,19 @@ def test_memsaver_commands_parse(page: Path) -> None:
             pytest.fail(f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version")
         named = [word for word in getattr(parsed, "words", [])[:1] if "=" not in word and not word.isupper()]
         for recipe in named:
-            assert (ROOT / recipe).is_file() or find_recipe(recipe), f"{name_of(page)}:{number}: {recipe}"
+            known = recipe in saved(page) or (ROOT / recipe).is_file() or find_recipe(recipe)
+            assert known, f"{name_of(page)}:{number}: {recipe}"
+
+
+def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(tmp_path, monkeypatch) -> None:
+    page = ROOT / "docs" / "first-steps.md"
+    ((name, text),) = saved(page).items()
+    (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert load(name).steps == 20
+    with pytest.raises(RecipeError) as raised:
+        load(name, ["grpo.samples_per_prompt=1"])
+    assert f"memsaver: {raised.value}" in page.read_text()
 
 
 def test_some_commands_are_shown() -> None:
