@@ -8,18 +8,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^( *)```(?: \{\.)?(\w*)\}?\s*$")  # a file shown is "``` {.python}", which ruff leaves alone
+FENCE = re.compile(
+    r"^( *)```(?: \{\.)?(\w*)([^}`]*)\}?\s*$"
+)  # a file shown is "``` {.python}", which ruff leaves alone
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block. line: of its first line of code, from 1. not_run: the reason in the comment above it."""
+    """One fenced block.
+
+    line: of its first line of code, from 1. options: behind its language. not_run: the reason in the comment above it.
+    """
 
     page: Path
     line: int
     language: str
+    options: str
     text: str
     not_run: str | None
 
@@ -50,7 +56,8 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
         end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
         text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end])
         reason = _reason(lines, number)
-        found.append(Block(page=page, line=number + 2, language=opened[2], text=text, not_run=reason))
+        about = {"language": opened[2], "options": opened[3].strip(), "not_run": reason}
+        found.append(Block(page=page, line=number + 2, text=text, **about))
         number = end + 1
     return [block for block in found if language in (None, block.language)]
 
