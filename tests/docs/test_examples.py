@@ -105,9 +105,9 @@ def test_a_model_of_ones_own(tmp_path):
 def test_a_task_of_ones_own_is_learnt(tmp_path, monkeypatch):
     """Named in a recipe and imported from where the command is run."""
     monkeypatch.chdir(ROOT)
-    small = ["steps=6", "eval.every=0", "checkpoint.every=0"]
+    small = ["steps=4", "eval.every=0", "checkpoint.every=0"]
     rewards = [row["reward"] for row in rows(start_run("examples/own_task.yaml", small, tmp_path / "run"), "train")]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.25
+    assert rewards[0] < 0.1 and rewards[-1] > 0.15
 
 
 def rows(run: Path, kind: str) -> list[dict]:
