@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
+from tests.helpers.ranks import results, start_ranks
 from tests.trainer_bridge.models import config, make_batch, write_model
 from tests.trainer_bridge.test_trainer import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
@@ -140,14 +138,10 @@ def test_an_engine_without_weights_says_so_until_a_sync(model_path: str, tmp_pat
     engine.generate([[1]], SamplingParams(max_tokens=1))
 
 
-def worker(rank: int, port: int, path: str, out: str) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def worker(rank: int, path: str) -> dict[str, torch.Tensor]:
     once, again = (Trainer(config(path, random_init=True)) for _ in range(2))
     assert_same_bits(clones(once), clones(again))
-    torch.save(clones(once), f"{out}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return clones(once)
 
 
 def test_ranks_draw_different_rows_of_one_model(tmp_path: Path) -> None:
@@ -155,11 +149,7 @@ def test_ranks_draw_different_rows_of_one_model(tmp_path: Path) -> None:
     path = describe(tmp_path / "model", vocab_size=97)
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, path, str(tmp_path)), nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    first, second = results(start_ranks(worker, 2, tmp_path / "store", path))
     for name, shard in first.items():
         if shard.ndim > 1:
             rows = min(len(shard), len(second[name]))

@@ -5,19 +5,17 @@ Sizes that two does not divide, so that the second rank's shards are shorter and
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import memsaver
 from rollout import Engine
 from tests.helpers.memory import scribble
+from tests.helpers.ranks import results, start_ranks
 from tests.trainer_bridge.models import config, make_batch, write_model
 from tests.trainer_bridge.test_trainer import assert_same_bits, bits
 from trainer_bridge import Trainer
@@ -83,9 +81,7 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
     return result | {"metrics": learn(other), "weights": whole(other), "synced": sync(other, path)}
 
 
-def worker(rank: int, port: int, path: str, out: str) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def worker(rank: int, path: str, out: str) -> None:
     saver = memsaver.MemorySaver()
     trainer = Trainer(config(path, **CHANGES), saver)
     result: dict[str, Any] = {
@@ -106,18 +102,13 @@ def worker(rank: int, port: int, path: str, out: str) -> None:
     result["failed"] = failing_sync(trainer, path)
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, path, str(out)), nprocs=2, join=True)
+    results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
