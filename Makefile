@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/memsaver run $(RECIPE)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
