@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2"]
 OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "memory")
-LEARNT = ["steps=25"]
 STAGES = [
     "park_optim",
     "wake_weights",
@@ -53,6 +52,9 @@ def without_clock(found):
 
 def command(*words):
     return [sys.executable, "-m", "recipes.cli", *map(str, words)]
+
+
+LEARNT = ["steps=25"]
 
 
 @pytest.fixture(scope="module")
