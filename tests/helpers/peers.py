@@ -1,4 +1,4 @@
-"""Other processes for tests, forked from a clean one that has imported what they need: one starts in 50 ms."""
+"""Other processes for tests, forked from a clean one that has imported what they need: one begins with 20 ms of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import memsaver
 
 PATIENCE = 7.0  # seconds for an operation: one that waits for what does not come takes 8 or 10
 
-# The server imports these once, in 5 s of a core; a child that needs engines and trainers would take 4 s of its own.
+# The server imports these once, in 6 s of a core; a child that needs engines and trainers would take 4 s of its own.
 # Importing leaves CUDA alone, so that its children may use it.
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
