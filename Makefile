@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/memsaver run $(RECIPE)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/packaging
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/packaging
 
 lint: setup
 	$(BIN)/ruff check .
