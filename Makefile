@@ -6,7 +6,7 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap
 
-.PHONY: setup demo test lint soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test lint docs dist soak test-gpu $(BENCHES) clean
 
 setup: $(READY)
 
@@ -21,12 +21,24 @@ demo: setup
 	$(BIN)/memsaver run $(RECIPE)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/packaging
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in site/index.html; a warning is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+.venv/.docs: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+# dist/: the sdist, the wheel built from it; both tried out in an environment of their own.
+dist: setup
+	$(BIN)/python -m pytest tests/packaging
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
 # OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-gap.
@@ -67,4 +79,4 @@ bench-gap:
 	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
 
 clean:
-	rm -rf .venv build dist *.egg-info memsaver/allocator/_shim*.so
+	rm -rf .venv build dist site *.egg-info memsaver/allocator/_shim*.so

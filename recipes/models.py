@@ -65,7 +65,8 @@ def toy_tokenizer(words: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", *words]
+    marks = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant"]
+    vocabulary = list(dict.fromkeys([*marks, *words]))
     ids = {word: index for index, word in enumerate(vocabulary)}
     core = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

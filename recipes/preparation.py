@@ -19,7 +19,7 @@ from recipes.errors import RecipeError, one_line
 from recipes.fetch import find_model
 from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
 from recipes.pool import in_tokens, pool_tokens
-from recipes.tasks import TOY_WORDS, Problem, Task, make_task
+from recipes.tasks import Problem, Task, make_task
 
 if TYPE_CHECKING:
     from rollout.model.config import ModelConfig
@@ -50,7 +50,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
     _check_prompts(recipe, len(task.train))
-    with _model_dir(recipe) as (model_dir, tokenizer):
+    with _model_dir(recipe, task) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)
         prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
@@ -71,14 +71,17 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
 
 
 @contextmanager
-def _model_dir(recipe: Recipe) -> Iterator[tuple[Path, Any]]:
+def _model_dir(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
     """The model's directory and its tokenizer; a random model is described in a directory that ends with the block."""
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path)
         yield directory, load_tokenizer(directory)
         return
+    if not task.words:
+        rule = "a random model has no tokenizer for it"
+        raise RecipeError(f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY")
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = toy_tokenizer(TOY_WORDS)
+        tokenizer = toy_tokenizer(list(task.words))
         describe_random_model(random_model_fields(recipe.model), tokenizer, Path(folder))
         yield Path(folder), tokenizer
 

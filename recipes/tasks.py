@@ -1,20 +1,26 @@
 """Tasks: problems, their split, and how an answer is read and scored.
 
+`task.name=package.module:function` names a task of one's own: `function(section)` gets the recipe's `TaskSection` and
+returns a `Task`; `split` deals its problems out.
+
 A problem is held out when a hash of its question text says so; the split depends on nothing else, so that no seed, step
 or resume can bring a held-out question into training.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memsaver.ops.hash import hash_text
 from recipes.config import TaskSection
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, one_line
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
@@ -40,27 +46,71 @@ Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
+    """`words`: all that questions and answers are made of, for a random model's tokenizer; none: real models only."""
+
     name: str
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
-    beside: dict[str, tuple[Problem, ...]]  # evaluated too, never trained on: "2_digits" -> problems in no order
     score: Scorer
+    beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # evaluated too, never trained on: "2_digits"
+    words: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[Problem]:
         return itertools.chain(self.train, self.held_out, *self.beside.values())
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
-    """also_digits: of the numbers in problems beside the task's own, chain_sum only."""
-    problems, score = _toy(section) if section.name == "toy" else _chain_sum(section, section.num_digits)
-    held_out = tuple(p for p in problems if is_held_out(p.question, section.held_out_fraction))
-    train = tuple(p for p in problems if not is_held_out(p.question, section.held_out_fraction))
-    if not train or not held_out:
-        empty = "training" if not train else "evaluation"
+    """also_digits: of the numbers in problems beside the task's own, chain_sum only.
+
+    Raises RecipeError when there is nothing to train or to evaluate on, or `section.name` leads to no task.
+    """
+    task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
+    if not task.train or not task.held_out:
+        empty = "training" if not task.train else "evaluation"
         rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
         raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
+    return task
+
+
+def split(problems: Sequence[Problem], fraction: float) -> dict[str, tuple[Problem, ...]]:
+    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order."""
+    held_out = tuple(problem for problem in problems if is_held_out(problem.question, fraction))
+    train = tuple(problem for problem in problems if not is_held_out(problem.question, fraction))
+    return {"train": train, "held_out": held_out}
+
+
+def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
+    words: tuple[str, ...] = ()
+    if section.name == "toy":
+        (problems, score), words = _toy(section), tuple(TOY_WORDS)
+    else:
+        problems, score = _chain_sum(section, section.num_digits)
     beside = {f"{digits}_digits": _shuffled(_chain_sum(section, digits)[0]) for digits in also_digits}
-    return Task(name=section.name, train=train, held_out=held_out, beside=beside, score=score)
+    parts = split(problems, section.held_out_fraction)
+    return Task(name=section.name, **parts, beside=beside, score=score, words=words)
+
+
+def _own_task(section: TaskSection) -> Task:
+    """The task that `module:function` makes; modules beside the working directory's files are found, too."""
+    module_name, _, name = section.name.partition(":")
+    key = f"task.name={section.name}"
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:
+        rule = f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH") from error
+    if not callable(function):
+        raise RecipeError(f"{key}: {module_name} has no function {name}; define it, or correct the name")
+    try:
+        task = function(section)
+    except Exception as error:
+        rule = f"raised {type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
+    if not isinstance(task, Task):
+        raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
+    return task
 
 
 def is_held_out(question: str, fraction: float) -> bool:

@@ -12,6 +12,9 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
 
 
+LONG = ("tests/recipes/", "tests/rollout/", "tests/trainer_bridge/")  # files that take up to a minute or two
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="full counts of every soak test, not the short forms")
 
@@ -21,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: workers that begin with them end together, on short ones."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     if torch.cuda.is_available():
         return
     for item in items:

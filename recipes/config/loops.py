@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -76,11 +77,15 @@ class PpoSection:
 
 
 TASKS = ("toy", "chain_sum")
+OWN_TASK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """`toy` needs no download and its own small vocabulary; `chain_sum` comes from reasoning-gym."""
+    """`toy` needs no download and its own small vocabulary; `chain_sum` comes from reasoning-gym.
+
+    `package.module:function` is a task of one's own (see recipes.tasks), which may read the other keys, too.
+    """
 
     name: str = MISSING
     num_terms: int = 2  # chain_sum
@@ -90,14 +95,16 @@ class TaskSection:
     system_prompt: str = ""
 
     def __post_init__(self) -> None:
-        require(self, "name", self.name in TASKS, f"must be one of {', '.join(TASKS)}", "set task.name=chain_sum")
+        ok = self.name in TASKS or OWN_TASK.fullmatch(self.name) is not None
+        rule = f"must be one of {', '.join(TASKS)}, or package.module:function"
+        require(self, "name", ok, rule, "set task.name=chain_sum")
         at_least(self, 2, num_terms="set task.num_terms=2")
         at_least(self, 1, num_digits="set task.num_digits=1")
         ok = 0 < self.held_out_fraction < 1
         require(self, "held_out_fraction", ok, "must lie between 0 and 1", "set task.held_out_fraction=0.2")
         ok = 0 <= self.partial_credit < 1
         require(self, "partial_credit", ok, "must lie in [0, 1)", "set task.partial_credit=0")
-        ok = self.name == "toy" or self.partial_credit == 0
+        ok = self.name != "chain_sum" or self.partial_credit == 0
         require(self, "partial_credit", ok, f"is not defined for task.name={self.name}", "set task.partial_credit=0")
 
 

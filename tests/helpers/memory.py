@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -69,6 +70,19 @@ def family_bytes(device: str) -> int:
 
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def settled_fds(patience: float = 2.0) -> int:
+    """`open_fds()` when what earlier tests left is gone: cycles (process groups of gloo among them), and connections
+    that threads close."""
+    gc.collect()
+    count, since = open_fds(), time.monotonic()
+    end = since + patience
+    while time.monotonic() < min(since + 0.05, end):
+        time.sleep(0.005)
+        if (now := open_fds()) != count:
+            count, since = now, time.monotonic()
+    return count
 
 
 def open_files_in(directory: Path) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +19,12 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
 from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds
+from tests.helpers.peers import Peer
 
 SIZE = 32 << 20
-spawn = multiprocessing.get_context("spawn")
 
 
-def _serve(device: str, limit: int | None, pipe: Connection) -> None:
+def _serve(pipe: Connection, device: str, limit: int | None) -> None:
     """The other process: a saver with a tag "kv" of SIZE bytes, and whatever the test asks."""
     saver = MemorySaver(device, limit_bytes=limit)
     kv = saver.empty(SIZE, torch.uint8, tag="kv").fill_(1)
@@ -62,15 +62,13 @@ class Other:
     def __init__(self, device: str, limit: int | None = None) -> None:
         machine_bytes(device)  # makes this process's own context
         before = machine_bytes(device)
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(device, limit, theirs), daemon=True)
-        self.process.start()
-        self.ticket = self._pipe.recv()
+        self.peer = Peer(_serve, device, limit)
+        self.process = self.peer.process
+        self.ticket = self.peer.hear()
         self.context_bytes = machine_bytes(device) - before  # its saver is paused
 
     def ask(self, *request: Any) -> Any:
-        self._pipe.send(request)
-        answer = self._pipe.recv()
+        answer = self.peer.ask(request)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -82,8 +80,7 @@ def other_process(device: str, limit: int | None = None) -> Iterator[Other]:
     try:
         yield other
     finally:
-        other.process.kill()
-        other.process.join(10)
+        other.peer.bury()
 
 
 def held(device: str, other: Other) -> int:
@@ -204,6 +201,17 @@ def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str) -
         assert other.ask("attach", saver.share("kv")) is not None
 
 
+def _stop(pid: int) -> None:
+    """Wait until each thread has stopped, for one that has not may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while any(
+        file.read_text().rpartition(")")[2].split()[0] != "T" for file in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_a_silent_peer_is_named_and_nothing_changes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsaver.share.REVOKE_SECONDS", 0.3)
     with other_process(device) as other:
@@ -211,8 +219,7 @@ def test_a_silent_peer_is_named_and_nothing_changes(device: str, monkeypatch: py
         other.ask("attach", saver.share("kv"))
         other.ask("detach")
         assert other.process.pid is not None
-        os.kill(other.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, other.process.pid, os.WSTOPPED)  # until then its threads may still answer
+        _stop(other.process.pid)
         with pytest.raises(memsaver.LeaseError, match=f"process {other.process.pid} does not let go of 1 extents"):
             saver.pause()
         assert not saver.is_paused("kv") and bool((mine == 7).all())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import resource
-import signal
 import socket
 import threading
 import time
@@ -23,10 +21,8 @@ from memsaver import rpc
 from tests.helpers.memory import memory_maps, open_fds, process_bytes
 from tests.helpers.peers import Peer
 
-spawn = multiprocessing.get_context("spawn")
 
-
-def _peer(ticket: memsaver.Ticket, pipe: Connection) -> None:
+def _peer(pipe: Connection, ticket: memsaver.Ticket) -> None:
     with memsaver.attach(ticket) as lease:
         pipe.send(lease.tensor((8,), torch.int64, byte_offset=4096).tolist())
         lease.tensor((8,), torch.int64, byte_offset=4096).fill_(9)
@@ -44,11 +40,9 @@ def _shared(device: str) -> tuple[memsaver.MemorySaver, torch.Tensor]:
 
 def test_a_peer_reads_and_writes_the_same_pages(device: str) -> None:
     saver, tensor = _shared(device)
-    ours, theirs = spawn.Pipe()
-    peer = spawn.Process(target=_peer, args=(saver.share("weights", writable=True), theirs))
-    peer.start()
-    assert ours.recv() == list(range(512, 520))
-    assert ours.recv() == "written"
+    peer = Peer(_peer, saver.share("weights", writable=True))
+    assert peer.hear() == list(range(512, 520))
+    assert peer.hear() == "written"
     if device != "cpu":
         torch.cuda.synchronize()
     assert tensor[512:520].tolist() == [9] * 8
@@ -57,11 +51,9 @@ def test_a_peer_reads_and_writes_the_same_pages(device: str) -> None:
         saver.pause("weights")
     assert not saver.is_paused("weights")
     assert saver.report().tags["weights"].leases == 1
-    ours.send("go on")
-    assert ours.recv() == "closed"
+    assert peer.ask("go on") == "closed"
     saver.pause("weights")
-    peer.join(10)
-    assert peer.exitcode == 0
+    assert peer.dies_within(10) and peer.process.exitcode == 0
 
 
 def _copy_from_another_gpu(pipe: Connection, ticket: memsaver.Ticket) -> None:
@@ -84,12 +76,10 @@ def test_a_peer_copies_from_another_gpu() -> None:
 
 def test_a_dead_peer_ends_its_lease(device: str) -> None:
     saver, _ = _shared(device)
-    ours, theirs = spawn.Pipe()
-    peer = spawn.Process(target=_peer, args=(saver.share("weights", writable=True), theirs))
-    peer.start()
-    ours.recv(), ours.recv()
-    os.kill(peer.pid, signal.SIGKILL)
-    peer.join(10)
+    peer = Peer(_peer, saver.share("weights", writable=True))
+    peer.hear(), peer.hear()
+    peer.kill()
+    assert peer.dies_within(10)
     deadline = time.monotonic() + 5
     while saver.report().tags["weights"].leases and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,10 +1,13 @@
 """Tasks: the split, how an answer is read, what it is worth."""
 
 import random
+import sys
 
 import pytest
 
-from recipes.config import TaskSection
+from recipes.cli import main
+from recipes.config import FieldError, TaskSection
+from recipes.errors import RecipeError
 from recipes.models import decode, encode_prompt, toy_tokenizer
 from recipes.tasks import TOY_WORDS, Problem, extract_number, is_held_out, make_task
 
@@ -157,3 +160,74 @@ def test_the_toy_prompt_goes_through_a_chat_template():
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[4:6]) == "b e"
     assert len(encode_prompt(tokenizer, "first of b e", "of")) == len(ids) + 4
+
+
+OWN = """
+from recipes.tasks import Problem, Score, Task, split
+
+def echo(section):
+    problems = [Problem(question=f"say {n}", answer=str(n)) for n in range(section.num_digits * 20)]
+    score = lambda problem, text, ended: Score(reward=1.0, exact=text == problem.answer)
+    return Task(name="echo", **split(problems, section.held_out_fraction), score=score)
+
+def nothing(section):
+    return []
+
+def broken(section):
+    return section.colour
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """`own_tasks`, a module in the working directory, which is not on the path of an installed command."""
+    (tmp_path / "own_tasks.py").write_text(OWN)
+    (tmp_path / "own_syntax.py").write_text("def")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_tasks", None)
+
+
+def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module):
+    task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
+    assert (task.name, len(list(task.problems())), task.beside) == ("echo", 40, {})
+    assert {p.question for p in task.held_out} == {f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)}
+    assert task.score(task.train[0], task.train[0].answer, True).exact
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("own_tasks:missing", "own_tasks has no function missing; define it"),
+        ("own_tasks:number", "own_tasks has no function number"),
+        ("own_tasks:nothing", "returned a list; return a recipes.tasks.Task"),
+        ("own_tasks:broken", "raised AttributeError: 'TaskSection' object has no attribute 'colour'"),
+        ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
+        ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
+    ],
+)
+def test_what_leads_to_no_task_says_why(own_module, name, expected):
+    with pytest.raises(RecipeError, match=f"^task.name={name}: ") as raised:
+        make_task(TaskSection(name=name))
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_task_of_ones_own_must_leave_something_to_learn_and_to_evaluate(own_module):
+    with pytest.raises(RecipeError, match="leaves no problem for training"):
+        make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
+
+
+@pytest.mark.parametrize("name", ["chess", "module:", ":function", "my-task:f", "a:b:c", "a.b"])
+def test_a_name_is_a_packaged_task_or_module_and_function(name):
+    with pytest.raises(FieldError, match="must be one of toy, chain_sum, or package.module:function"):
+        TaskSection(name=name)
+
+
+def test_a_random_model_needs_the_words_of_the_task(own_module, tmp_path, capsys):
+    words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
+    assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "task.name=own_tasks:echo: a random model has no tokenizer for it; give" in capsys.readouterr().err

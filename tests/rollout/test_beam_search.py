@@ -101,22 +101,32 @@ def test_equals_transformers(tmp_path: Path, kind: str, overrides: dict[str, Any
         check(model, prompt, beams(width), got)
 
 
-def some_stops(model: Any, prompts: list[list[int]], count: int) -> tuple[int, ...]:
+def some_stops(model: Any, prompts: list[list[int]]) -> tuple[int, ...]:
     """Tokens that searches of these prompts meet, in the middle of their answers."""
     answers = [reference(model, prompt, beams(4))[0][i] for i, prompt in enumerate(prompts)]
-    return tuple(sorted({answer[3 + i] for i, answer in enumerate(answers)}))[:count]
+    return tuple(sorted({answer[3 + i] for i, answer in enumerate(answers)}))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, tuple[int, ...]]:
+    """Where it is, the model, and tokens that its searches of `LENGTHS` meet."""
+    directory = tmp_path_factory.mktemp("llama")
+    model = save_tiny(directory, "llama")
+    return directory, model, some_stops(model, random_prompts(LENGTHS))
 
 
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.5, -1.0])
 @pytest.mark.parametrize("width", [2, 4])
-def test_end_tokens_penalties_and_early_stopping(tmp_path: Path, width: int, penalty: float, early: Any) -> None:
-    model = save_tiny(tmp_path, "llama")
-    engine, prompts = make(tmp_path), random_prompts(LENGTHS)
+def test_end_tokens_penalties_and_early_stopping(
+    llama: tuple[Path, Any, tuple[int, ...]], width: int, penalty: float, early: Any
+) -> None:
+    path, model, stops = llama
+    engine, prompts = make(path), random_prompts(LENGTHS)
     lengths = set()
     for count in (1, 3):
         params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14)
-        params = replace(params, stop_token_ids=some_stops(model, prompts, count))
+        params = replace(params, stop_token_ids=stops[:count])
         for prompt, got in zip(prompts, generate(engine, prompts, params), strict=True):
             check(model, prompt, params, got)
             lengths |= {len(each.token_ids) for each in got}
@@ -126,7 +136,7 @@ def test_end_tokens_penalties_and_early_stopping(tmp_path: Path, width: int, pen
 def test_the_models_own_end_tokens(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "llama")
     prompts = random_prompts((9, 30))
-    ends = some_stops(model, prompts, 2)
+    ends = some_stops(model, prompts)[:2]
     model.generation_config.eos_token_id = list(ends)
     model.generation_config.save_pretrained(str(tmp_path))
     got = generate(make(tmp_path), prompts, beams(4))

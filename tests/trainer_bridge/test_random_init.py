@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
+from tests.helpers.ranks import results, start_ranks
 from tests.trainer_bridge.models import config, make_batch, write_model
 from tests.trainer_bridge.test_trainer import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
@@ -142,16 +140,14 @@ def test_an_engine_without_weights_says_so_until_a_sync(model_path: str, tmp_pat
     engine.generate([[1]], SamplingParams(max_tokens=1))
 
 
-def worker(rank: int, port: int, path: str, out: str) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def worker(rank: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """This rank's shards and their (start, shape) in the whole."""
     model_module._BLOCK_ELEMENTS = BLOCK
     columns = {"model.layers.1.mlp.down_proj.weight": 1}
     once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
     assert_same_bits(clones(once), clones(again))
-    torch.save((clones(once), {name: model_module.shard_box(param) for name, param in named(once)}), f"{out}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    boxes = {name: model_module.shard_box(param) for name, param in named(once)}
+    return clones(once), {name: (box.start, box.shape) for name, box in boxes.items()}
 
 
 def named(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
@@ -164,15 +160,10 @@ def test_two_ranks_draw_the_model_of_one(tmp_path: Path, make_trainer: Make, mon
     path = describe(tmp_path / "model", vocab_size=97)
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, path, str(tmp_path)), nprocs=2, join=True)
     monkeypatch.setattr(model_module, "_BLOCK_ELEMENTS", BLOCK)
     alone = clones(make_trainer(path, random_init=True))
     seen = dict.fromkeys(alone, 0)
-    for rank in range(2):
-        shards, boxes = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+    for shards, boxes in results(start_ranks(worker, 2, tmp_path / "store", path)):
         for name, shard in shards.items():
             box = tuple(slice(at, at + size) for at, size in zip(*boxes[name], strict=True))
             assert torch.equal(shard, alone[name][box]), name

@@ -6,19 +6,17 @@ Sizes that two does not divide, so that the second rank's shards are shorter and
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import memsaver
 from rollout import Engine
 from tests.helpers.memory import scribble
+from tests.helpers.ranks import results, start_ranks
 from tests.trainer_bridge.models import config, make_batch, write_model
 from tests.trainer_bridge.test_critic import value_batch
 from tests.trainer_bridge.test_lora import adapters, copied, weights
@@ -143,9 +141,7 @@ def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[st
     return {"scores": before, "learned": learned, "values": values, "weights": weights}
 
 
-def worker(rank: int, port: int, path: str, out: str) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def worker(rank: int, path: str, out: str) -> None:
     saver = memsaver.MemorySaver()
     trainer = Trainer(config(path, **CHANGES), saver)
     result: dict[str, Any] = {
@@ -168,18 +164,13 @@ def worker(rank: int, port: int, path: str, out: str) -> None:
     result["models"] = with_models(path, memsaver.MemorySaver())
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, path, str(out)), nprocs=2, join=True)
+    results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

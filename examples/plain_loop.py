@@ -1,0 +1,64 @@
+"""A plain torch RL loop: sample, score, learn. The model learns to answer with token ids below 48.
+
+    python examples/plain_loop.py MODEL_DIR
+
+`plain_loop_with_cycle.py` is the same loop with memsaver's cycle.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+SAMPLES, TOKENS = 16, 8
+
+
+def score(answer: list[int]) -> float:
+    """The share of an answer's tokens that are below 48."""
+    return sum(token < 48 for token in answer) / len(answer)
+
+
+def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+    """fp32 [answers, tokens], of the answers' tokens."""
+    ids = torch.tensor([prompt + answer for answer in answers], device=DEVICE)
+    logits = model(ids[:, :-1]).logits[:, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, -1).gather(2, ids[:, len(prompt) :, None]).squeeze(2)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]) -> float:
+    """One update from the answers to each prompt; their mean reward."""
+    rewards = torch.tensor([[score(answer) for answer in answers] for answers in groups], device=DEVICE)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    for prompt, answers, advantage in zip(PROMPTS, groups, advantages, strict=True):
+        loss = -(log_probs(model, prompt, answers).mean(1) * advantage).mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return rewards.mean().item()
+
+
+def sample(model: torch.nn.Module, prompt: list[int]) -> list[list[int]]:
+    ids = torch.tensor([prompt] * SAMPLES, device=DEVICE)
+    settings = {"do_sample": True, "top_k": 0, "min_new_tokens": TOKENS, "max_new_tokens": TOKENS, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, len(prompt) :].tolist()
+
+
+def main(path: str, steps: int = 20) -> list[float]:
+    """The mean reward of each step."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rewards = []
+    for step in range(1, steps + 1):
+        groups = [sample(model, prompt) for prompt in PROMPTS]
+        rewards.append(train_step(model, optimizer, groups))
+        print(f"step {step}: reward {rewards[-1]:.3f}")
+    return rewards
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,99 @@
+"""A plain torch RL loop: sample, score, learn. The model learns to answer with token ids below 48.
+
+    python examples/plain_loop_with_cycle.py MODEL_DIR
+
+`plain_loop.py` with memsaver's cycle: an engine samples, and the two take turns in the device's memory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from memsaver import MemorySaver
+from memsaver.places import place_of
+from rollout import Engine, SamplingParams
+from trainer_bridge import Cycle
+from trainer_bridge.session import WeightSync
+from trainer_bridge.sources import fsdp_shards
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+SAMPLES, TOKENS = 16, 8
+
+
+def score(answer: list[int]) -> float:
+    """The share of an answer's tokens that are below 48."""
+    return sum(token < 48 for token in answer) / len(answer)
+
+
+def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+    """fp32 [answers, tokens], of the answers' tokens."""
+    ids = torch.tensor([prompt + answer for answer in answers], device=DEVICE)
+    logits = model(ids[:, :-1]).logits[:, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, -1).gather(2, ids[:, len(prompt) :, None]).squeeze(2)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]) -> float:
+    """One update from the answers to each prompt; their mean reward."""
+    rewards = torch.tensor([[score(answer) for answer in answers] for answers in groups], device=DEVICE)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    for prompt, answers, advantage in zip(PROMPTS, groups, advantages, strict=True):
+        loss = -(log_probs(model, prompt, answers).mean(1) * advantage).mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return rewards.mean().item()
+
+
+class Side:
+    """What the cycle asks of a trainer: to park and restore its tags, and to write its weights into the engine."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        self.optimizer, self.saver = optimizer, MemorySaver(device=DEVICE)
+        for weight in model.parameters():
+            weight.data = self.on_tag("params", weight.data)
+            moments = {name: self.on_tag("optim", torch.zeros_like(weight)) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+        sources = {name: weight.detach() for name, weight in model.named_parameters()}
+        shards = [shard for name in sources for shard in fsdp_shards(name, sources[name].shape, "float32", world=1)]
+        self.sync_weights = WeightSync(shards, lambda: sources, [engine], place=place_of(self.saver.device)).sync
+
+    def on_tag(self, tag: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.saver.empty(tensor.shape, tensor.dtype, tag=tag, content="host").copy_(tensor)
+
+    def empty_cache(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+    def park(self, *tags: str) -> None:
+        self.empty_cache()
+        self.saver.pause(*tags)
+
+    def restore(self, *tags: str) -> None:
+        self.saver.resume(*tags)
+
+
+def main(path: str, steps: int = 20) -> list[float]:
+    """The mean reward of each step."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    engine = Engine.from_pretrained(path, DEVICE, kv_tokens=1024, load_weights=False)
+    engine.sleep(level=2)
+    cycle = Cycle(Side(model, optimizer, engine), engine)
+    rewards = []
+    for step in range(1, steps + 1):
+        cycle.to_rollout(version=step)
+        params = SamplingParams(max_tokens=TOKENS, n=SAMPLES, ignore_eos=True, seed=step)
+        groups = [[answer.token_ids for answer in group] for group in engine.generate(PROMPTS, params)]
+        cycle.to_train()
+        rewards.append(train_step(model, optimizer, groups))
+        print(f"step {step}: reward {rewards[-1]:.3f}")
+    return rewards
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""The names that a page's Python blocks take for granted: a generator a page, what follows the yield cleans up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memsaver
+import memsaver.compat
+from tests.trainer_bridge.models import write_model
+
+Names = dict[str, Any]
+Prelude = Callable[[Path], Iterator[Names]]
+
+
+@contextmanager
+def prelude(page: str, folder: Path) -> Iterator[Names]:
+    """The names for `page`, as "docs/kv-cache.md"; none where the page brings its own."""
+    yield from PRELUDES.get(page, _nothing)(folder)
+
+
+def _nothing(folder: Path) -> Iterator[Names]:
+    yield {}
+
+
+def _model(folder: Path) -> Iterator[Names]:
+    """path: a tiny Qwen3; prompts: token ids."""
+    yield {"path": write_model(folder / "model"), "prompts": [[1, 2, 3], [4, 5]]}
+
+
+def _kv_cache(folder: Path) -> Iterator[Names]:
+    """One cached prompt of three pages on the device, a pool, and numbers for what the blocks show."""
+    from kvcache import KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, RadixCache
+    from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache
+    from rollout import EngineConfig, KVTiers
+
+    saver = memsaver.MemorySaver(device="cpu")
+    config = KVCacheConfig(
+        num_layers=2, num_kv_heads=2, head_dim=16, size=64, page_size=4, dtype=torch.float32, device="cpu"
+    )
+    allocator = PagedTokenToKVPoolAllocator(64, 4, "cpu")
+    pages = allocator.alloc_pages(3)
+    (folder / "disk").mkdir()
+    names: Names = {each.__name__: each for each in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)}
+    names |= {"EngineConfig": EngineConfig, "KVTiers": KVTiers, "saver": saver, "allocator": allocator}
+    names |= {"cache": RadixCache(allocator), "pool": MHATokenToKVPool(config, saver=saver), "pages": pages}
+    names |= {"prompt": list(range(12)), "tokens": list(range(12)), "adapter": None, "computed_under": 0}
+    names |= {"first_own": 0, "page_size": 4, "num_tokens": 4, "layer": 0}
+    yield names | {"directory": folder / "disk", "budget_bytes": 1 << 20}
+    saver.close()
+
+
+def _weight_sync(folder: Path) -> Iterator[Names]:
+    """config, saver and an engine without weights, as a rank has them."""
+    from rollout import Engine
+    from tests.trainer_bridge.models import config
+    from trainer_bridge import Trainer
+
+    path = write_model(folder / "model")
+    saver = memsaver.MemorySaver(device="cpu")
+    engine = Engine.from_pretrained(path, kv_tokens=64, load_weights=False)
+    names: Names = {"Trainer": Trainer, "config": config(path), "saver": saver, "engine": engine}
+    yield names
+    names["trainer"].close()
+    saver.close()
+
+
+def _compat(folder: Path) -> Iterator[Names]:
+    yield {}
+    memsaver.compat.uninstall()
+
+
+PRELUDES: dict[str, Prelude] = {
+    "README.md": _model,
+    "docs/kv-cache.md": _kv_cache,
+    "docs/weight-sync.md": _weight_sync,
+    "docs/compat.md": _compat,
+    "docs/how-to/own-loop.md": _model,
+    "docs/how-to/own-model.md": _model,
+}

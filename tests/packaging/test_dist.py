@@ -1,0 +1,110 @@
+"""The sdist and the wheel that is built from it, tried out in an environment that has nothing else of this project.
+
+`make dist`, not part of `make test`. What they were built from is left in dist/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("memsaver", "kvcache", "rollout", "trainer_bridge", "recipes")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+
+
+def run(*words: object, cwd: Path) -> str:
+    """What it prints; a failure shows both streams."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{words}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """Files of the repository, uncommitted changes included."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    return [name for name in listed if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def sdist(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: what lies about in the working tree has no part in it."""
+    source, out = tmp_path_factory.mktemp("source"), ROOT / "dist"
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    shutil.rmtree(out, ignore_errors=True)
+    run(sys.executable, "-c", BUILD.format(kind="sdist"), out, cwd=source)
+    (built,) = out.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist by the C compiler, offline."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    run(sys.executable, "-c", BUILD.format(kind="wheel"), sdist.parent, cwd=source)
+    (built,) = sdist.parent.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel. Its dependencies are found in the project's own, by a path file: .pth files
+    of a folder that was added this way are not read, so the project itself, installed there by one, is not found."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def sources(tracked: list[str]) -> set[str]:
+    """What an installed memsaver is made of."""
+    kept = (".py", ".c", ".cpp", ".h", ".yaml")
+    return {name for name in tracked if name.startswith(tuple(f"{p}/" for p in PACKAGES)) and name.endswith(kept)}
+
+
+def test_the_sdist_holds_the_sources_and_no_tests(sdist: Path, tracked: list[str]) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert names >= sources(tracked) | {"setup.py", "pyproject.toml", "README.md", "constraints.txt"}
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/")) or name.endswith(".so")]
+
+
+def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: list[str]) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    (shim,) = names - sources(tracked)
+    assert shim.startswith("memsaver/allocator/_shim.") and shim.endswith(".so")
+    assert names >= sources(tracked)
+    assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml", "memsaver/allocator/cpu_hook.cpp"} <= names
+
+
+def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path) -> None:
+    code = f"import json; print(json.dumps([__import__(name).__file__ for name in {PACKAGES}]))"
+    files = json.loads(run(environment / "bin" / "python", "-c", code, cwd=tmp_path))
+    assert all(Path(file).is_relative_to(environment) for file in files), files
+
+
+def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:
+    words = ["tiny", "steps=1", "grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=0"]
+    run(environment / "bin" / "memsaver", "run", *words, "--run-dir", "run", cwd=tmp_path)
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["step"] == 1 and row["gap_max"] < 5e-5
