@@ -50,11 +50,10 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
     _check_prompts(recipe, len(task.train))
-    with _model_dir(recipe, task) as (model_dir, tokenizer):
+    with described_model(recipe, task) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)
-        prompts = (encode_prompt(tokenizer, p.question, recipe.task.system_prompt) for p in task.problems())
-        longest = max(map(len, prompts))
+        longest = longest_prompt(recipe, task, tokenizer)
         kv_tokens = pool_tokens(recipe, device, model)
         _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
         if recipe.model.path is None:
@@ -70,8 +69,13 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     )
 
 
+def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
+    """Tokens."""
+    return max(len(encode_prompt(tokenizer, each.question, recipe.task.system_prompt)) for each in task.problems())
+
+
 @contextmanager
-def _model_dir(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
+def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
     """The model's directory and its tokenizer; a random model is described in a directory that ends with the block."""
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path)

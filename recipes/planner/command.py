@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.config.shapes import random_model_fields
 from recipes.errors import RecipeError
-from recipes.fetch import find_model
 from recipes.loading import find_recipe, load
-from recipes.models import toy_tokenizer
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.show import draw_plan, print_plan
-from recipes.tasks import TOY_WORDS
+from recipes.preparation import described_model, longest_prompt
+from recipes.tasks import make_task
 
 DOES_NOT_FIT = 3
 
@@ -47,20 +45,18 @@ def plan_recipe(
 
 
 def plan_of(recipe: Recipe, name: str, *, gpu: str | None, staged: bool = True, prompt: int | None = None) -> Plan:
-    """The plan of a recipe; a model on the disk is planned by its config.json."""
-    return make_plan(recipe, name, gpu=gpu, staged=staged, prompt_tokens=prompt, fields=_fields(recipe))
+    """The plan of a recipe, with its own model and longest prompt.
 
-
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Of the model's config. One that is not there yet has the shape that the recipe names beside it, if it does."""
-    if recipe.model.path is None:
-        return {"vocab_size": len(toy_tokenizer(TOY_WORDS)), **random_model_fields(recipe.model)}
+    A model that is not on this machine yet has the shape that the recipe names beside it, and prompts are guessed.
+    """
+    rest: dict[str, Any] = {"gpu": gpu, "staged": staged}
     try:
-        directory = find_model(recipe.model.path)
+        task = make_task(recipe.task, recipe.eval.also_digits)
+        with described_model(recipe, task) as (directory, tokenizer):
+            fields = json.loads((directory / "config.json").read_text())
+            longest = prompt or longest_prompt(recipe, task, tokenizer)
     except RecipeError:
-        if recipe.model.shape is None:
+        if recipe.model.path is None or recipe.model.shape is None:
             raise
-        return random_model_fields(recipe.model)
-    loaded = json.loads((directory / "config.json").read_text())
-    assert isinstance(loaded, dict)
-    return loaded
+        return make_plan(recipe, name, prompt_tokens=prompt, **rest)
+    return make_plan(recipe, name, fields=fields, prompt_tokens=longest, **rest)
