@@ -156,15 +156,25 @@ def dry_run(
     before, after = _AROUND
     pattern = fields.get("first_k_dense_replace", 0) + before
     traced = layers if all_layers else min(layers, pattern + 1 + after)
-    few = fields | {"num_hidden_layers": traced}
+    few = _with_layers(fields, traced)
     readings, first = _trace(recipe, few, PlannedRollout(engine, staged), prompt_tokens, workspace_bytes)
     sizes = readings.saver.sizes()
     if more := layers - traced:
-        larger = _built(recipe, fields | {"num_hidden_layers": traced + 1}, prompt_tokens)
+        larger = _built(recipe, _with_layers(fields, traced + 1), prompt_tokens)
         sizes = {tag: nbytes + more * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
     torch_use = replay(with_layers(readings.device.log.entries, pattern, more))
     return DryRun(readings.peaks(sizes, torch_use, first), sizes)
+
+
+def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The first so many; lists that say something of each layer are cut, too."""
+    all_layers = fields["num_hidden_layers"]
+    cut = {
+        name: value[:layers] if isinstance(value, list) and len(value) == all_layers else value
+        for name, value in fields.items()
+    }
+    return cut | {"num_hidden_layers": layers}
 
 
 def _trace(
