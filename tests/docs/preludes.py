@@ -63,7 +63,7 @@ def _weight_sync(folder: Path) -> Iterator[Names]:
     path = write_model(folder / "model")
     saver = memsaver.MemorySaver(device="cpu")
     engine = Engine.from_pretrained(path, kv_tokens=64, load_weights=False)
-    names: Names = {"Trainer": Trainer, "config": config(path), "saver": saver, "engine": engine}
+    names: Names = {"Trainer": Trainer, "path": path, "config": config(path), "saver": saver, "engine": engine}
     yield names
     names["trainer"].close()
     saver.close()
