@@ -6,7 +6,7 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap
 
-.PHONY: setup demo test lint docs dist soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test lint docs dist plans soak test-gpu $(BENCHES) clean
 
 setup: $(READY)
 
@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/memsaver run $(RECIPE)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/packaging
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/packaging --ignore tests/plans
 
 lint: setup
 	$(BIN)/ruff check .
@@ -39,6 +39,10 @@ docs: .venv/.docs
 # dist/: the sdist, the wheel built from it; both tried out in an environment of their own.
 dist: setup
 	$(BIN)/python -m pytest tests/packaging
+
+# Every packaged recipe on the GPUs that it is for: some minutes.
+plans: setup
+	$(BIN)/python -m pytest -n 2 tests/plans
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
 # OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-gap.

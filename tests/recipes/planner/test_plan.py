@@ -1,0 +1,147 @@
+"""Plans: the dry run against every layer traced, the figures measured on GPUs, what fits and what does not."""
+
+import json
+
+import pytest
+
+import recipes
+from recipes.cli import main
+from recipes.planner.command import plan_of
+from recipes.planner.dry_run import dry_run
+from recipes.planner.engine import EngineSizes
+from recipes.planner.gpus import MIB, find_gpu
+
+SIZES = EngineSizes(weights=4 * MIB, kv_cache=6 * MIB, cuda_graph=2 * MIB, idle=4 * MIB, generating=40 * MIB)
+FIELDS = {
+    "model_type": "qwen2",
+    "vocab_size": 3000,
+    "hidden_size": 256,
+    "intermediate_size": 700,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+# Most bytes of the device, by stage, by recipe, on lent machines (2026-11-22; docs/benchmarks.md).
+MEASURED_MIB = {
+    "qwen2.5-0.5b cycle.keep=[] --gpu h100-80gb": {
+        "park_optim": 26214.4,
+        "wake_weights": 4936.4,
+        "sync_weights": 4936.4,
+        "park_params": 4936.4,
+        "wake_kv_cache": 3896.4,
+        "generate_sequences": 3970.4,
+        "sleep": 3970.4,
+        "restore_params": 3992.4,
+        "compute_log_prob": 11640.4,
+        "compute_reward": 11640.4,
+        "restore_optim": 15410.4,
+        "compute_advantages": 15410.4,
+        "update_actor": 26214.4,
+    },
+    "qwen2.5-0.5b model.shape=smollm2-135m cycle.keep=[] --gpu h100-80gb": {
+        "park_optim": 10508.4,
+        "wake_weights": 2870.4,
+        "sync_weights": 2870.4,
+        "park_params": 2870.4,
+        "wake_kv_cache": 3838.4,
+        "generate_sequences": 3890.4,
+        "sleep": 3890.4,
+        "restore_params": 2612.4,
+        "compute_log_prob": 5090.4,
+        "compute_reward": 5090.4,
+        "restore_optim": 6118.4,
+        "compute_advantages": 6118.4,
+        "update_actor": 10508.4,
+    },
+    "qwen2.5-7b --gpu h200-141gb": {
+        "park_optim": 71062.4,
+        "wake_weights": 31268.4,
+        "sync_weights": 31268.4,
+        "park_params": 31268.4,
+        "wake_kv_cache": 18612.4,
+        "generate_sequences": 18680.4,
+        "sleep": 18680.4,
+        "restore_params": 16742.4,
+        "compute_log_prob": 19418.4,
+        "compute_reward": 19418.4,
+        "restore_optim": 48470.4,
+        "compute_advantages": 48470.4,
+        "update_actor": 71062.4,
+    },
+}
+
+
+@pytest.mark.parametrize("words", [[], ["trainer.activation_checkpointing=true", "lora.rank=8"]])
+def test_one_layer_in_place_of_many_gives_what_all_of_them_give(words):
+    recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "sampling.max_tokens=200", *words])
+    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
+    few = dry_run(recipe, FIELDS, SIZES, **given)
+    every = dry_run(recipe, FIELDS, SIZES, **given, all_layers=True)
+    assert few.stages == every.stages
+    assert few.tags == every.tags
+    assert few.stages["update_actor"]["torch"]["trainer"] > few.stages["compute_log_prob"]["torch"]["trainer"] > 0
+
+
+@pytest.mark.parametrize("case", MEASURED_MIB)
+def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_by_more_than_one(case):
+    words, _, gpu = case.partition(" --gpu ")
+    name, *overrides = words.split()
+    plan = plan_of(recipes.load(name, overrides), name, gpu=gpu)
+    planned = {stage.stage: stage.device_bytes / MIB for stage in plan.stages}
+    assert list(planned) == list(planned | MEASURED_MIB[case])
+    for stage, measured in MEASURED_MIB[case].items():
+        if stage in planned:
+            assert 0.99 * measured <= planned[stage] <= 1.03 * measured, stage
+    assert planned.keys() == MEASURED_MIB[case].keys()
+
+
+def test_what_is_advised_makes_it_fit():
+    recipe = recipes.load("qwen2.5-0.5b", ["engine.kv_tokens=8000000", "cycle.keep=[]"])
+    plan = plan_of(recipe, "0.5b", gpu=None)
+    assert not plan.fits and f"engine.kv_tokens={plan.most_kv_tokens}" in plan.needs[0]
+    less = recipes.load("qwen2.5-0.5b", [f"engine.kv_tokens={plan.most_kv_tokens}", "cycle.keep=[]"])
+    assert plan_of(less, "0.5b", gpu=None).fits
+
+
+def test_a_plan_of_the_tiny_recipe_has_all_its_stages_and_tags(tmp_path):
+    plan = plan_of(recipes.load("tiny-ppo"), "tiny-ppo", gpu=None)
+    names = [stage.stage for stage in plan.stages]
+    assert {"compute_ref_log_prob", "compute_values", "update_critic", "restore_critic_optim"} <= set(names)
+    by_name = {stage.stage: stage for stage in plan.stages}
+    assert by_name["compute_values"].tags["critic"] > 0 == by_name["compute_values"].tags["params"]
+    assert plan.fits
+
+
+def test_the_command_prints_draws_and_writes(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").touch()
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "tiny", "--picture", str(picture), "--into", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "update_actor" in printed and "fits:" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["gpu_bytes"] == find_gpu("h100-80gb")[0].total
+    assert {"stage", "device_bytes", "tags", "host_bytes", "used_bytes"} == set(written["stages"][0])
+
+
+def test_the_command_exits_3_where_it_does_not_fit(capsys):
+    assert main(["plan", "tiny", "engine.kv_tokens=160000000"]) == 3
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny", "--gpu", "h1000"], "--gpu h1000: must be one of h100-80gb"),
+        (["tiny", "--gpu", "h100-80gb:0"], "--gpu h100-80gb:0"),
+        (["tiny", "--gpu", "h100-80gb:12"], "give a multiple of 8"),
+        (["tiny", "--into", "/nowhere"], "--into /nowhere: holds no run"),
+        (["tiny", "--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 1"),
+        ([], "plan: names no recipe"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
