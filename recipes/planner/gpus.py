@@ -29,7 +29,7 @@ class Gpu:
 _ALIKE: Any = {"contexts": 2104 * MIB, "workspace": 32 * MIB}
 _KNOWN = {
     "h100-80gb": Gpu(name="h100-80gb", total=85_017_493_504, **_ALIKE, measured=True),
-    "h200-141gb": Gpu(name="h200-141gb", total=150_110_011_392, **_ALIKE, measured=False),
+    "h200-141gb": Gpu(name="h200-141gb", total=150_109_880_320, contexts=2170 * MIB, workspace=32 * MIB, measured=True),
     "a100-80gb": Gpu(name="a100-80gb", total=84_987_740_160, contexts=2104 * MIB, workspace=8 * MIB, measured=False),
     "b200-192gb": Gpu(name="b200-192gb", total=191_503_138_816, **_ALIKE, measured=False),
 }

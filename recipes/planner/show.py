@@ -85,6 +85,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     tidy(axes)
+    axes.grid(False)
     figure.savefig(file, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 

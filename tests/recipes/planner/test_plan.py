@@ -126,7 +126,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
 
 
 def test_the_command_exits_3_where_it_does_not_fit(capsys):
-    assert main(["plan", "tiny", "engine.kv_tokens=160000000"]) == 3
+    assert main(["plan", "tiny", "engine.kv_tokens=176000000"]) == 3
     assert "does not fit" in capsys.readouterr().out
 
 
