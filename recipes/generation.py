@@ -74,9 +74,11 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
     return [task.score(problem, text, ended) for problem, text, ended in triples]
 
 
-def pick_problems(problems: Sequence[Problem], count: int, seed: int, step: int) -> list[Problem]:
-    """`count` different problems for this step."""
-    return random.Random(f"{seed}/prompts/{step}").sample(list(problems), count)
+def pick_problems(kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int) -> list[Problem]:
+    """`count` different problems for this step, as many of each kind, or one more of the first ones."""
+    drawn = random.Random(f"{seed}/prompts/{step}")
+    shares = [len(range(index, count, len(kinds))) for index in range(len(kinds))]
+    return [problem for kind, share in zip(kinds, shares, strict=True) for problem in drawn.sample(list(kind), share)]
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:

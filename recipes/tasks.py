@@ -40,37 +40,47 @@ Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
+    """Held-out problems are in no order: the first few are a fair sample."""
+
     name: str
-    train: tuple[Problem, ...]
-    held_out: tuple[Problem, ...]
-    beside: dict[str, tuple[Problem, ...]]  # evaluated too, never trained on: "2_digits" -> problems in no order
+    train: tuple[tuple[Problem, ...], ...]  # kinds of problems, the task's own first; a step takes as many of each
+    held_out: tuple[Problem, ...]  # of the task's own kind
+    beside: dict[str, tuple[Problem, ...]]  # held out, of other kinds, evaluated too: "2_digits" -> problems
     score: Scorer
 
     def problems(self) -> Iterator[Problem]:
-        return itertools.chain(self.train, self.held_out, *self.beside.values())
+        return itertools.chain(*self.train, self.held_out, *self.beside.values())
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
-    """also_digits: of the numbers in problems beside the task's own, chain_sum only."""
+    """also_digits: of the numbers in problems evaluated beside the task's own, chain_sum only."""
     problems, score = _toy(section) if section.name == "toy" else _chain_sum(section, section.num_digits)
-    held_out = tuple(p for p in problems if is_held_out(p.question, section.held_out_fraction))
-    train = tuple(p for p in problems if not is_held_out(p.question, section.held_out_fraction))
+    train, held_out = _split(problems, section.held_out_fraction)
+    kinds = {digits: _chain_sum(section, digits)[0] for digits in {*section.also_train_digits, *also_digits}}
+    others = {digits: _split(kind, section.held_out_fraction) for digits, kind in kinds.items()}
+    return Task(
+        name=section.name,
+        train=(train, *(others[digits][0] for digits in section.also_train_digits)),
+        held_out=held_out,
+        beside={f"{digits}_digits": others[digits][1] for digits in also_digits},
+        score=score,
+    )
+
+
+def _split(problems: list[Problem], fraction: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Those to train on, and those held out, the latter in an order that is the same on every machine."""
+    train = tuple(p for p in problems if not is_held_out(p.question, fraction))
+    held_out = tuple(p for p in problems if is_held_out(p.question, fraction))
     if not train or not held_out:
         empty = "training" if not train else "evaluation"
         rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
-        raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
-    beside = {f"{digits}_digits": _shuffled(_chain_sum(section, digits)[0]) for digits in also_digits}
-    return Task(name=section.name, train=train, held_out=held_out, beside=beside, score=score)
+        raise RecipeError(f"task.held_out_fraction={fraction}: {rule}")
+    return train, tuple(sorted(held_out, key=lambda problem: hash_text(problem.question)))
 
 
 def is_held_out(question: str, fraction: float) -> bool:
     """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
     return hash_text(question) < fraction * 2**64
-
-
-def _shuffled(problems: list[Problem]) -> tuple[Problem, ...]:
-    """The same order on every machine, and the first few are a fair sample."""
-    return tuple(sorted(problems, key=lambda problem: hash_text(problem.question)))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:

@@ -79,5 +79,5 @@ class Recipe:
             rule = f"is not defined for task.name={self.task.name}"
             raise FieldError("eval.also_digits", digits, rule, "set eval.also_digits=[]")
         if self.task.num_digits in digits:
-            rule = f"has task.num_digits={self.task.num_digits}, which is trained on"
+            rule = f"has task.num_digits={self.task.num_digits}, which `exact_match` is of"
             raise FieldError("eval.also_digits", digits, rule, f"drop {self.task.num_digits}")

@@ -53,6 +53,10 @@ MISTAKES = {
     "tags that are no list": (["cycle.keep=params"], ["cycle.keep=params", "a list of words, as [params, optim]"]),
     "digits that are no numbers": (["eval.also_digits=[two]"], ["eval.also_digits=['two']", "a list of integers"]),
     "digits of another task": (["eval.also_digits=[2]"], ["eval.also_digits=[2]", "task.name=toy"]),
+    "trained digits of another task": (
+        ["task.also_train_digits=[2]"],
+        ["task.also_train_digits=[2]", "task.name=toy", "task.also_train_digits=[]"],
+    ),
     "no digits": (["eval.also_digits=[0]"], ["eval.also_digits=[0]", "at least 1", "eval.also_digits=[2]"]),
     "two pool sizes": (["engine.mem_fraction_static=0.5"], ["engine.mem_fraction_static=0.5", "engine.kv_tokens=null"]),
     "no pool size": (["engine.kv_tokens=null"], ["engine.kv_tokens=null", "mem_fraction_static"]),
@@ -171,6 +175,12 @@ def test_lists_are_replaced_whole():
     assert recipes.load("qwen2.5-0.5b", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
     assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
     assert recipes.load("tiny").cycle.keep == recipes.load("tiny").eval.also_digits == []
+
+
+@pytest.mark.parametrize("digits", ["[1]", "[2,2]", "[0]"])
+def test_other_digits_to_train_on_are_others(digits):
+    with pytest.raises(recipes.RecipeError, match=r"task.also_train_digits=.* beside task.num_digits=1; set"):
+        recipes.load("smollm2-135m", [f"task.also_train_digits={digits}"])
 
 
 def test_the_trained_digits_cannot_stand_beside_themselves():

@@ -20,18 +20,19 @@ def toy():
 
 
 def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum):
-    train = {problem.question for problem in chain_sum.train}
+    (kind,) = chain_sum.train
+    train = {problem.question for problem in kind}
     held_out = {problem.question for problem in chain_sum.held_out}
     assert not train & held_out
     prefix = "State the final answer to the following arithmetic problem: "
     every = {f"{prefix}{a} {sign} {b} =" for a in range(10) for b in range(10) for sign in "+-"}
     assert train | held_out == every
-    assert len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
+    assert len(kind) + len(chain_sum.held_out) == 200  # no question twice
     assert 30 <= len(held_out) <= 50
 
 
 def test_the_answers_of_all_one_digit_sums_are_right(chain_sum):
-    for problem in chain_sum.train + chain_sum.held_out:
+    for problem in chain_sum.train[0] + chain_sum.held_out:
         expression = problem.question.removesuffix(" =").rpartition(": ")[2]
         a, sign, b = expression.split()
         assert int(problem.answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
@@ -51,19 +52,38 @@ def test_the_split_is_the_same_on_every_machine():
         assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
 
 
-def test_problems_beside_the_task_are_of_their_digits_and_never_trained_on(chain_sum):
+def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum):
     task = make_task(TaskSection(name="chain_sum"), also_digits=[2, 3])
     assert (task.train, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert list(task.beside) == ["2_digits", "3_digits"]
-    trained = {problem.question for problem in task.train}
     for digits, problems in zip((2, 3), task.beside.values(), strict=True):
-        assert len(problems) > 1000
-        assert not trained & {problem.question for problem in problems}
+        assert len(problems) > 800
         for problem in problems:
-            assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
+            assert _digits(problem) == {digits}
+            assert is_held_out(problem.question, 0.2)
             assert task.score(problem, problem.answer, True).exact
-    assert len({problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}) > 20, "all begin alike"
     assert len(list(task.problems())) == 200 + sum(map(len, task.beside.values()))
+
+
+def test_the_first_held_out_problems_are_a_fair_sample():
+    task = make_task(TaskSection(name="chain_sum", num_digits=2))
+    first_numbers = {problem.question.split()[-4] for problem in task.held_out[:43]}
+    assert len(first_numbers) > 20, "all begin alike"
+
+
+def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum):
+    task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
+    own, other = task.train
+    assert (own, task.held_out) == (chain_sum.train[0], chain_sum.held_out)
+    assert len(other) > 3000
+    assert set.union(*map(_digits, other)) == {2}
+    assert not any(is_held_out(problem.question, 0.2) for problem in other)
+    assert not set(other) & set(task.beside["2_digits"])
+    assert set(task.problems()) == {*own, *other, *task.held_out, *task.beside["2_digits"], *task.beside["3_digits"]}
+
+
+def _digits(problem):
+    return {len(word) for word in problem.question.split() if word.isdigit()}
 
 
 def _share(text):
@@ -75,7 +95,7 @@ def _share(text):
 
 
 def test_toy_split_is_disjoint_and_complete(toy):
-    train, held_out = set(toy.train), set(toy.held_out)
+    train, held_out = set(toy.train[0]), set(toy.held_out)
     assert not train & held_out
     assert len(train) + len(held_out) == 64
 
