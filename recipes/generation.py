@@ -38,7 +38,7 @@ class Samples:
 def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
     """Samples answers to the prompts of this step."""
     recipe = setup.recipe
-    problems = pick_problems(setup.task.train, recipe.loop.prompts_per_step, recipe.seed, step)
+    problems = pick_problems(setup.task.kinds, recipe.loop.prompts_per_step, recipe.seed, step)
     params = [
         SamplingParams(
             max_tokens=recipe.sampling.max_tokens,

@@ -47,7 +47,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     device = resolve_device(recipe)
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
-    wanted, there = recipe.loop.prompts_per_step, len(task.train) * min(map(len, task.train))
+    wanted, there = recipe.loop.prompts_per_step, len(task.kinds) * min(map(len, task.kinds))
     if wanted > there:
         raise RecipeError(
             f"{recipe.algorithm}.prompts_per_step={wanted}: the task has {there} training problems; set at most {there}"

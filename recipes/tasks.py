@@ -43,39 +43,46 @@ class Task:
     """Held-out problems are in no order: the first few are a fair sample."""
 
     name: str
-    train: tuple[tuple[Problem, ...], ...]  # kinds of problems, the task's own first; a step takes as many of each
-    held_out: tuple[Problem, ...]  # of the task's own kind
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    train_beside: tuple[tuple[Problem, ...], ...] = ()  # other kinds of problems; a step takes as many of each kind
     beside: dict[str, tuple[Problem, ...]]  # held out, of other kinds, evaluated too: "2_digits" -> problems
     score: Scorer
 
+    @property
+    def kinds(self) -> tuple[tuple[Problem, ...], ...]:
+        """What is trained on, the task's own kind first."""
+        return (self.train, *self.train_beside)
+
     def problems(self) -> Iterator[Problem]:
-        return itertools.chain(*self.train, self.held_out, *self.beside.values())
+        return itertools.chain(*self.kinds, self.held_out, *self.beside.values())
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
     """also_digits: of the numbers in problems evaluated beside the task's own, chain_sum only."""
     problems, score = _toy(section) if section.name == "toy" else _chain_sum(section, section.num_digits)
-    train, held_out = _split(problems, section.held_out_fraction)
-    kinds = {digits: _chain_sum(section, digits)[0] for digits in {*section.also_train_digits, *also_digits}}
-    others = {digits: _split(kind, section.held_out_fraction) for digits, kind in kinds.items()}
-    return Task(
+    other_digits = {*section.also_train_digits, *also_digits}
+    others = {digits: split(_chain_sum(section, digits)[0], section.held_out_fraction) for digits in other_digits}
+    task = Task(
         name=section.name,
-        train=(train, *(others[digits][0] for digits in section.also_train_digits)),
-        held_out=held_out,
-        beside={f"{digits}_digits": others[digits][1] for digits in also_digits},
+        **split(problems, section.held_out_fraction),
+        train_beside=tuple(others[digits]["train"] for digits in section.also_train_digits),
+        beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},
         score=score,
     )
-
-
-def _split(problems: list[Problem], fraction: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Those to train on, and those held out, the latter in an order that is the same on every machine."""
-    train = tuple(p for p in problems if not is_held_out(p.question, fraction))
-    held_out = tuple(p for p in problems if is_held_out(p.question, fraction))
-    if not train or not held_out:
-        empty = "training" if not train else "evaluation"
+    if not all(task.kinds) or not all((task.held_out, *task.beside.values())):
+        empty = "evaluation" if all(task.kinds) else "training"
         rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
-        raise RecipeError(f"task.held_out_fraction={fraction}: {rule}")
-    return train, tuple(sorted(held_out, key=lambda problem: hash_text(problem.question)))
+        raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
+    return task
+
+
+def split(problems: Sequence[Problem], fraction: float) -> dict[str, tuple[Problem, ...]]:
+    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order."""
+    train = (problem for problem in problems if not is_held_out(problem.question, fraction))
+    held_out = (problem for problem in problems if is_held_out(problem.question, fraction))
+    in_no_order = sorted(held_out, key=lambda problem: hash_text(problem.question))
+    return {"train": tuple(train), "held_out": tuple(in_no_order)}
 
 
 def is_held_out(question: str, fraction: float) -> bool:

@@ -93,20 +93,21 @@ class TaskSection:
         require(self, "name", self.name in TASKS, f"must be one of {', '.join(TASKS)}", "set task.name=chain_sum")
         at_least(self, 2, num_terms="set task.num_terms=2")
         at_least(self, 1, num_digits="set task.num_digits=1")
-        digits = self.also_train_digits
-        rule = f"is not defined for task.name={self.name}"
-        require(
-            self, "also_train_digits", not digits or self.name == "chain_sum", rule, "set task.also_train_digits=[]"
-        )
-        ok = all(number >= 1 for number in digits) and len({self.num_digits, *digits}) == len(digits) + 1
-        rule = f"must be different numbers of at least 1, beside task.num_digits={self.num_digits}"
-        require(self, "also_train_digits", ok, rule, "set task.also_train_digits=[]")
+        self._check_also_train_digits()
         ok = 0 < self.held_out_fraction < 1
         require(self, "held_out_fraction", ok, "must lie between 0 and 1", "set task.held_out_fraction=0.2")
         ok = 0 <= self.partial_credit < 1
         require(self, "partial_credit", ok, "must lie in [0, 1)", "set task.partial_credit=0")
         ok = self.name == "toy" or self.partial_credit == 0
         require(self, "partial_credit", ok, f"is not defined for task.name={self.name}", "set task.partial_credit=0")
+
+    def _check_also_train_digits(self) -> None:
+        name, digits, remedy = "also_train_digits", self.also_train_digits, "set task.also_train_digits=[]"
+        ok = not digits or self.name == "chain_sum"
+        require(self, name, ok, f"is not defined for task.name={self.name}", remedy)
+        ok = all(number >= 1 for number in digits) and len({self.num_digits, *digits}) == 1 + len(digits)
+        rule = f"must be different numbers of at least 1, other than task.num_digits={self.num_digits}"
+        require(self, name, ok, rule, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

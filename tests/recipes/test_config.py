@@ -137,7 +137,7 @@ def test_a_bad_file_is_one_line(text, words, tmp_path):
         assert word in str(caught.value)
 
 
-PACKAGED = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m", "tiny"]
+PACKAGED = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m", "smollm2-135m-2digits", "tiny"]
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml", *PACKAGED])
@@ -179,13 +179,13 @@ def test_lists_are_replaced_whole():
 
 @pytest.mark.parametrize("digits", ["[1]", "[2,2]", "[0]"])
 def test_other_digits_to_train_on_are_others(digits):
-    with pytest.raises(recipes.RecipeError, match=r"task.also_train_digits=.* beside task.num_digits=1; set"):
+    with pytest.raises(recipes.RecipeError, match=r"task.also_train_digits=.* other than task.num_digits=1; set"):
         recipes.load("smollm2-135m", [f"task.also_train_digits={digits}"])
 
 
 def test_the_trained_digits_cannot_stand_beside_themselves():
     with pytest.raises(recipes.RecipeError, match=r"eval.also_digits=\[2\]: has task.num_digits=2.*drop 2"):
-        recipes.load("smollm2-135m", ["task.num_digits=2"])
+        recipes.load("smollm2-135m", ["task.num_digits=2", "task.also_train_digits=[]"])
 
 
 @pytest.mark.parametrize("name", PACKAGED)

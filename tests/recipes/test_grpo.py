@@ -71,7 +71,8 @@ def test_prompts_are_a_function_of_seed_and_step():
 
 
 def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are():
-    kinds = [[Problem(question=f"{kind} {n}", answer="") for n in range(size)] for kind, size in zip("abc", (9, 50, 3))]
+    sizes = {"a": 9, "b": 50, "c": 3}
+    kinds = [[Problem(question=f"{kind} {n}", answer="") for n in range(size)] for kind, size in sizes.items()]
     for count, shares in ((9, (3, 3, 3)), (8, (3, 3, 2)), (7, (3, 2, 2)), (2, (1, 1, 0))):
         picked = pick_problems(kinds, count, seed=0, step=1)
         assert len(set(picked)) == count

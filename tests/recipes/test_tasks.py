@@ -20,19 +20,18 @@ def toy():
 
 
 def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum):
-    (kind,) = chain_sum.train
-    train = {problem.question for problem in kind}
+    train = {problem.question for problem in chain_sum.train}
     held_out = {problem.question for problem in chain_sum.held_out}
     assert not train & held_out
     prefix = "State the final answer to the following arithmetic problem: "
     every = {f"{prefix}{a} {sign} {b} =" for a in range(10) for b in range(10) for sign in "+-"}
     assert train | held_out == every
-    assert len(kind) + len(chain_sum.held_out) == 200  # no question twice
+    assert len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
     assert 30 <= len(held_out) <= 50
 
 
 def test_the_answers_of_all_one_digit_sums_are_right(chain_sum):
-    for problem in chain_sum.train[0] + chain_sum.held_out:
+    for problem in chain_sum.train + chain_sum.held_out:
         expression = problem.question.removesuffix(" =").rpartition(": ")[2]
         a, sign, b = expression.split()
         assert int(problem.answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
@@ -73,8 +72,8 @@ def test_the_first_held_out_problems_are_a_fair_sample():
 
 def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum):
     task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
-    own, other = task.train
-    assert (own, task.held_out) == (chain_sum.train[0], chain_sum.held_out)
+    own, other = task.kinds
+    assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert len(other) > 3000
     assert set.union(*map(_digits, other)) == {2}
     assert not any(is_held_out(problem.question, 0.2) for problem in other)
@@ -95,7 +94,7 @@ def _share(text):
 
 
 def test_toy_split_is_disjoint_and_complete(toy):
-    train, held_out = set(toy.train[0]), set(toy.held_out)
+    train, held_out = set(toy.train), set(toy.held_out)
     assert not train & held_out
     assert len(train) + len(held_out) == 64
 
