@@ -137,13 +137,14 @@ def test_a_gpu_holds_what_no_plan_can_do_without(recipe):
     assert sync < 0.95 * total
 
 
-def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, tmp_path, monkeypatch):
-    """On GPUs of the size it names; what the rollout does not compute is refused by one line."""
+def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, described, tmp_path, monkeypatch):
+    """On GPUs of the size it names; what the rollout does not compute is refused by one line. Nothing is fetched."""
     if recipe.status == "run":
         return
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("recipes.preparation.find_model", lambda name: described / name)
     if recipe.model.shape in MOE:
         with pytest.raises(
             recipes.RecipeError, match=f"model.shape={recipe.model.shape}: is no model that the rollout"
