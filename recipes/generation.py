@@ -38,7 +38,7 @@ class Samples:
 def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
     """Samples answers to the prompts of this step."""
     recipe = setup.recipe
-    problems = pick_problems(setup.task.train, recipe.loop.prompts_per_step, recipe.seed, step)
+    problems = pick_problems(setup.task.kinds, recipe.loop.prompts_per_step, recipe.seed, step)
     params = [
         SamplingParams(
             max_tokens=recipe.sampling.max_tokens,
@@ -74,9 +74,11 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
     return [task.score(problem, text, ended) for problem, text, ended in triples]
 
 
-def pick_problems(problems: Sequence[Problem], count: int, seed: int, step: int) -> list[Problem]:
-    """`count` different problems for this step."""
-    return random.Random(f"{seed}/prompts/{step}").sample(list(problems), count)
+def pick_problems(kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int) -> list[Problem]:
+    """`count` different problems for this step, as many of each kind, or one more of the first ones."""
+    drawn = random.Random(f"{seed}/prompts/{step}")
+    shares = [len(range(index, count, len(kinds))) for index in range(len(kinds))]
+    return [problem for kind, share in zip(kinds, shares, strict=True) for problem in drawn.sample(list(kind), share)]
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:

@@ -49,7 +49,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     device = resolve_device(recipe)
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
-    _check_prompts(recipe, len(task.train))
+    _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
     with described_model(recipe, task) as (model_dir, tokenizer):
         model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)

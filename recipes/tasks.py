@@ -46,27 +46,36 @@ Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`words`: all that questions and answers are made of, for a random model's tokenizer; none: real models only."""
+    """`words`: all that questions and answers are made of, for a random model's tokenizer; none: real models only.
+
+    Evaluations take the first so many of what is held out, so its order should mean nothing (`split` sees to it).
+    """
 
     name: str
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     score: Scorer
-    beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # evaluated too, never trained on: "2_digits"
+    train_beside: tuple[tuple[Problem, ...], ...] = ()  # other kinds of problems; a step takes as many of each kind
+    beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # held out, too, of other kinds: "2_digits"
     words: tuple[str, ...] = ()
 
+    @property
+    def kinds(self) -> tuple[tuple[Problem, ...], ...]:
+        """What is trained on, the task's own kind first."""
+        return (self.train, *self.train_beside)
+
     def problems(self) -> Iterator[Problem]:
-        return itertools.chain(self.train, self.held_out, *self.beside.values())
+        return itertools.chain(*self.kinds, self.held_out, *self.beside.values())
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
-    """also_digits: of the numbers in problems beside the task's own, chain_sum only.
+    """also_digits: of the numbers in problems evaluated beside the task's own, chain_sum only.
 
     Raises RecipeError when there is nothing to train or to evaluate on, or `section.name` leads to no task.
     """
     task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
-    if not task.train or not task.held_out:
-        empty = "training" if not task.train else "evaluation"
+    if not all(task.kinds) or not all((task.held_out, *task.beside.values())):
+        empty = "evaluation" if all(task.kinds) else "training"
         rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
         raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
     return task
@@ -74,9 +83,10 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
 
 def split(problems: Sequence[Problem], fraction: float) -> dict[str, tuple[Problem, ...]]:
     """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order."""
-    held_out = tuple(problem for problem in problems if is_held_out(problem.question, fraction))
-    train = tuple(problem for problem in problems if not is_held_out(problem.question, fraction))
-    return {"train": train, "held_out": held_out}
+    train = (problem for problem in problems if not is_held_out(problem.question, fraction))
+    held_out = (problem for problem in problems if is_held_out(problem.question, fraction))
+    in_no_order = sorted(held_out, key=lambda problem: hash_text(problem.question))
+    return {"train": tuple(train), "held_out": tuple(in_no_order)}
 
 
 def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
@@ -85,9 +95,16 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
         (problems, score), words = _toy(section), tuple(TOY_WORDS)
     else:
         problems, score = _chain_sum(section, section.num_digits)
-    beside = {f"{digits}_digits": _shuffled(_chain_sum(section, digits)[0]) for digits in also_digits}
-    parts = split(problems, section.held_out_fraction)
-    return Task(name=section.name, **parts, beside=beside, score=score, words=words)
+    fraction, other_digits = section.held_out_fraction, {*section.also_train_digits, *also_digits}
+    others = {digits: split(_chain_sum(section, digits)[0], fraction) for digits in other_digits}
+    return Task(
+        name=section.name,
+        **split(problems, fraction),
+        train_beside=tuple(others[digits]["train"] for digits in section.also_train_digits),
+        beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},
+        score=score,
+        words=words,
+    )
 
 
 def _own_task(section: TaskSection) -> Task:
@@ -116,11 +133,6 @@ def _own_task(section: TaskSection) -> Task:
 def is_held_out(question: str, fraction: float) -> bool:
     """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
     return hash_text(question) < fraction * 2**64
-
-
-def _shuffled(problems: list[Problem]) -> tuple[Problem, ...]:
-    """The same order on every machine, and the first few are a fair sample."""
-    return tuple(sorted(problems, key=lambda problem: hash_text(problem.question)))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:

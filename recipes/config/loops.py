@@ -90,6 +90,7 @@ class TaskSection:
     name: str = MISSING
     num_terms: int = 2  # chain_sum
     num_digits: int = 1  # chain_sum
+    also_train_digits: list[int] = field(default_factory=list)  # chain_sum: other kinds, as many a step as of the own
     held_out_fraction: float = 0.2
     partial_credit: float = 0.0  # reward of a near miss (see recipes.tasks); never counted as an exact match
     system_prompt: str = ""
@@ -100,12 +101,21 @@ class TaskSection:
         require(self, "name", ok, rule, "set task.name=chain_sum")
         at_least(self, 2, num_terms="set task.num_terms=2")
         at_least(self, 1, num_digits="set task.num_digits=1")
+        self._check_also_train_digits()
         ok = 0 < self.held_out_fraction < 1
         require(self, "held_out_fraction", ok, "must lie between 0 and 1", "set task.held_out_fraction=0.2")
         ok = 0 <= self.partial_credit < 1
         require(self, "partial_credit", ok, "must lie in [0, 1)", "set task.partial_credit=0")
         ok = self.name != "chain_sum" or self.partial_credit == 0
         require(self, "partial_credit", ok, f"is not defined for task.name={self.name}", "set task.partial_credit=0")
+
+    def _check_also_train_digits(self) -> None:
+        name, digits, remedy = "also_train_digits", self.also_train_digits, "set task.also_train_digits=[]"
+        ok = not digits or self.name == "chain_sum"
+        require(self, name, ok, f"is not defined for task.name={self.name}", remedy)
+        ok = all(number >= 1 for number in digits) and len({self.num_digits, *digits}) == 1 + len(digits)
+        rule = f"must be different numbers of at least 1, other than task.num_digits={self.num_digits}"
+        require(self, name, ok, rule, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +124,7 @@ class EvalSection:
 
     every: int = 10  # 0: never
     problems: int = 64  # at most so many held-out problems
-    also_digits: list[int] = field(default_factory=list)  # chain_sum: the same on numbers of so many digits, each alone
+    also_digits: list[int] = field(default_factory=list)  # chain_sum: the same on held-out sums of other digits
 
     def __post_init__(self) -> None:
         at_least(self, 0, every="set eval.every=0 (off)")

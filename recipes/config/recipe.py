@@ -107,6 +107,6 @@ class Recipe:
             rule = f"is not defined for task.name={self.task.name}"
             raise FieldError(name, digits, rule, f"set {name}=[]")
         if self.task.num_digits in digits:
-            rule = f"has task.num_digits={self.task.num_digits}, which is trained on"
+            rule = f"has task.num_digits={self.task.num_digits}, which `exact_match` is of"
             others = ",".join(str(each) for each in digits if each != self.task.num_digits)
             raise FieldError(name, digits, rule, f"set {name}=[{others}]")

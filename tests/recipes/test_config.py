@@ -81,9 +81,9 @@ def test_a_path_takes_the_place_of_a_random_model():
     model = recipes.load("tiny", ["model.path=x"]).model
     assert (model.path, model.random_init) == ("x", False)
     assert recipes.load("qwen2.5-0.5b", ["model.path=x", "task.name=chain_sum"]).model.path == "x"
-    assert recipes.load(
-        "smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", "task.name=toy", "eval.also_digits=[]"]
-    ).model.random_init
+    toy = ["task.name=toy", "task.also_train_digits=[]", "eval.also_digits=[]"]
+    random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", *toy])
+    assert random.model.random_init
 
 
 def test_an_engine_without_a_pool_size_takes_a_share_and_an_override_takes_its_place():

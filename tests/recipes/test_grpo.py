@@ -62,12 +62,21 @@ def test_a_token_without_partner_is_no_gap_but_an_error():
 
 
 def test_prompts_are_a_function_of_seed_and_step():
-    problems = [Problem(question=str(n), answer="") for n in range(50)]
-    first = pick_problems(problems, 8, seed=0, step=1)
-    assert first == pick_problems(problems, 8, seed=0, step=1)
+    kinds = [[Problem(question=str(n), answer="") for n in range(50)]]
+    first = pick_problems(kinds, 8, seed=0, step=1)
+    assert first == pick_problems(kinds, 8, seed=0, step=1)
     assert len(set(first)) == 8
-    assert first != pick_problems(problems, 8, seed=0, step=2)
-    assert first != pick_problems(problems, 8, seed=1, step=1)
+    assert first != pick_problems(kinds, 8, seed=0, step=2)
+    assert first != pick_problems(kinds, 8, seed=1, step=1)
+
+
+def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are():
+    sizes = {"a": 9, "b": 50, "c": 3}
+    kinds = [[Problem(question=f"{kind} {n}", answer="") for n in range(size)] for kind, size in sizes.items()]
+    for count, shares in ((9, (3, 3, 3)), (8, (3, 3, 2)), (7, (3, 2, 2)), (2, (1, 1, 0))):
+        picked = pick_problems(kinds, count, seed=0, step=1)
+        assert len(set(picked)) == count
+        assert tuple(sum(problem.question[0] == kind for problem in picked) for kind in "abc") == shares
 
 
 def test_sampling_seeds_differ_and_fit_the_engine():

@@ -19,7 +19,7 @@ from rollout.model.loading import load_model_config
 
 GIB = 2**30
 NAMES = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
-HAVE_RUN = {"tiny", "tiny-ppo", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
+HAVE_RUN = {"tiny", "tiny-ppo", "smollm2-135m", "smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
 GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}  # what the driver calls total
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
@@ -137,13 +137,14 @@ def test_a_gpu_holds_what_no_plan_can_do_without(recipe):
     assert sync < 0.95 * total
 
 
-def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, tmp_path, monkeypatch):
-    """On GPUs of the size it names; what the rollout does not compute is refused by one line."""
+def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, described, tmp_path, monkeypatch):
+    """On GPUs of the size it names; what the rollout does not compute is refused by one line. Nothing is fetched."""
     if recipe.status == "run":
         return
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("recipes.preparation.find_model", lambda name: described / name)
     if recipe.model.shape in MOE:
         with pytest.raises(
             recipes.RecipeError, match=f"model.shape={recipe.model.shape}: is no model that the rollout"

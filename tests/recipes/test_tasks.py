@@ -54,19 +54,38 @@ def test_the_split_is_the_same_on_every_machine():
         assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
 
 
-def test_problems_beside_the_task_are_of_their_digits_and_never_trained_on(chain_sum):
+def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum):
     task = make_task(TaskSection(name="chain_sum"), also_digits=[2, 3])
     assert (task.train, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert list(task.beside) == ["2_digits", "3_digits"]
-    trained = {problem.question for problem in task.train}
     for digits, problems in zip((2, 3), task.beside.values(), strict=True):
-        assert len(problems) > 1000
-        assert not trained & {problem.question for problem in problems}
+        assert len(problems) > 800
         for problem in problems:
-            assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
+            assert _digits(problem) == {digits}
+            assert is_held_out(problem.question, 0.2)
             assert task.score(problem, problem.answer, True).exact
-    assert len({problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}) > 20, "all begin alike"
     assert len(list(task.problems())) == 200 + sum(map(len, task.beside.values()))
+
+
+def test_the_first_held_out_problems_are_a_fair_sample():
+    task = make_task(TaskSection(name="chain_sum", num_digits=2))
+    first_numbers = {problem.question.split()[-4] for problem in task.held_out[:43]}
+    assert len(first_numbers) > 20, "all begin alike"
+
+
+def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum):
+    task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
+    own, other = task.kinds
+    assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
+    assert len(other) > 3000
+    assert set.union(*map(_digits, other)) == {2}
+    assert not any(is_held_out(problem.question, 0.2) for problem in other)
+    assert not set(other) & set(task.beside["2_digits"])
+    assert set(task.problems()) == {*own, *other, *task.held_out, *task.beside["2_digits"], *task.beside["3_digits"]}
+
+
+def _digits(problem):
+    return {len(word) for word in problem.question.split() if word.isdigit()}
 
 
 def _share(text):

@@ -93,6 +93,9 @@ OUT_OF_RANGE = {key: _below(key, low) for key, low in AT_LEAST.items()} | {
     "ppo.critic_learning_rate": _outside("ppo.critic_learning_rate", "0.0", "must lie between 0 and 1"),
     "ppo.value_clip": _outside("ppo.value_clip", "0.0", "must be positive"),
     "task.name": _outside("task.name", "chess", "must be one of toy, chain_sum"),
+    "task.also_train_digits": Wrong(
+        ["task.also_train_digits=[0]"], ["task.also_train_digits=[0]: must be different numbers"], "smollm2-135m"
+    ),
     "task.held_out_fraction": _outside("task.held_out_fraction", "1.0", "must lie between 0 and 1"),
     "task.partial_credit": _outside("task.partial_credit", "1.0", "must lie in [0, 1)"),
     "eval.also_digits": _outside("eval.also_digits", "[0]", "must be different numbers of at least 1"),
@@ -149,6 +152,9 @@ CONTRADICTING = (
         ),
         "task.num_terms": Wrong(["task.num_terms=3"], ["task.num_terms=3: has no effect with task.name=toy"]),
         "task.num_digits": Wrong(["task.num_digits=3"], ["task.num_digits=3: has no effect with task.name=toy"]),
+        "task.also_train_digits": Wrong(
+            ["task.also_train_digits=[2]"], ["task.also_train_digits=[2]: is not defined for task.name=toy"]
+        ),
         "task.held_out_fraction": Wrong(["task.held_out_fraction=0.999999"], ["leaves no problem for training"]),
         "task.partial_credit": Wrong([*SUMS, "task.partial_credit=0.5"], ["is not defined for task.name=chain_sum"]),
         "eval.also_digits": Wrong(["eval.also_digits=[2]"], ["eval.also_digits=[2]: is not defined for task.name=toy"]),
@@ -227,8 +233,16 @@ MORE_CONTRADICTIONS = {
     "a critic's reference": Wrong(
         ["algorithm=ppo", "cycle.keep=[reference,critic]"], ["reference is there with ppo.kl_coef", "keep=[critic]"]
     ),
-    "trained digits beside themselves": Wrong(
-        ["task.num_digits=2"], ["eval.also_digits=[2]: has task.num_digits=2"], "smollm2-135m"
+    "the task's digits beside themselves": Wrong(
+        ["task.num_digits=2", "task.also_train_digits=[]"],
+        ["eval.also_digits=[2]: has task.num_digits=2"],
+        "smollm2-135m",
+    ),
+    "the task's digits trained on beside themselves": Wrong(
+        ["task.num_digits=2"], ["task.also_train_digits=[2]: ", "other than task.num_digits=2"], "smollm2-135m"
+    ),
+    "digits trained on twice": Wrong(
+        ["task.also_train_digits=[2,2]"], ["task.also_train_digits=[2,2]: must be different"], "smollm2-135m"
     ),
     "shape beside a path": Wrong(
         ["model.shape=qwen2.5-7b"], ["no effect with model.path=smollm2-135m"], "smollm2-135m"
