@@ -119,15 +119,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                 with monitor.stage("load_checkpoint"):
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
-            cycle = Cycle(
-                trainer,
-                rollout,
-                on_stage=monitor.passed,
-                sleep_level=recipe.engine.sleep_level,
-                keep=recipe.cycle.keep,
-                critic=recipe.algorithm == "ppo",
-                reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
-            )
+            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
     finally:
@@ -156,6 +148,16 @@ def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
         return open_inprocess(config, arguments)
     address = "auto" if cluster.nnodes > 1 else None  # one machine's cluster can be started here, larger ones are there
     return open_ray(config, arguments, devices=cluster.n_gpus_per_node, nodes=cluster.nnodes, address=address)
+
+
+def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
+    """What `Cycle` takes besides the two sides."""
+    return {
+        "sleep_level": recipe.engine.sleep_level,
+        "keep": recipe.cycle.keep,
+        "critic": recipe.algorithm == "ppo",
+        "reference": recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
+    }
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:

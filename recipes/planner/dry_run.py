@@ -32,7 +32,7 @@ from recipes.planner.engine import EngineSizes, PlannedRollout
 from recipes.planner.log import replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.preparation import Setup
-from recipes.run import LOOPS, trainer_config
+from recipes.run import LOOPS, cycle_arguments, trainer_config
 from recipes.tasks import Problem, Score, Task
 from trainer_bridge import Cycle
 from trainer_bridge.session import SyncReceipt
@@ -185,15 +185,7 @@ def _trace(
         monitor = Monitor(_NoFolder(), _NoView())  # type: ignore[arg-type]
         readings = Readings(trainer.planned, saver, rollout)
         monitor.peaks = readings  # type: ignore[assignment]
-        cycle = Cycle(
-            trainer,
-            rollout,  # type: ignore[arg-type]
-            on_stage=monitor.passed,
-            sleep_level=recipe.engine.sleep_level,
-            keep=recipe.cycle.keep,
-            critic=recipe.algorithm == "ppo",
-            reference=recipe.loop.kl_coef > 0 and not recipe.lora.rank,
-        )
+        cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))  # type: ignore[arg-type]
         loop = LOOPS[recipe.algorithm](
             setup=setup,
             trainer=trainer,

@@ -95,17 +95,20 @@ def planned_and_measured(run: RunRecord) -> Table | None:
     """A line for each stage's fullest device and one for each process; None without a plan, or without peaks."""
     peaks = measured_peaks(run.rows)
     planned = {entry["stage"]: entry["device_bytes"] for entry in run.plan.get("stages", ())}
+    whole = {entry["stage"]: entry.get("used_bytes") for entry in run.plan.get("stages", ())}  # with contexts
     rows: list[Sequence[str]] = []
     for stage in [name for name in planned if name in peaks]:
-        rows.append((stage, *_compared(sum(planned[stage].values()), peaks[stage].get(DEVICE))))
-        rows += [(f"– {side}", *_compared(nbytes, peaks[stage].get(side))) for side, nbytes in planned[stage].items()]
+        device = whole[stage] or sum(planned[stage].values())
+        rows.append((stage, *_compared(device, peaks[stage].get(DEVICE))))
+        sides, of = planned[stage].items(), peaks[stage].get(DEVICE)
+        rows += [(f"– {side}", *_compared(nbytes, peaks[stage].get(side), of)) for side, nbytes in sides]
     if not rows:
         return None
     gpu, size = run.plan.get("gpu"), run.plan.get("gpu_bytes")
     on = f" on {gpu} ({format_bytes(size)})" if gpu and size else ""
     caption = (
         f"The planner's bytes of each stage{on} beside the largest that any step measured. ✗: the plan is under by "
-        f"more than {UNDER:g} %, or off by more than {WITHIN:g} %."
+        f"more than {UNDER:g} % of the device's bytes, or off by more than {WITHIN:g} %."
     )
     head = ("stage", "planned", "measured", "difference", "")
     return Table(title="Planned and measured", caption=caption, head=head, rows=rows)
@@ -124,12 +127,14 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _compared(planned: int, measured: int | None) -> tuple[str, str, str, str]:
+def _compared(planned: int, measured: int | None, of: int | None = None) -> tuple[str, str, str, str]:
+    """of: what a difference is judged by in place of the measured bytes: an idle process holds next to nothing."""
     if not measured:
         unknown = "not measured" if measured is None else format_bytes(0)
         return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"
     off = 100 * (planned - measured) / measured
-    return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", "✓" if -UNDER <= off <= WITHIN else "✗"
+    judged = 100 * (planned - measured) / (of or measured)
+    return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", "✓" if -UNDER <= judged <= WITHIN else "✗"
 
 
 def evaluations(run: RunRecord) -> Table | None:
