@@ -77,7 +77,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources(tracked: list[str]) -> set[str]:
     """What an installed memsaver is made of."""
-    kept = (".py", ".c", ".cpp", ".h", ".yaml")
+    kept = (".py", ".c", ".cpp", ".h", ".yaml", ".css", ".html", ".js")
     return {name for name in tracked if name.startswith(tuple(f"{p}/" for p in PACKAGES)) and name.endswith(kept)}
 
 
