@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
 
 
+COUNTING = ("tests/memsaver/",)
 LONG = ("tests/recipes/", "tests/rollout/", "tests/trainer_bridge/")  # files that take up to a minute or two
 
 
@@ -24,8 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: workers that begin with them end together, on short ones."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Files that count maps, descriptors and addresses first, before others leave some behind; then long files, so that
+    the workers end together, on short ones."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(COUNTING), not item.nodeid.startswith(LONG)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -249,12 +249,12 @@ def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
     receipt = trainer.sync_weights(3)
     assert (receipt.version, receipt.nbytes, target.version) == (3, offset, 3)
     check(target, dict(trainer.shards()))
-    made = trainer._sync._copies  # type: ignore[union-attr]
+    made = trainer._publisher._sync._copies  # type: ignore[union-attr]
     for param in trainer.model.parameters():
         local_shard(param).mul_(-2)
     again = trainer.sync_weights(3)
     check(target, dict(trainer.shards()))
-    assert trainer._sync._copies is made and again.digests != receipt.digests, "tables last, values do not"  # type: ignore[union-attr]
+    assert trainer._publisher._sync._copies is made and again.digests != receipt.digests, "tables last, values do not"  # type: ignore[union-attr]
     before = target.arena.clone()
     with pytest.raises(ValueError, match="version 2 is stale: version 3 has been written"):
         trainer.sync_weights(2)
