@@ -1,38 +1,61 @@
-"""Shared by all tests: the interpreter where there is no GPU, and ``gpu`` tests skipped there."""
+"""Shared by all tests: which of them this run is for, in which order, and the devices they run on."""
+
+from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
-from tests.helpers import soak
+from tests.helpers import effort
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
 
+# The same examples in every run, and no deadline: how long one takes says more of the machine than of the code.
+hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("steady")
 
-COUNTING = ("tests/memsaver/",)
-LONG = ("tests/recipes/", "tests/rollout/", "tests/trainer_bridge/")  # files that take up to a minute or two
+LONG = ("tests/recipes/", "tests/trainer_bridge/", "tests/rollout/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="tests marked `extended` too, and whole matrices of cases")
     parser.addoption("--soak", action="store_true", help="full counts of every soak test, not the short forms")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    soak.choose(config.getoption("--soak"))
+    effort.choose(
+        soak=config.getoption("--soak"),
+        whole=config.getoption("--all") or torch.cuda.is_available(),
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that count maps, descriptors and addresses first, before others leave some behind; then long files, so that
-    the workers end together, on short ones."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(COUNTING), not item.nodeid.startswith(LONG)))
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what this run or machine is not for. What is left stays in the order that pytest-randomly gave it, but
+    the Ray cluster's tests come first and then the packages with long files, so that the workers end together."""
+    wanted = [item for item in items if _wanted(item, config.getoption("--all"))]
+    if len(wanted) < len(items):
+        kept = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = sorted(wanted, key=lambda item: (not _on_ray(item), not item.nodeid.startswith(LONG)))
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        for item in items:  # files stay whole, and one worker has the one Ray cluster
+            item.add_marker(pytest.mark.xdist_group("ray" if _on_ray(item) else item.nodeid.partition("::")[0]))
+
+
+def _wanted(item: pytest.Item, everything: bool) -> bool:
+    gpus = item.get_closest_marker("gpus")
+    needed = gpus.args[0] if gpus else int(item.get_closest_marker("gpu") is not None)
+    extended = item.get_closest_marker("extended") is not None
+    return needed <= torch.cuda.device_count() and (everything or not extended)
+
+
+def _on_ray(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ray") is not None
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

@@ -15,8 +15,8 @@ import torch
 
 from memsaver import MemorySaver
 from rollout import Completion, Engine, SamplingParams
+from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, process_bytes
-from tests.helpers.soak import rounds
 from tests.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import ReqHandle
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 from tests.kvcache.support import make_blocks
 
 ROWS = 6

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 from tests.kvcache.support import DEVICE, ledger_state
 
 PAGES = 9

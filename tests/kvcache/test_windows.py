@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache import PagedTokenToKVPoolAllocator, ReqHandle
 from kvcache.windows import WindowShares, pages_across, pages_behind
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 from tests.kvcache.support import DEVICE, ledger_state, make_windowed
 
 ROWS = 6

@@ -17,9 +17,9 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
+from tests.helpers.effort import rounds
 from tests.helpers.memory import memfd_bytes, memory_maps, open_fds, process_bytes, status_bytes
 from tests.helpers.peers import PATIENCE, Address, Peer
-from tests.helpers.soak import rounds
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
 SIZES = (2 << 20, 1 << 20, 300_000)  # of each tag's tensors

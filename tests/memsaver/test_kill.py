@@ -22,9 +22,9 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
 from memsaver.owner import _owners
+from tests.helpers.effort import rounds
 from tests.helpers.memory import machine_bytes, memfd_bytes, memory_maps, open_fds
 from tests.helpers.peers import PATIENCE, Address, Gone, Peer
-from tests.helpers.soak import rounds
 
 SIZE = 2 << 20
 SECONDS_TO_LET_GO = 5.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memsaver
+from tests.helpers.effort import rounds
 from tests.helpers.memory import machine_bytes, memory_maps, open_fds, process_bytes, scribble
-from tests.helpers.soak import rounds
 
 
 def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:

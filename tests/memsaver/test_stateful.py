@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 import memsaver
 from memsaver import switch
+from tests.helpers.effort import rounds
 from tests.helpers.memory import process_bytes
-from tests.helpers.soak import rounds
 
 TAGS = {"weights": "host", "kv_cache": "discard", "optim": "host"}
 tags = st.sampled_from(sorted(TAGS))

@@ -17,8 +17,8 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds, process_bytes, status_bytes
-from tests.helpers.soak import rounds
 
 spawn = multiprocessing.get_context("spawn")
 

@@ -29,7 +29,7 @@ from rollout.preemption import Swapped, Victim
 from rollout.samples import Sample
 from rollout.scheduler import Scheduler
 from rollout.tiered_blocks import TieredBlocks
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
 PAGE_BYTES = PS * LAYERS * 2 * 2 * 4

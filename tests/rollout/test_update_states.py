@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memsaver import StateError
 from rollout import Engine, SamplingParams, WeightOffer, WeightUpdateError
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from tests.helpers.effort import rounds
 from tests.helpers.models import greedy, save_tiny
-from tests.helpers.soak import rounds
 from tests.rollout.test_adopt import Owner
 from tests.rollout.test_lifecycle import TINY, tiny, write
 

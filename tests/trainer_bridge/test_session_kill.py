@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from tests.helpers.effort import rounds
 from tests.helpers.hooked import MOMENTS, STAGES
 from tests.helpers.memory import open_fds
 from tests.helpers.peers import Gone
-from tests.helpers.soak import rounds
 from tests.helpers.sync_pair import Pair
 from tests.helpers.trainers import Death
 from trainer_bridge.errors import SyncError

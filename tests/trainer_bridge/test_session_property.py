@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import ParamSlice
+from tests.helpers.effort import rounds
 from tests.helpers.hooked import HookedConsensus
-from tests.helpers.soak import rounds
 from tests.helpers.stored_weights import StoredWeights, box_of, digest_of
 from tests.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM
 from tests.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, box, layouts, steps, whole

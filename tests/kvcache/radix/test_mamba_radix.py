@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache import MambaMatch, MambaRadixCache, PagedTokenToKVPoolAllocator
 from kvcache.radix.node import RadixNode
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 from tests.kvcache.radix.support import Slots
 
 Key = tuple[int, ...]

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache import PagedTokenToKVPoolAllocator, RadixCache
 from kvcache.radix.node import RadixNode
 from kvcache.radix.policies import POLICIES
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 
 PAGES = 24
 SALTS = [None, "lora"]

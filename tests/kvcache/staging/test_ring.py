@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.staging import ALLOC_OVERSIZED, StagingAllocator, Watermark, may_fill, offset_to_send
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 from tests.kvcache.staging.ring_model import Deadlock, Overlap, play
 
 

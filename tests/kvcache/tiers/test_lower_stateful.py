@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache import KVCacheConfig, MHATokenToKVPool
 from kvcache.tiers import HostCacheConfig, HostKVCache
 from kvcache.tiers.lower import LowerTiers
-from tests.helpers.soak import rounds
+from tests.helpers.effort import rounds
 
 HOST, DEVICE = 5, 8
 KEYS = [bytes([i]) * 16 for i in range(10)]

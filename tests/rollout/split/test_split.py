@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollout import Completion, Engine, SamplingParams
+from tests.helpers.effort import rounds
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.soak import rounds
 from tests.rollout.split.ranks import Split, run
 from tests.rollout.test_greedy import random_prompts
 
