@@ -22,7 +22,7 @@ demo: setup
 
 # A second try for what fails: some tests kill processes or count descriptors while others run beside them. -ra tells.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --ignore tests/packaging --ignore tests/plans
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --ignore tests/packaging --ignore tests/plans
 
 lint: setup
 	$(BIN)/ruff check .
