@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kvcache.support import make_blocks
+from tests.helpers.kvcache.blocks import make_blocks
 
 
 def test_truncate_frees_what_lies_past_the_new_end() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqHandle, ReqToTokenPool
-from tests.kvcache.support import DEVICE, Blocks, make_blocks, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks, make_pool
 
 
 def admit(blocks: Blocks) -> ReqHandle:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache import ReqHandle
 from tests.helpers.effort import rounds
-from tests.kvcache.support import make_blocks
+from tests.helpers.kvcache.blocks import make_blocks
 
 ROWS = 6
 LONGEST = 24

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvcache import KVCacheConfig, ReqHandle, ReqToTokenPool
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 GOOD = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "size": 32, "dtype": torch.float16, "device": "cpu"}
 

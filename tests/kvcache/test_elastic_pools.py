@@ -5,8 +5,8 @@ import torch
 
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.kvcache.pools import PS, at, mha, new_saver, write
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
+from tests.helpers.kvcache.pools import PS, at, mha, new_saver, write
 
 
 def test_slot_major_rows_equal_layer_major_ones() -> None:

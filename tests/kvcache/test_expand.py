@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.ops.expand import expand_pages, expand_triton
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 from tests.kvcache.test_ops import batch
 
 POISON = -(2**60)

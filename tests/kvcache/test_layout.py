@@ -8,7 +8,7 @@ import torch
 
 from kvcache import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPoolFP4, SWAKVPool, kv_dtype, layout
 from kvcache.config import FP4_DTYPE
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 transformers = pytest.importorskip("transformers")
 

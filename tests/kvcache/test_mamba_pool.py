@@ -8,7 +8,7 @@ import torch
 
 from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, PagedTokenToKVPoolAllocator, ReqHandle
 from memsaver import MemorySaver
-from tests.kvcache.support import DEVICE, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache.config import store_dtype
-from tests.kvcache.support import DEVICE, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 

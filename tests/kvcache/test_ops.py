@@ -6,7 +6,7 @@ import torch
 from kvcache.ops.expand import expand_pages
 from kvcache.ops.kv_write import set_kv_buffer
 from memsaver.ops.dispatch import use_triton
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 POISON = 171
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvcache import PagedTokenToKVPoolAllocator
-from tests.kvcache.support import DEVICE, ledger_state
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state
 
 
 def make(pages: int, page_size: int) -> PagedTokenToKVPoolAllocator:

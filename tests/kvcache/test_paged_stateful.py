@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from tests.helpers.effort import rounds
-from tests.kvcache.support import DEVICE, ledger_state
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state
 
 PAGES = 9
 

@@ -13,8 +13,8 @@ from kvcache import (
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import quant
 from memsaver import MemorySaver
-from tests.kvcache.pools import FP8, PS, SLOTS, at, blocks, mha, mla, new_saver, rows_for, write
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
+from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, blocks, mha, mla, new_saver, rows_for, write
 
 # ---------------------------------------------------------------- fp8 and FP4
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from tests.kvcache.pools import POOLS, PS, SLOTS, at, blocks, make, new_saver, rows_for, stored, write
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
+from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, blocks, make, new_saver, rows_for, stored, write
 
 
 @pytest.fixture(params=list(POOLS))

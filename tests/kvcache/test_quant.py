@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache.ops import kv_write, quant
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

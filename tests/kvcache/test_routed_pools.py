@@ -5,7 +5,7 @@ import torch
 
 from kvcache import HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 PS = 4
 

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.ops.move import move_rows
 from kvcache.ops.quant import read_fp8
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 IMPLS: list[Any] = ["torch", "triton"]
 LAYERS, SLOTS = 3, 40

@@ -7,7 +7,7 @@ import torch
 
 from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from memsaver import MemorySaver
-from tests.kvcache.support import DEVICE, Blocks, CountingPool, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, Blocks, CountingPool, make_pool
 
 PAGE_SIZE = 16
 SIZE = 128 * 1024  # with two layers of 2 x 2 fp32 elements: 4 MiB and a padding page

@@ -5,7 +5,7 @@ import torch
 
 from kvcache import BlockManager, MHATokenToKVPool, ReqToTokenPool, SWATokenToKVPoolAllocator
 from memsaver import MemorySaver
-from tests.kvcache.support import DEVICE, ledger_state, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_pool
 
 
 def make(pages: int, swa_pages: int, page_size: int) -> SWATokenToKVPoolAllocator:

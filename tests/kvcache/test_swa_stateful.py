@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcache.allocators.base import Indices, Int64Array, as_int64
 from tests.helpers.effort import rounds
-from tests.kvcache.support import DEVICE, ledger_state
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state
 
 PAGES = 9
 STARVED = st.sampled_from([None, None, "full", "swa"])

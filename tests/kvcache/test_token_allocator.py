@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from tests.kvcache.support import DEVICE, ledger_state
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state
 
 
 def test_tokens_are_1_to_size_and_never_0() -> None:

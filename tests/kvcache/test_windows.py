@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache import PagedTokenToKVPoolAllocator, ReqHandle
 from kvcache.windows import WindowShares, pages_across, pages_behind
 from tests.helpers.effort import rounds
-from tests.kvcache.support import DEVICE, ledger_state, make_windowed
+from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_windowed
 
 ROWS = 6
 LONGEST = 40

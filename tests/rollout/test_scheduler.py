@@ -17,7 +17,7 @@ from rollout.prefix import PrefixBlocks
 from rollout.samples import Sample, Step
 from rollout.scheduler import Scheduler
 from rollout.types import SamplingParams
-from tests.kvcache.support import make_windowed
+from tests.helpers.kvcache.blocks import make_windowed
 
 PAGE = 4
 STOP = 0

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcache import MambaMatch, MambaRadixCache, PagedTokenToKVPoolAllocator
 from kvcache.radix.node import RadixNode
 from tests.helpers.effort import rounds
-from tests.kvcache.radix.support import Slots
+from tests.helpers.kvcache.radix import Slots
 
 Key = tuple[int, ...]
 PAGES, STATES = 24, 6

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
 from kvcache.radix.policies import FALLING, POLICIES
-from tests.kvcache.radix.support import held, make_cache, put
+from tests.helpers.kvcache.radix import held, make_cache, put
 
 
 def test_match_is_page_aligned_and_in_order() -> None:

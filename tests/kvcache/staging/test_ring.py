@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.staging import ALLOC_OVERSIZED, StagingAllocator, Watermark, may_fill, offset_to_send
 from tests.helpers.effort import rounds
-from tests.kvcache.staging.ring_model import Deadlock, Overlap, play
+from tests.helpers.kvcache.ring import Deadlock, Overlap, play
 
 
 class PromisesAtHead(StagingAllocator):

@@ -17,7 +17,7 @@ from kvcache.staging import (
     pool_layers,
     stack_layers,
 )
-from tests.kvcache.support import DEVICE, make_pool
+from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 LAYERS, HEADS, WIDTHS, PAGE = 2, 8, (4, 8), 4
 SIZE, TOKENS = 32, 9

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.ops import staging_triton
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 POISON = 171
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -11,7 +11,7 @@ from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from memsaver import MemorySaver
 from memsaver.ops.dispatch import Impl
-from tests.kvcache.tiers.support import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, mha, poison
+from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, mha, poison
 
 
 def random_slots(cache: HostKVCache, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import pytest
 from kvcache.tiers import HostCacheConfig, HostKVCache
 from kvcache.tiers import memory as memory_module
 from memsaver import HostMemoryError
-from tests.kvcache.tiers.support import LAYERS, LAYOUTS, PAGES, POOLS, make
+from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, make
 
 
 def test_bytes_are_exact(device: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvcache.tiers import DiskTier, TieredPrefixCache, WritePolicy
 from memsaver import BackendError
 from tests.helpers.effort import rounds
-from tests.kvcache.tiers.engine import DEVICE_PAGES, PS, Engine
+from tests.helpers.kvcache.engine import DEVICE_PAGES, PS, Engine
 
 POLICIES = get_args(WritePolicy)
 

@@ -19,7 +19,7 @@ from kvcache import (
 )
 from kvcache.config import FP4_DTYPE
 from memsaver import MemorySaver
-from tests.kvcache.support import DEVICE
+from tests.helpers.kvcache.blocks import DEVICE
 
 PS, SIZE = 4, 64
 SLOTS = PS + SIZE
