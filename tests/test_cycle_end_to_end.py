@@ -16,7 +16,7 @@ import torch
 from rollout import Completion, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, memory_maps, open_fds
-from tests.trainer_bridge.models import config, make_batch, reference, write_model
+from tests.helpers.trainer_bridge.models import config, make_batch, reference, write_model
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
 
 MODELS = {

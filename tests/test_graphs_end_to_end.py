@@ -17,7 +17,7 @@ from memsaver import MemorySaver
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, process_bytes
-from tests.trainer_bridge.models import config, write_model
+from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def fresh_engine(path: str, trainer: Trainer) -> Engine:
     """An engine that has never slept nor seen other weights, without graphs."""
     saver = MemorySaver("cuda:0")
     engine = Engine.from_pretrained(path, "cuda:0", saver=saver, load_weights=False, cuda_graphs=False, **ENGINE)
-    engine._store.load(trainer.shards().items(), "the trainer")
+    engine.store.load(trainer.shards().items(), "the trainer")
     return engine
 
 
@@ -146,7 +146,7 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=5e-5)
         for engine in engines:
             engine.check_integrity()
-            assert not engine._cache.pool._k[:, 1:16].isnan().any()
+            assert not engine.cache.pool._k[:, 1:16].isnan().any()
     assert engines[0].graphs.replays > 0
 
 

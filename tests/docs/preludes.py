@@ -11,7 +11,7 @@ import torch
 
 import memsaver
 import memsaver.compat
-from tests.trainer_bridge.models import write_model
+from tests.helpers.trainer_bridge.models import write_model
 
 Names = dict[str, Any]
 Prelude = Callable[[Path], Iterator[Names]]
@@ -57,7 +57,7 @@ def _kv_cache(folder: Path) -> Iterator[Names]:
 def _weight_sync(folder: Path) -> Iterator[Names]:
     """config, saver and an engine without weights, as a rank has them."""
     from rollout import Engine
-    from tests.trainer_bridge.models import config
+    from tests.helpers.trainer_bridge.models import config
     from trainer_bridge import Trainer
 
     path = write_model(folder / "model")

@@ -19,7 +19,7 @@ PATIENCE = 7.0  # seconds for an operation: one that waits for what does not com
 # Importing leaves CUDA alone, so that its children may use it.
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
-    ["pytest", "hypothesis", "tests.helpers.sync_pair", "transformers.models.auto.modeling_auto"]
+    ["pytest", "hypothesis", "tests.helpers.trainer_bridge.sync_pair", "transformers.models.auto.modeling_auto"]
 )
 
 

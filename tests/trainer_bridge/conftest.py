@@ -11,7 +11,7 @@ import pytest
 
 import memsaver
 from rollout.types import Manifest
-from tests.trainer_bridge.models import config, write_model
+from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Trainer
 
 

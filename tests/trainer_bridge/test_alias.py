@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from memsaver import LeaseError, MemorySaver, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.types import Manifest
-from tests.helpers.engines import PipedEngine
 from tests.helpers.memory import family_bytes, memory_maps, open_fds
 from tests.helpers.peers import Gone
-from tests.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
-from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.helpers.trainer_bridge.engines import PipedEngine
+from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
 from trainer_bridge.layout import byte_offsets
 from trainer_bridge.memory import side_by_side
@@ -38,7 +38,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A park under a loan gives up at once."""
-    monkeypatch.setattr("memsaver.switch._LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
 
 
 def tokens_of(rollout: Any) -> list[list[int]]:
@@ -78,7 +78,7 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
         cycle = Cycle(trainer, engine, alias=True)
         full, asleep, held = committed(trainer), committed(engine), family_bytes(device)
-        pointers = [engine._store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        pointers = [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
         assert set(asleep.values()) == {0}
         for version in (1, 2, 3):
             cycle.to_rollout(version)
@@ -95,7 +95,7 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
             cycle.to_train()
             assert committed(trainer) == full
         assert device != "cpu" or family_bytes(device) == held
-        assert pointers == [engine._store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        assert pointers == [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
         assert trainer.report().backup_bytes == engine.report().backup_bytes == 0
 
 
@@ -192,7 +192,7 @@ def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., 
     assert tokens_of(engines[0]) == tokens_of(engines[1])
     assert trainer.saver is not None and trainer.saver.leases("params") == 2
     engines[1].saver.empty((4,), tag="weights2")
-    engines[1]._store.last_version = 9
+    engines[1].store.last_version = 9
     with pytest.raises(ValueError, match="version 2 is older than the engine's version 9"):
         trainer.share_weights(2)
     assert trainer.saver.leases("params") == 0

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer_bridge.models import make_batch
+from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import SequenceBatch, TrainerConfig
 from trainer_bridge.batch import deal, pad
 from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs, value_clip

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.trainer_bridge.models import make_batch, write_model
-from tests.trainer_bridge.test_trainer import assert_same_bits, bits
+from tests.helpers.trainer_bridge.models import make_batch, write_model
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import Trainer
 
 Make = Callable[..., Trainer]

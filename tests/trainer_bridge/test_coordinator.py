@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
-from tests.trainer_bridge.models import config
+from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.actor import RemoteRollout
 from trainer_bridge.coordinator import _actor_arguments

@@ -11,23 +11,20 @@ import pytest
 import torch
 
 from memsaver import MemorySaver, StateError
-from tests.trainer_bridge.models import config, make_batch, reference, reference_logprobs, write_model
-from tests.trainer_bridge.test_trainer import assert_same_bits
+from tests.helpers.trainer_bridge.models import (
+    config,
+    make_batch,
+    reference,
+    reference_logprobs,
+    value_batch,
+    write_model,
+)
+from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.model import local_shard
 
 Make = Callable[..., Trainer]
 BOTH: dict[str, Any] = {"critic": CriticConfig(learning_rate=5e-3), "reference": True}
-
-
-def value_batch(count: int, seed: int = 0) -> SequenceBatch:
-    """With old values and returns, so far apart that some values clip."""
-    batch = make_batch(count, seed)
-    draw = torch.Generator().manual_seed(seed)
-    values, returns = (
-        [torch.randn(len(response), generator=draw).mul(0.3).tolist() for response in batch.response_ids] for _ in "vr"
-    )
-    return dataclasses.replace(batch, values=values, returns=returns)
 
 
 class PlainCritic(torch.nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer_bridge.layouts import manifest, piece
-from tests.trainer_bridge.targets import PageTarget, Rank, in_ranks
+from tests.helpers.trainer_bridge.layouts import manifest, piece
+from tests.helpers.trainer_bridge.targets import PageTarget, Rank, in_ranks
 from trainer_bridge.derived import DerivedCopies, LowRank
 from trainer_bridge.plan import Target, make_plan, torch_dtype
 from trainer_bridge.session import SyncReceipt, WeightSync

@@ -12,7 +12,7 @@ from memsaver import OutOfMemory
 from rollout import SamplingParams
 from tests.helpers.faults import killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes
-from tests.trainer_bridge.models import config, make_batch
+from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, Cycle, CycleError, open_inprocess, open_ray
 
 ENGINE = {"kv_tokens": 256, "page_size": 16}

@@ -11,7 +11,7 @@ import torch
 
 from memsaver import StateError
 from rollout import SamplingParams
-from tests.trainer_bridge.models import config, make_batch, reference, write_model
+from tests.helpers.trainer_bridge.models import config, make_batch, reference, write_model
 from trainer_bridge import Cycle, CycleError, SequenceBatch, open_inprocess
 
 ENGINE = {"kv_tokens": 512, "page_size": 16}

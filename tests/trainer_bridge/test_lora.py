@@ -14,27 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import memsaver
 from memsaver import StateError
 from rollout import Engine
-from tests.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
-from tests.trainer_bridge.test_trainer import assert_same_bits, largest_gap, plain_step
+from tests.helpers.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.helpers.trainer_bridge.plain import largest_gap, plain_step
+from tests.helpers.trainer_bridge.states import adapters, assert_same_bits, copied, weights
 from trainer_bridge import LoraConfig, Trainer
 
 Make = Callable[..., Trainer]
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
 ADAM = {"adam_eps": 1e-4, "clip_eps_high": 0.3}
-
-
-def adapters(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of what is trained, with its moments."""
-    found = {}
-    for name, param in trainer.model.named_parameters():
-        if param.requires_grad:
-            found[name] = param.detach().to_local().clone()
-            for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
-    return found
 
 
 def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -118,12 +107,6 @@ def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_traine
     assert trainer.optimizer.state.keys() == {param for name, param in named.items() if "lora_" in name}
 
 
-def copied(trainer: Trainer) -> int:
-    assert trainer.saver is not None
-    stats = trainer.saver.statistics().get("copy")
-    return 0 if stats is None else stats.nbytes
-
-
 def test_parking_keeps_every_bit_and_copies_the_base_once(device: str, model_path: str, make_trainer: Make) -> None:
     trainer, twin = (make_trainer(model_path, lora=LORA, device=device, saver=saver) for saver in (True, False))
     assert trainer.saver is not None
@@ -146,12 +129,6 @@ def test_parking_keeps_every_bit_and_copies_the_base_once(device: str, model_pat
     trainer.park("params")
     with pytest.raises(StateError, match=r"save_adapters\(\) needs tag 'params'"):
         trainer.save_adapters("nowhere")
-
-
-def weights(engine: Engine) -> dict[str, Tensor]:
-    with memsaver.attach(engine.saver.share("weights")) as lease:
-        dtype = {piece.name: getattr(torch, piece.dtype) for piece in engine.manifest.slices}
-        return {p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone() for p in engine.manifest.slices}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

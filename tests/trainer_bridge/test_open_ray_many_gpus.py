@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout import Engine, SamplingParams
-from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote import RemoteGroup

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from rollout.types import Manifest, ModuleTensor
-from tests.trainer_bridge.layouts import manifest, piece
+from tests.helpers.trainer_bridge.layouts import manifest, piece
 from trainer_bridge.plan import Plan, Planner, SourceShard, Target, make_plan
 from trainer_bridge.sources import fsdp_shards
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from rollout.types import Manifest
-from tests.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
 from trainer_bridge.aligned import aligned_dims
 from trainer_bridge.plan import Plan, SourceShard, Target, make_plan
 from trainer_bridge.sources import fsdp_shards, local_box

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memsaver import StateError
 from rollout import Engine, SamplingParams
 from tests.helpers.ranks import results, start_ranks
-from tests.trainer_bridge.models import config, make_batch, write_model
-from tests.trainer_bridge.test_trainer import assert_same_bits
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
+from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
 from trainer_bridge import model as model_module
 from trainer_bridge.model import _randomise_weights

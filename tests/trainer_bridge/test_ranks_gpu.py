@@ -14,7 +14,7 @@ from rollout import Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import open_fds
 from tests.helpers.ranks import results, start_ranks
-from tests.trainer_bridge.models import config, make_batch, write_model
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer
 from trainer_bridge.aligned import aligned_dims
 

@@ -15,7 +15,7 @@ from memsaver import StateError
 from rollout import SamplingParams
 from tests.helpers.faults import dying_trainer, wait_gone
 from tests.helpers.memory import memfd_bytes
-from tests.trainer_bridge.models import config, make_batch
+from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 

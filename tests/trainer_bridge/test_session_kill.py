@@ -20,11 +20,11 @@ import pytest
 
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.effort import rounds
-from tests.helpers.hooked import MOMENTS, STAGES
 from tests.helpers.memory import open_fds
 from tests.helpers.peers import Gone
-from tests.helpers.sync_pair import Pair
-from tests.helpers.trainers import Death
+from tests.helpers.trainer_bridge.hooked import MOMENTS, STAGES
+from tests.helpers.trainer_bridge.sync_pair import Pair
+from tests.helpers.trainer_bridge.trainers import Death
 from trainer_bridge.errors import SyncError
 from trainer_bridge.session import SyncReceipt
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
-from tests.helpers.hooked import HookedConsensus
-from tests.helpers.stored_weights import StoredWeights, box_of, digest_of
-from tests.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM
-from tests.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, box, layouts, steps, whole
-from tests.trainer_bridge.targets import Rank, in_ranks
+from tests.helpers.trainer_bridge.hooked import HookedConsensus
+from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM
+from tests.helpers.trainer_bridge.stored_weights import StoredWeights, box_of, digest_of
+from tests.helpers.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, box, layouts, steps, whole
+from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from trainer_bridge.derived import DerivedCopies, LowRank
 from trainer_bridge.errors import SyncError
 from trainer_bridge.session import SyncReceipt

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from memsaver import StateError, TagError
 from tests.helpers.memory import scribble
-from tests.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.helpers.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.helpers.trainer_bridge.plain import largest_gap, plain_step
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import SequenceBatch, Trainer
 
 Make = Callable[..., Trainer]
@@ -32,26 +34,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"head_dim": 8}),
     ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
 ]
-
-
-def largest_gap(scores: list[list[float]], expected: list[torch.Tensor]) -> float:
-    assert [len(row) for row in scores] == [len(row) for row in expected]
-    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(scores, expected, strict=True) if len(a))
-
-
-def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of all that training changes."""
-    state = {name: shard.clone() for name, shard in trainer.shards().items()}
-    for name, param in trainer.model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
-    return state
-
-
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
@@ -132,25 +114,6 @@ def test_shards_and_moments_lie_on_their_tags(model_path: str, make_trainer: Mak
             assert saver.offset_of(trainer.optimizer.state[param][moment].to_local()) < ends["optim"]
     trainer.update_actor(make_batch(4, seed=1))
     assert before == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
-
-
-def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:
-    """What update_actor should do, sequence by sequence."""
-    assert batch.old_logprobs is not None and batch.advantages is not None
-    terms, clipped = [], 0
-    for logp, old, advantage in zip(
-        reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
-    ):
-        ratio = (logp - torch.tensor(old)).exp()
-        free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
-        terms.append(-torch.minimum(free, held))
-        clipped += int((held < free).sum())
-    loss = torch.cat(terms).mean()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"loss": float(loss.detach()), "grad_norm": float(norm), "clip_fraction": clipped / batch.num_tokens}
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])

@@ -17,10 +17,8 @@ import memsaver
 from rollout import Engine
 from tests.helpers.memory import scribble
 from tests.helpers.ranks import results, start_ranks
-from tests.trainer_bridge.models import config, make_batch, write_model
-from tests.trainer_bridge.test_critic import value_batch
-from tests.trainer_bridge.test_lora import adapters, copied, weights
-from tests.trainer_bridge.test_trainer import assert_same_bits, bits
+from tests.helpers.trainer_bridge.models import config, make_batch, value_batch, write_model
+from tests.helpers.trainer_bridge.states import adapters, assert_same_bits, bits, copied, weights
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
 from trainer_bridge.model import shard_box
 

@@ -13,7 +13,7 @@ import memsaver
 from memsaver.places import place_of
 from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from tests.helpers.peers import Peer
-from tests.trainer_bridge.test_session import full, shards, whole
+from tests.helpers.trainer_bridge.small import full, shards, whole
 from trainer_bridge.session import WeightSync
 from trainer_bridge.transport import ipc
 from trainer_bridge.transport.mapping import mapped

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.helpers.ranks import results, start_ranks
-from tests.trainer_bridge.targets import PageTarget
-from tests.trainer_bridge.transport.joined import SMALL, Case, failing, sync_cases
+from tests.helpers.trainer_bridge.joined import SMALL, Case, failing, sync_cases
+from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
 from trainer_bridge.transport.relay import MESSAGE_BYTES
 from trainer_bridge.transport.staging import Packing

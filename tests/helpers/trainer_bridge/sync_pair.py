@@ -20,7 +20,7 @@ from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.memory import memfd_bytes, process_bytes
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.helpers.peers import Gone
-from tests.helpers.trainers import Nursery, Order, Setting, TrainerRank, weights
+from tests.helpers.trainer_bridge.trainers import Nursery, Order, Setting, TrainerRank, weights
 
 PROMPT, TOKENS, SEEDS = [5, 3, 8, 1], 6, 7
 TINY = {"head_dim": 16, "tie_word_embeddings": True}

@@ -26,9 +26,9 @@ from torch import Tensor
 from memsaver.imports import imports
 from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
-from tests.helpers.hooked import HookedConsensus
 from tests.helpers.memory import memfd_bytes, open_fds, process_bytes
 from tests.helpers.peers import Failed, Gone, Peer
+from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from trainer_bridge.session import WeightSync
 from trainer_bridge.sources import fsdp_shards
 

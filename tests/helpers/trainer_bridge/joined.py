@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsaver.places import place_of
-from tests.trainer_bridge.targets import PageTarget
-from tests.trainer_bridge.test_session import columns, full, shards, whole
+from tests.helpers.trainer_bridge.small import columns, full, shards, whole
+from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.consensus import group_consensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.errors import SyncError

@@ -60,7 +60,7 @@ class StoredWeights:
         self.update.abort(reason)
 
     def read(self, piece: ParamSlice) -> Tensor:
-        return self.store._box(piece)
+        return self.store.box(piece)
 
     def check_bytes(self) -> None:
         """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A lease that is used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def make_batch(count: int, seed: int = 0, vocab: int = 96, temperature: float = 
         advantages=[rng.gauss(0, 1) for _ in range(count)],
         temperature=temperature,
     )
+
+
+def value_batch(count: int, seed: int = 0) -> SequenceBatch:
+    """With old values and returns, so far apart that some values clip."""
+    batch = make_batch(count, seed)
+    draw = torch.Generator().manual_seed(seed)
+    values, returns = (
+        [torch.randn(len(response), generator=draw).mul(0.3).tolist() for response in batch.response_ids] for _ in "vr"
+    )
+    return dataclasses.replace(batch, values=values, returns=returns)
 
 
 def config(path: str, **changes: Any) -> TrainerConfig:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.hooked import STAGES
-from tests.trainer_bridge.test_plan import DEVICES, DTYPES, model_of, shards_of
+from tests.helpers.trainer_bridge.drawn import DEVICES, DTYPES, model_of, shards_of
+from tests.helpers.trainer_bridge.hooked import STAGES
 from trainer_bridge.sources import SourceShard
 
 LORA_RANK, SCALE = 2, 0.5

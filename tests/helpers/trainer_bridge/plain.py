@@ -1,0 +1,34 @@
+"""What the trainer should compute, by plain transformers and torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.helpers.trainer_bridge.models import reference_logprobs
+from trainer_bridge import SequenceBatch
+
+
+def largest_gap(scores: list[list[float]], expected: list[torch.Tensor]) -> float:
+    assert [len(row) for row in scores] == [len(row) for row in expected]
+    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(scores, expected, strict=True) if len(a))
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:
+    """What update_actor should do, sequence by sequence."""
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    terms, clipped = [], 0
+    for logp, old, advantage in zip(
+        reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
+    ):
+        ratio = (logp - torch.tensor(old)).exp()
+        free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
+        terms.append(-torch.minimum(free, held))
+        clipped += int((held < free).sum())
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": float(loss.detach()), "grad_norm": float(norm), "clip_fraction": clipped / batch.num_tokens}
