@@ -54,6 +54,9 @@ class Engine:
     weights are some version; otherwise it says why not.
 
     Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same answers.
+
+    What it is made of can be looked at: `store` (the weights), `cache` (pool, request table, states), `blocks` and
+    `prefixes` (pages), `scheduler` (requests) and `runner` (the computing half). Change it by the methods alone.
     """
 
     def __init__(
@@ -73,23 +76,23 @@ class Engine:
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self._store = WeightStore(rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver)
-        self._cache = Cache.build(model, config, self.max_context_len, dtype, saver)
-        self._blocks = self._cache.blocks
-        self._prefixes = self._cache.prefix_blocks(config)
-        self._scheduler = Scheduler(
-            self._prefixes,
+        self.store = WeightStore(rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver)
+        self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
+        self.blocks = self.cache.blocks
+        self.prefixes = self.cache.prefix_blocks(config)
+        self.scheduler = Scheduler(
+            self.prefixes,
             page_size=config.page_size,
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
         )
         mine = rank_model(model, self._ranks.size)
-        self._runner = ModelRunner(mine, self._store, self._cache, attention=config.attention, ranks=self._ranks)
-        if config.cuda_graphs and saver.device.type == "cuda" and self._runner.capturable:
-            self._runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
-        self.tags = TAGS if self._runner.graphs is not None else (WEIGHTS, KV_CACHE)
-        self._intake = Intake(model, self._scheduler, max_context_len=self.max_context_len, seed=config.seed)
-        self._update = WeightUpdate(self._store, self.saver, self._prefixes.new_weights)
+        self.runner = ModelRunner(mine, self.store, self.cache, attention=config.attention, ranks=self._ranks)
+        if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
+            self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
+        self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
+        self._intake = Intake(model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed)
+        self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
 
     @classmethod
     def from_pretrained(
@@ -124,8 +127,8 @@ class Engine:
         require_active(self.saver, WEIGHTS, "load weights")
         self._update.require_own("load weights")
         self._update.abort(f"loading from {path} did not finish")
-        self._prefixes.new_weights()
-        self._store.load(iter_checkpoint(path), str(path))
+        self.prefixes.new_weights()
+        self.store.load(iter_checkpoint(path), str(path))
 
     # ---------------------------------------------------------------- generate
 
@@ -155,7 +158,7 @@ class Engine:
                     on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
         except BaseException as error:
             self._ranks.fail(error)
-            self._scheduler.abort(samples)
+            self.scheduler.abort(samples)
             raise
         return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
 
@@ -167,15 +170,15 @@ class Engine:
         """One forward for whatever the scheduler chose, and a token for every sample that is due one."""
         self._require_available()
         try:
-            self._run(self._scheduler.schedule())
+            self._run(self.scheduler.schedule())
         except BaseException:
-            self._scheduler.preempt_all()  # pages were taken for tokens that were not computed: start those over
+            self.scheduler.preempt_all()  # pages were taken for tokens that were not computed: start those over
             raise
 
     def _run(self, step: Step) -> None:
         started = time.perf_counter()
-        logits = self._runner.forward(step)
-        self._scheduler.computed(step)
+        logits = self.runner.forward(step)
+        self.scheduler.computed(step)
         samples = list(step.decode)
         rows = list(range(len(samples)))
         for row, chunk in enumerate((chunk for chunk in step.chunks if chunk.last), start=len(samples)):
@@ -186,10 +189,10 @@ class Engine:
         plain = [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is None]
         if plain:
             rows, samples = [row for row, _ in plain], [each for _, each in plain]
-            tokens, logprobs = self._runner.sample(logits, rows, samples)
+            tokens, logprobs = self.runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
-                self._scheduler.append(sample, token, logprob, self._store.last_version)
-        self._prefixes.ran(step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples))
+                self.scheduler.append(sample, token, logprob, self.store.last_version)
+        self.prefixes.ran(step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples))
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
         """The next token of every beam search: all branches of one are in the same step."""
@@ -197,26 +200,26 @@ class Engine:
         if not groups:
             return
         count = max(group.search.num_candidates for group in groups)
-        found = self._runner.candidates(logits, [row for row, _ in members], count)
+        found = self.runner.candidates(logits, [row for row, _ in members], count)
         of = {each: row for (_, each), row in zip(members, found, strict=True)}
         for group in groups:
-            self._scheduler.branch(group, [of[each] for each in group.members], self._store.last_version)
+            self.scheduler.branch(group, [of[each] for each in group.members], self.store.last_version)
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
         """Samples whose first token follows from this sample's prompt, all of which is computed now."""
-        return [sample, *self._scheduler.fork_siblings(sample)]
+        return [sample, *self.scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 
     @property
     def kv_pool(self) -> KVPool:
         """The memory of keys and values. Of an fp8 pool, `set_scales(layer, k, v)` while no request runs."""
-        return self._cache.pool
+        return self.cache.pool
 
     @property
     def graphs(self) -> DecodeGraphs | None:
         """The captured graphs; None where decode runs without."""
-        return self._runner.graphs
+        return self.runner.graphs
 
     def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
@@ -234,7 +237,7 @@ class Engine:
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
         chosen = self._known(tags)
-        left = self._scheduler.unfinished
+        left = self.scheduler.unfinished
         if left and unfinished == "raise":
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or sleep with "
@@ -246,11 +249,11 @@ class Engine:
             self.saver.pause(WEIGHTS, content="host" if keep else "discard")
             self._update.on_sleep(level)
         if unfinished == "abort":
-            self._scheduler.abort(left)
-        self._scheduler.preempt_all()
+            self.scheduler.abort(left)
+        self.scheduler.preempt_all()
         if rest := [tag for tag in chosen if tag != WEIGHTS]:
             if KV_CACHE in rest:
-                self._prefixes.park(keep=self._store.version is not None)
+                self.prefixes.park(keep=self.store.version is not None)
             self.saver.pause(*rest, content="discard")
             if KV_CACHE in rest:
                 empty_torch_cache(self.saver.device)  # what steps left there; whoever works next needs it
@@ -263,15 +266,15 @@ class Engine:
         if paused := [tag for tag in self._known(tags) if self.saver.is_paused(tag)]:
             self.saver.resume(*paused)  # all of them or none
             if KV_CACHE in paused:
-                self._cache.on_resume()
+                self.cache.on_resume()
 
     def unavailable_reason(self) -> str | None:
         """Why `generate` would refuse now; None when it would not."""
         reasons = []
         if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
-        if self._store.version is None:
-            reasons.append(f"weights undefined: {self._store.undefined_reason}")
+        if self.store.version is None:
+            reasons.append(f"weights undefined: {self.store.undefined_reason}")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)
         return "; ".join(reasons) or None
@@ -281,15 +284,15 @@ class Engine:
     @property
     def weights_version(self) -> int:
         """The version last defined; 0 after loading."""
-        return self._store.last_version
+        return self.store.last_version
 
     def served_version(self) -> int | None:
         """Of the weights, also while they sleep with their content kept; None while they are undefined."""
-        return self._store.version
+        return self.store.version
 
     @property
     def manifest(self) -> Manifest:
-        return self._store.manifest
+        return self.store.manifest
 
     def weight_layout(self) -> WeightLayout:
         """Where every parameter lies, for `Trainer.connect` to plan with. Also while the weights sleep."""
@@ -348,15 +351,15 @@ class Engine:
         """End the update. One with shadow pages, open or refused, leaves the version that is served; otherwise the
         engine is poisoned: it refuses to generate, giving `reason`, until an update commits. Adopted pages go back."""
         self._update.abort(reason)
-        if self._store.version is None:
-            self._prefixes.clear()
+        if self.store.version is None:
+            self.prefixes.clear()
 
     # ---------------------------------------------------------------- memory
 
     @property
     def stats(self) -> Stats:
         """Tokens computed, those that the prefix cache spared, and preemptions."""
-        return replace(self._scheduler.stats)
+        return replace(self.scheduler.stats)
 
     def report(self) -> Report:
         return self.saver.report()
@@ -371,13 +374,13 @@ class Engine:
     def check_integrity(self) -> None:
         """AssertionError unless the page ledger, the request table, the prefix cache and the scheduler agree. Any time
         between calls."""
-        self._prefixes.check_integrity()
-        if not self._scheduler.running:
-            for ledger in self._prefixes.ledgers:
+        self.prefixes.check_integrity()
+        if not self.scheduler.running:
+            for ledger in self.prefixes.ledgers:
                 assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
-            assert self._cache.table.available_size() == self._cache.table.size, "rows are held by no request"
-        if not self._scheduler.unfinished:
-            assert not self._prefixes.swapped_pages(), "host pages are held by no request"
+            assert self.cache.table.available_size() == self.cache.table.size, "rows are held by no request"
+        if not self.scheduler.unfinished:
+            assert not self.prefixes.swapped_pages(), "host pages are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""
@@ -386,7 +389,7 @@ class Engine:
         return [tag for tag in self.tags if tags is None or tag in tags]
 
     def _require_idle(self, action: str, instead: str) -> None:
-        if running := self._scheduler.running:
+        if running := self.scheduler.running:
             raise StateError(f"cannot {action} while requests run: {names_of(running)}; {instead}")
 
     def _require_available(self) -> None:

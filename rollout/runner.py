@@ -38,7 +38,7 @@ class ModelRunner:
         self.device = cache.table.device
         self._weights = DecoderWeights.of(store, config)
         parts = Parts(config, store, cache, attention, ranks)
-        self._mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
+        self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
         self._attention = attention
@@ -53,7 +53,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
         """From here on decode steps of at most max(sizes) samples are graph replays."""
-        self.graphs = DecodeGraphs(self._decode, sizes, self.config.vocab_size, self._weights.lm_head.dtype, saver)
+        self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, self._weights.lm_head.dtype, saver)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
@@ -80,7 +80,7 @@ class ModelRunner:
         part = F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
         return self._ranks.join(part, self.config.vocab_size)
 
-    def _decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
+    def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
@@ -113,7 +113,7 @@ class ModelRunner:
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
         """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
-        return forward(self._weights, self._mixers, ids, batch, self.config, self._ranks)
+        return forward(self._weights, self.mixers, ids, batch, self.config, self._ranks)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

@@ -161,7 +161,7 @@ class WeightStore:
             if target == name:  # a tied name's own copy is ignored, as transformers does
                 for piece in self._slices[name]:
                     box = (slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True))
-                    self._box(piece).copy_(tensor[tuple(box)])
+                    self.box(piece).copy_(tensor[tuple(box)])
                 loaded.add(name)
         missing = [name for name in self._shapes if name not in loaded]
         if missing or unexpected:
@@ -198,7 +198,7 @@ class WeightStore:
             self._digest = wanted, BytesDigest(segments, self._arena.device)
         return self._digest[1].run(arena)
 
-    def _box(self, piece: ParamSlice) -> Tensor:
+    def box(self, piece: ParamSlice) -> Tensor:
         """View of a slice, with its strides."""
         dtype: torch.dtype = getattr(torch, piece.dtype)
         strides = piece.strides or row_major(piece.shape)

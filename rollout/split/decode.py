@@ -55,19 +55,19 @@ class DecodeEngine(Engine):
         parts. on_loss: when a prefill rank is gone, or silent for `timeout` seconds with prompts under way: compute
         these and all later ones here, or raise PeerLostError and refuse to generate. ValueError where the engines do
         not fit together."""
-        layers = staged_layers(self._cache)
+        layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         ring, ticket = reader.ring(ring_bytes, self.saver)
         hello = Hello(
             tp_size=self._ranks.size,
             tp_rank=self._ranks.rank,
-            geometry=geometry(self.model, self._cache, layers[0].dtype),
+            geometry=geometry(self.model, self.cache, layers[0].dtype),
             ring_bytes=ring_bytes,
             ticket=ticket,
         )
         self._peers = Peers("prefill", connections, hello, timeout)
         heads_per_rank(len(self._peers), heads)  # says if they do not divide
-        self._inbox = Inbox(layers, heads, self._ranks.rank, self._ranks.size, self._peers, reader, ring)
+        self.inbox = Inbox(layers, heads, self._ranks.rank, self._ranks.size, self._peers, reader, ring)
         self._on_loss = on_loss
         self.split = SplitStats()
         self._remote = True  # whether prompts are sent away; the same on all ranks
@@ -97,7 +97,7 @@ class DecodeEngine(Engine):
 
     def _run(self, step: Step) -> None:
         for chunk in step.arriving:
-            self._inbox.ask(chunk)
+            self.inbox.ask(chunk)
         self._idle = not step.decode and not step.chunks
         if not self._idle:
             super()._run(step)
@@ -106,8 +106,8 @@ class DecodeEngine(Engine):
 
     def _receive(self) -> None:
         """Takes what has come; a prompt starts to decode when all ranks have it."""
-        inbox = self._inbox
-        self._inbox.receive(_WAIT_SECONDS if self._idle else 0)
+        inbox = self.inbox
+        self.inbox.receive(_WAIT_SECONDS if self._idle else 0)
         self._notice_silence()
         complete = self._done + sum(1 for each in inbox.transfers if each.complete)
         loss, complete = self._ranks.agree([self._peers.loss, complete], self.saver.device, "arrived prompts")
@@ -121,7 +121,7 @@ class DecodeEngine(Engine):
 
     def _notice_silence(self) -> None:
         now = time.monotonic()
-        if self._inbox.heard or not self._inbox.transfers:
+        if self.inbox.heard or not self.inbox.transfers:
             self._heard = now
         elif now - self._heard > self._peers.timeout:
             self._peers.lose(0, f"or another sent nothing for {self._peers.timeout:g} s")
@@ -138,13 +138,13 @@ class DecodeEngine(Engine):
             self._begin(transfer.sample, first)
 
     def _begin(self, sample: Sample, first: First) -> None:
-        self._scheduler.arrived(sample)
+        self.scheduler.arrived(sample)
         self.split.arrived += 1
         for each, token, logprob in zip(self._prefilled(sample), first.tokens, first.logprobs, strict=True):
-            self._scheduler.append(each, token, logprob, first.version)
+            self.scheduler.append(each, token, logprob, first.version)
 
     def _recompute(self, sample: Sample, reason: str) -> None:
-        self._scheduler.recompute(sample)
+        self.scheduler.recompute(sample)
         self.split.recomputed += 1
         self.split.reason = reason
 
@@ -155,9 +155,9 @@ class DecodeEngine(Engine):
         self._peers.close()
         if self._on_loss == "refuse":
             raise PeerLostError(reason)
-        for transfer in reversed(self._inbox.transfers):
+        for transfer in reversed(self.inbox.transfers):
             if transfer.wanted:
                 self._recompute(transfer.sample, reason)
-        self._inbox.transfers.clear()
-        for sample in self._scheduler.waiting:
+        self.inbox.transfers.clear()
+        for sample in self.scheduler.waiting:
             sample.remote = False

@@ -24,12 +24,12 @@ class PrefillEngine(Engine):
 
     def connect(self, connections: Sequence[Connection], writer: Writer, timeout: float = 60.0) -> None:
         """connections: one to every decode rank, from `dial`. ValueError where the engines do not fit together."""
-        layers = staged_layers(self._cache)
+        layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         hello = Hello(
             tp_size=self._ranks.size,
             tp_rank=self._ranks.rank,
-            geometry=geometry(self.model, self._cache, layers[0].dtype),
+            geometry=geometry(self.model, self.cache, layers[0].dtype),
         )
         self._peers = Peers("decode", connections, hello, timeout)
         heads_per_rank(len(self._peers), heads)  # says if they do not divide
@@ -47,14 +47,14 @@ class PrefillEngine(Engine):
             while self._turn():
                 pass
         finally:
-            self._scheduler.abort(self._scheduler.unfinished)
-            self._outbox.clear(self._prefixes)
+            self.scheduler.abort(self.scheduler.unfinished)
+            self._outbox.clear(self.prefixes)
             self._writer.close()
             self._peers.close()
 
     def _turn(self) -> bool:
         """Messages, what all ranks know of, one step, and what is ready to go; False when all is done."""
-        self._receive(0 if self._scheduler.unfinished else _WAIT_SECONDS)
+        self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
             [self._peers.loss, self._closed, known, self._outbox.sent], self.saver.device, "requests"
@@ -63,9 +63,9 @@ class PrefillEngine(Engine):
             self._peers.lose(loss, "is lost, says another rank")
             raise PeerLostError(f"stopped serving: {self._peers.lost}")
         self._admit(known, sent)
-        if self._scheduler.unfinished:
+        if self.scheduler.unfinished:
             self._step()
-        self._outbox.send(self._prefixes)
+        self._outbox.send(self.prefixes)
         return closed < len(self._peers)
 
     def _receive(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ class PrefillEngine(Engine):
             parcel.refusal = self._refusal(parcel.asks[0], pages, rows)
             if parcel.refusal is not None:
                 pages = rows = 0
-            elif held[0] + pages > self._blocks.total_pages or held[1] + rows > self.config.max_running:
+            elif held[0] + pages > self.blocks.total_pages or held[1] + rows > self.config.max_running:
                 return
             self._parcels.append(parcel)
             self._costs.append((pages, rows))
@@ -103,7 +103,7 @@ class PrefillEngine(Engine):
         return -(-len(ask.prompt) // self.config.page_size), len(ask.indices) + 1
 
     def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:
-        if pages > self._blocks.total_pages or len(ask.prompt) >= self.max_context_len:
+        if pages > self.blocks.total_pages or len(ask.prompt) >= self.max_context_len:
             return f"the prefill engine holds no prompt of {len(ask.prompt)} tokens; raise its kv_tokens"
         if rows > self.config.max_running:
             return f"the prefill engine has no {rows} rows for {rows - 1} samples; raise its max_running"
@@ -116,7 +116,7 @@ class PrefillEngine(Engine):
             for i in ask.indices
         )
         leader.siblings = siblings
-        self._scheduler.waiting.append(leader)
+        self.scheduler.waiting.append(leader)
 
     # ---------------------------------------------------------------- a step
 
@@ -125,7 +125,7 @@ class PrefillEngine(Engine):
         family = super()._prefilled(sample)
         assert sample.handle is not None
         parcel = self._parcels[sample.request]
-        parcel.handle = self._prefixes.fork(sample.handle)
+        parcel.handle = self.prefixes.fork(sample.handle)
         assert parcel.handle is not None, "admission keeps a row free"
         self._computed.append((parcel, family))
         return family

@@ -14,28 +14,28 @@ def forced_logprobs(engine: Engine, prompt: list[int], answer: list[int]) -> tor
 
     The prompt is prefilled, the answer decoded token by token. Leaves no request behind.
     """
-    handle = engine._blocks.admit()
+    handle = engine.blocks.admit()
     assert handle is not None
     ids = prompt + answer
     steps = [(0, len(prompt)), *((at, at + 1) for at in range(len(prompt), len(ids) - 1))]
     logits = []
     for start, stop in steps:
-        slots = engine._prefixes.extend([handle], [stop])  # evicts what is cached, if it has to
+        slots = engine.prefixes.extend([handle], [stop])  # evicts what is cached, if it has to
         assert slots is not None
         shape = BatchShape(rows=[handle.row], q_lens=[stop - start], kv_lens=[stop], num_decode=int(start > 0))
         logits.append(_forward(engine, ids[start:stop], start, slots, shape)[-1])
-    engine._blocks.release(handle)
+    engine.blocks.release(handle)
     return torch.stack(logits).float().log_softmax(-1).cpu()
 
 
 def _forward(engine: Engine, ids: list[int], start: int, slots: torch.Tensor, shape: BatchShape) -> torch.Tensor:
     """Logits [len(ids), vocab] of one request's tokens."""
-    runner = engine._runner
+    runner = engine.runner
     batch = Batch(
         positions=torch.arange(start, start + len(ids), device=runner.device),
         slots=slots,
         rows=torch.tensor(shape.rows, device=runner.device),
-        plan=plan_attention(shape, engine._cache.table.req_to_token, engine.config.attention),
+        plan=plan_attention(shape, engine.cache.table.req_to_token, engine.config.attention),
         shape=shape,
     )
     hidden = runner._hidden(torch.tensor(ids, device=runner.device), batch)

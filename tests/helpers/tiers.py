@@ -25,8 +25,8 @@ def tiered(
 
 
 def blocks_of(engine: Engine) -> TieredBlocks:
-    assert isinstance(engine._prefixes, TieredBlocks)
-    return engine._prefixes
+    assert isinstance(engine.prefixes, TieredBlocks)
+    return engine.prefixes
 
 
 def poison(engine: Engine) -> None:

@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr("memsaver.switch._LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 
@@ -37,7 +37,7 @@ class Owner:
     def __init__(self, engine: Engine) -> None:
         self.manifest = engine.manifest
         self.saver = MemorySaver(engine.saver.device)
-        self.block = self.saver.empty((engine._store.arena.nbytes,), torch.uint8, tag="params").fill_(0xFF)
+        self.block = self.saver.empty((engine.store.arena.nbytes,), torch.uint8, tag="params").fill_(0xFF)
 
     def fill(self, seed: int) -> int:
         """Write the parameters of a random model; their digest."""

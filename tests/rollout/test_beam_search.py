@@ -77,7 +77,7 @@ def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list
     """Everything adds up after every step, and nothing is left."""
     out = engine.generate(prompts, params, on_progress=lambda *_: engine.check_integrity())
     engine.check_integrity()
-    assert not engine._scheduler.unfinished
+    assert not engine.scheduler.unfinished
     return out
 
 
@@ -164,7 +164,7 @@ def test_beside_other_requests(path: Path, kv_tokens: int, longer: int) -> None:
     params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
     engine = make(path, kv_tokens=kv_tokens)
     together = tokens(generate(engine, prompts, params))
-    assert (engine._scheduler.preemptions > 0) == (kv_tokens < 1024)
+    assert (engine.scheduler.preemptions > 0) == (kv_tokens < 1024)
     for prompt, param, got in zip(prompts, params, together, strict=True):
         assert tokens(generate(make(path), [prompt], param)) == [got]
 
@@ -176,7 +176,7 @@ def test_preempted_searches_start_over(tmp_path: Path, prefix_cache: bool) -> No
     engine = make(tmp_path, kv_tokens=128, prefix_cache=prefix_cache)
     prompts, params = random_prompts((11, 3, 18, 8)), beams(4, max_tokens=20)
     out = generate(engine, prompts, params)
-    assert engine._scheduler.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     for prompt, got in zip(prompts, out, strict=True):
         check(model, prompt, params, got)
 
@@ -211,7 +211,7 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
 def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make(path), random_prompts((20, 9))
     expected = tokens(generate(engine, prompts, beams(4)))
-    owner = engine._blocks if what == "fork" else engine._runner
+    owner = engine.blocks if what == "fork" else engine.runner
     for at in (1, 4, 7):
         calls, right = iter(range(at)), getattr(owner, what)
 
@@ -235,7 +235,7 @@ def test_a_prompt_is_computed_once_and_found_again(path: Path) -> None:
         after = engine.stats
         assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
         assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
-    assert engine._prefixes.cache is not None and engine._prefixes.cache.total_size == 40  # dead branches left nothing
+    assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40  # dead branches left nothing
 
 
 def test_width_one_is_greedy(tmp_path: Path) -> None:
@@ -272,6 +272,6 @@ def test_refused_by_the_engine(path: Path) -> None:
         engine.generate([[1], [1] * 25], beams(4, max_tokens=22))
     with pytest.raises(ValueError, match="beam_width=4 and 70 end tokens, so it ranks 284 next tokens, of .* 199"):
         engine.generate([[1]], beams(4, max_tokens=4, stop_token_ids=tuple(range(70))))
-    assert not engine._scheduler.unfinished
+    assert not engine.scheduler.unfinished
     (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the most that fit do run
-    assert engine._scheduler.preemptions == 0 and len(got) == 3
+    assert engine.scheduler.preemptions == 0 and len(got) == 3

@@ -57,7 +57,7 @@ def test_greedy_samples_of_a_prompt_are_equal_and_share_its_pages(make: Callable
     used = []
 
     def watch(done: int, total: int, generated: int) -> None:
-        used.append(engine._blocks.total_pages - engine._blocks.available_pages)
+        used.append(engine.blocks.total_pages - engine.blocks.available_pages)
 
     prompt = random_prompts((100,))
     (samples,) = engine.generate(prompt, SamplingParams(max_tokens=8, temperature=0, n=5), on_progress=watch)
@@ -73,7 +73,7 @@ def test_a_burst_larger_than_the_pool_is_queued_and_preempted(make: Callable[...
     params = SamplingParams(max_tokens=40, temperature=0)
     engine = make(kv_tokens=112, max_prefill_tokens=24)
     assert ids(engine.generate(prompts, params)) == ids(make(kv_tokens=2048).generate(prompts, params))
-    assert engine._scheduler.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     engine.check_integrity()
 
 
@@ -85,21 +85,21 @@ def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float,
     expected = ids(make(device=device).generate(prompts, params))
     engine = make(device=device, max_prefill_tokens=16)
     for layer in range(engine.model.num_layers):
-        for cache in engine._cache.pool.get_kv_buffer(layer):
+        for cache in engine.cache.pool.get_kv_buffer(layer):
             cache.fill_(value)
 
     def poison(done: int, total: int, generated: int) -> None:
-        table = engine._runner._table.req_to_token
+        table = engine.cache.table.req_to_token
         live = [
             table[s.handle.row, : s.computed if not s.prefilled else s.length - 1]
-            for s in engine._scheduler.running
+            for s in engine.scheduler.running
             if s.handle
         ]
-        keep = torch.zeros(engine._cache.pool._k.shape[1], dtype=torch.bool, device=table.device)
+        keep = torch.zeros(engine.cache.pool._k.shape[1], dtype=torch.bool, device=table.device)
         if live:
             keep[torch.cat(live).long()] = True
-        engine._cache.pool._k[:, ~keep] = value
-        engine._cache.pool._v[:, ~keep] = value
+        engine.cache.pool._k[:, ~keep] = value
+        engine.cache.pool._v[:, ~keep] = value
 
     assert ids(engine.generate(prompts, params, on_progress=poison)) == expected
 
@@ -135,7 +135,7 @@ def test_refuses_impossible_requests_and_starts_none(
     engine = make(kv_tokens=112, max_context_len=64)
     with pytest.raises(ValueError, match=match):
         engine.generate([[1, 2], prompt], [SamplingParams(max_tokens=4), SamplingParams(**params)])
-    assert not engine._scheduler.unfinished
+    assert not engine.scheduler.unfinished
     with pytest.raises(ValueError, match="1 prompts but 2 SamplingParams"):
         engine.generate([[1]], [SamplingParams()] * 2)
     assert engine.generate([], SamplingParams()) == []
@@ -170,11 +170,11 @@ def test_a_failure_leaves_no_request_behind(make: Callable[..., Engine], monkeyp
         engine.generate(prompts, params, on_progress=interrupt)
     engine.check_integrity()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "sample", lambda *args: 1 / 0)
+        patch.setattr(engine.runner, "sample", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompts, params)
     engine.check_integrity()
-    assert not engine._scheduler.unfinished
+    assert not engine.scheduler.unfinished
     assert ids(engine.generate(prompts, params)) == expected
 
 
@@ -192,7 +192,7 @@ def test_a_failed_step_does_not_corrupt_other_requests(
         if due and generated >= due[0]:
             due.pop(0)
             with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-                patch.setattr(engine._runner, "forward", lambda *args: 1 / 0)
+                patch.setattr(engine.runner, "forward", lambda *args: 1 / 0)
                 engine.generate(random_prompts((20,)), params)
             engine.check_integrity()
 
@@ -213,5 +213,5 @@ def test_preempted_answers_equal_transformers(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(tmp_path, kv_tokens=96, page_size=4, max_prefill_tokens=10)
     prompts = random_prompts((11, 3, 25, 8))
     out = engine.generate(prompts, SamplingParams(max_tokens=30, temperature=0))
-    assert engine._scheduler.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     assert ids(out) == [[greedy(model, prompt, 30)] for prompt in prompts]

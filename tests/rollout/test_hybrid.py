@@ -55,13 +55,13 @@ def check(
 
 def check_empty(engine: Engine) -> None:
     engine.check_integrity()
-    assert engine._cache.states is not None
-    assert engine._cache.states.available_size() == engine.config.max_running
+    assert engine.cache.states is not None
+    assert engine.cache.states.available_size() == engine.config.max_running
 
 
 def poison(engine: Engine) -> None:
     """NaN in every state slot and every page that no request holds, and in the padding ones."""
-    states, pages = engine._cache.states, engine._blocks.allocator
+    states, pages = engine.cache.states, engine.blocks.allocator
     assert states is not None
     free = [0, *sorted(set(range(states.size + 1)) - states._held)]
     for layer in range(states.config.num_layers):
@@ -70,8 +70,8 @@ def poison(engine: Engine) -> None:
             state[free] = float("nan")
     counts = pages.ref_counts(list(range(1, pages.total_pages + 1)))
     unused = torch.tensor([True, *(counts == 0).tolist()]).repeat_interleave(engine.config.page_size)
-    for layer in engine._cache.layout.layers("full"):
-        for cache in engine._cache.pool.get_kv_buffer(layer):
+    for layer in engine.cache.layout.layers("full"):
+        for cache in engine.cache.pool.get_kv_buffer(layer):
             cache[unused.to(cache.device)] = float("nan")
 
 
@@ -89,11 +89,11 @@ def test_equals_transformers(tmp_path: Path, overrides: dict[str, Any], device: 
 def test_prefill_in_chunks(saved: tuple[Path, PreTrainedModel], make: Callable[..., Engine], chunk: int) -> None:
     prompts = random_prompts((1, 3, 12, 70))
     engine = make(max_prefill_tokens=chunk)
-    assert engine._cache.states is not None
-    mine = engine._cache.states.alloc(2)  # from here on a request's row and its slot are different numbers
+    assert engine.cache.states is not None
+    mine = engine.cache.states.alloc(2)  # from here on a request's row and its slot are different numbers
     assert mine is not None
     check(saved[1], prompts, engine.generate(prompts, GREEDY))
-    engine._cache.states.free(mine)
+    engine.cache.states.free(mine)
     check_empty(engine)
 
 
@@ -122,7 +122,7 @@ def test_preempted_requests_begin_again(saved: tuple[Path, PreTrainedModel], mak
     engine = make(kv_tokens=96, page_size=4, max_prefill_tokens=24)
     prompts = random_prompts((40, 7, 60, 20, 33, 5))
     out = engine.generate(prompts, GREEDY, on_progress=lambda *_: poison(engine))
-    assert engine._scheduler.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     check(saved[1], prompts, out)
     check_empty(engine)
 
@@ -141,7 +141,7 @@ def test_sleep_and_wake_up(
             assert engine.report().tags["kv_cache"].committed_bytes == 0
             engine.wake_up()
             poison(engine)
-            engine._cache.on_resume()
+            engine.cache.on_resume()
 
     for _ in range(2):
         nap(0, 0, 0)
@@ -151,10 +151,10 @@ def test_sleep_and_wake_up(
 
 def test_padding_state_is_zero_after_wake_up(make: Callable[..., Engine]) -> None:
     engine = make()
-    assert engine._cache.states is not None
+    assert engine.cache.states is not None
     poison(engine)
-    engine._cache.on_resume()
-    for state in (*engine._cache.states.conv, engine._cache.states.temporal):
+    engine.cache.on_resume()
+    for state in (*engine.cache.states.conv, engine.cache.states.temporal):
         assert not state[:, 0].any()
 
 
@@ -171,7 +171,7 @@ def test_a_failed_step_leaves_no_state_half_advanced(
     def meddle(done: int, total: int, generated: int) -> None:
         if generated in (4, 5, 12):
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="device lost"):
-                patch.setattr(engine._runner._mixers[1], "_attend", fail)
+                patch.setattr(engine.runner.mixers[1], "_attend", fail)
                 engine.generate([[1, 2, 3]], GREEDY)
 
     check(saved[1], prompts, engine.generate(prompts, GREEDY, on_progress=meddle))
@@ -180,17 +180,17 @@ def test_a_failed_step_leaves_no_state_half_advanced(
 
 def test_all_bytes_of_the_cache_are_on_its_tag(make: Callable[..., Engine]) -> None:
     engine = make(kv_tokens=512, max_running=5)
-    cache, tag = engine._cache, engine.report().tags["kv_cache"]
+    cache, tag = engine.cache, engine.report().tags["kv_cache"]
     assert cache.states is not None
     assert cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token  # the full layer's only
     assert cache.states.nbytes == (5 + 1) * cache.layout.state_bytes
     wanted = cache.pool.nbytes + cache.states.nbytes
-    assert wanted <= tag.live_bytes <= tag.committed_bytes < wanted + 2 * engine.saver._backend.granularity
+    assert wanted <= tag.live_bytes <= tag.committed_bytes < wanted + 2 * engine.saver.backend.granularity
 
 
 def test_decode_is_not_captured(make: Callable[..., Engine]) -> None:
     engine = make()
-    assert not engine._runner.capturable and engine.graphs is None and engine.tags == ("weights", "kv_cache")
+    assert not engine.runner.capturable and engine.graphs is None and engine.tags == ("weights", "kv_cache")
 
 
 @pytest.mark.parametrize(

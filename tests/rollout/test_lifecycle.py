@@ -28,7 +28,7 @@ def engine(tmp_path: Path, device: str) -> Engine:
 
 
 def addresses(engine: Engine) -> list[int]:
-    return [engine._store.tensor(piece.name).data_ptr() for piece in engine.manifest.slices]
+    return [engine.store.tensor(piece.name).data_ptr() for piece in engine.manifest.slices]
 
 
 def answers(engine: Engine) -> list[list[int]]:
@@ -91,14 +91,14 @@ def test_page_zero_is_zero_after_wake_up(engine: Engine, monkeypatch: pytest.Mon
     def resume_dirty(*tags: str) -> None:
         resume(*tags)
         for layer in range(engine.model.num_layers):
-            for cache in engine._cache.pool.get_kv_buffer(layer):
+            for cache in engine.cache.pool.get_kv_buffer(layer):
                 cache.fill_(float("nan"))
 
     monkeypatch.setattr(engine.saver, "resume", resume_dirty)
     engine.sleep()
     engine.wake_up()
     for layer in range(engine.model.num_layers):
-        for cache in engine._cache.pool.get_kv_buffer(layer):
+        for cache in engine.cache.pool.get_kv_buffer(layer):
             assert not cache[: engine.config.page_size].any()
 
 
@@ -225,7 +225,7 @@ def test_a_receipt_that_does_not_match_poisons(engine: Engine, wrong: dict) -> N
 
 def test_a_written_bit_that_flips_is_noticed(engine: Engine) -> None:
     receipt = write(engine.begin_update(1), seed=1)
-    norm = engine._store.tensor("model.norm.weight")
+    norm = engine.store.tensor("model.norm.weight")
     norm[0] = torch.nextafter(norm[0], norm[0] + 1)
     with pytest.raises(WeightUpdateError, match="digest"):
         engine.verify_update(receipt)

@@ -107,7 +107,7 @@ def test_loads_of_a_step_that_failed_come_before_their_pages_are_used_again(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(engine._runner, "forward", fail)
+        patch.setattr(engine.runner, "forward", fail)
         engine.generate([prompt], GREEDY)
     assert [load.came for load in copies.loads] == [engine.model.num_layers]
     assert_same(run(engine, [prompt]), expected)

@@ -114,10 +114,10 @@ def test_pool_is_what_the_tag_commits(tmp_path: Path, device: str) -> None:
     """Latent and rotary key of every token and layer, and the padding page: nothing a head."""
     save(tmp_path)
     engine = Engine.from_pretrained(tmp_path, device=device, kv_tokens=1024, page_size=16)
-    pool, tag = engine._cache.pool, engine.report().tags["kv_cache"]
+    pool, tag = engine.cache.pool, engine.report().tags["kv_cache"]
     assert pool.bytes_per_token == 2 * (16 + 8) * 4
     assert pool.nbytes == (1024 + 16) * pool.bytes_per_token == tag.live_bytes
-    assert 0 <= tag.committed_bytes - pool.nbytes < engine.saver._backend.granularity
+    assert 0 <= tag.committed_bytes - pool.nbytes < engine.saver.backend.granularity
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}

@@ -31,13 +31,13 @@ def make_prompts(batch: int, vocab: int) -> list[list[int]]:
 
 def poison(engine: Engine) -> int:
     """Returns how many slots keep what they hold."""
-    parts = engine._cache.pool._storage.parts.values()
+    parts = engine.cache.pool._storage.parts.values()
     free = torch.ones(next(iter(parts)).shape[1], dtype=torch.bool)
-    for sample in engine._scheduler.running:
+    for sample in engine.scheduler.running:
         assert sample.handle is not None
         known = sample.length - 1 if sample.prefilled else sample.computed  # the last token is not computed yet
-        free[engine._blocks.req_to_token.req_to_token[sample.handle.row, :known].long().cpu()] = False
-    slots = free.nonzero().squeeze(1).to(engine._cache.pool.device)
+        free[engine.blocks.req_to_token.req_to_token[sample.handle.row, :known].long().cpu()] = False
+    slots = free.nonzero().squeeze(1).to(engine.cache.pool.device)
     for part in parts:
         part.index_fill_(1, slots, float("nan"))
     return len(free) - len(slots)

@@ -107,13 +107,13 @@ def test_a_prompt_seen_before_computes_its_last_tokens_only(path: Path, length: 
 def test_the_runner_is_given_no_more_than_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(path, max_prefill_tokens=16)
     seen = []
-    forward = engine._runner.forward
+    forward = engine.runner.forward
 
     def spy(step: Any) -> Any:
         seen.append(len(step.decode) + sum(chunk.length for chunk in step.chunks))
         return forward(step)
 
-    monkeypatch.setattr(engine._runner, "forward", spy)
+    monkeypatch.setattr(engine.runner, "forward", spy)
     for _ in range(2):
         run(engine, conversations())
     assert sum(seen) == engine.stats.computed_tokens and engine.stats.prefix_hit_tokens > 0
@@ -189,7 +189,7 @@ def test_sleep_forgets_what_the_pool_held(path: Path, level: int) -> None:
     engine, prompts = make(path), conversations()
     before = run(engine, prompts)
     engine.sleep(level=level)
-    assert engine._blocks.available_pages == engine._blocks.total_pages
+    assert engine.blocks.available_pages == engine.blocks.total_pages
     engine.wake_up()
     if level == 2:
         engine.load(path)
@@ -215,13 +215,13 @@ def test_preempted_by_sleep_and_aborted_by_poison(path: Path) -> None:
         if generated in (4, 10):
             engine.sleep(unfinished="preempt")
             engine.check_integrity()
-            assert engine._blocks.available_pages == engine._blocks.total_pages
+            assert engine.blocks.available_pages == engine.blocks.total_pages
             engine.wake_up()
 
     out = engine.generate(prompts, GREEDY, on_progress=nap)
     assert_same([samples[0] for samples in out], before)
     engine.abort_update("trainer died")
-    assert engine._blocks.available_pages == engine._blocks.total_pages
+    assert engine.blocks.available_pages == engine.blocks.total_pages
     with pytest.raises(WeightUpdateError):
         engine.verify_update(write(engine.begin_update(1), seed=1, digest=1))
     engine.check_integrity()
@@ -234,7 +234,7 @@ def test_small_pools_evict_before_they_preempt(path: Path) -> None:
     prompts = random_prompts((60, 50, 70, 40, 60, 50))
     for prompt in prompts * 2:  # one at a time: room for one of them, and for parts of the one before
         assert_same(run(engine, [prompt]), run(plain, [prompt]))
-    assert engine._scheduler.preemptions == 0
+    assert engine.scheduler.preemptions == 0
     assert spent(engine, prompts[-1:])[1] == 48
 
 
@@ -243,20 +243,20 @@ def test_small_pools_preempt_and_find_what_they_had(path: Path) -> None:
     prompts = random_prompts((20, 24, 28, 16))
     params = SamplingParams(max_tokens=40, temperature=0)
     assert_same(run(engine, prompts, params), run(plain, prompts, params))
-    assert engine._scheduler.preemptions > 0
+    assert engine.scheduler.preemptions > 0
     assert engine.stats.prefix_hit_tokens > 0 and engine.stats.computed_tokens < plain.stats.computed_tokens
 
 
 def test_nothing_but_kept_and_computed_tokens_is_read(path: Path, device: str) -> None:
     """NaN in every slot that neither the cache nor a running sample knows the content of, after every step."""
     engine = make(path, device=device, kv_tokens=192, max_prefill_tokens=24)
-    table, cache = engine._cache.table.req_to_token, engine._prefixes.cache
+    table, cache = engine.cache.table.req_to_token, engine.prefixes.cache
     assert cache is not None
 
     def poison(*_: int) -> None:
         kept = torch.from_numpy(cache.pages())
         known = [(kept[:, None] * PAGE + torch.arange(PAGE)).flatten()]
-        for sample in engine._scheduler.running:
+        for sample in engine.scheduler.running:
             assert sample.handle is not None
             known.append(table[sample.handle.row, : len(sample.computed_tokens())].long().cpu())
         for layer in range(engine.model.num_layers):
@@ -289,7 +289,7 @@ def test_fp8_rows_of_other_scales_are_not_hit(tmp_path: Path) -> None:
 @contextmanager
 def failing(engine: Engine, what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The runner's method `what` raises in its call number `at`, which comes within."""
-    steps, right = iter(range(at)), getattr(engine._runner, what)
+    steps, right = iter(range(at)), getattr(engine.runner, what)
 
     def fail(*args: Any) -> Any:
         if next(steps, None) is None:
@@ -297,7 +297,7 @@ def failing(engine: Engine, what: str, at: int, monkeypatch: pytest.MonkeyPatch)
         return right(*args)
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(engine._runner, what, fail)
+        patch.setattr(engine.runner, what, fail)
         yield
 
 
@@ -309,7 +309,7 @@ def test_a_failing_step_leaves_nothing_locked(path: Path, what: str, monkeypatch
         with failing(engine, what, at, monkeypatch):
             engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0, n=2))
         engine.check_integrity()
-        assert engine._prefixes.cache is not None and engine._prefixes.cache.protected_size == 0
+        assert engine.prefixes.cache is not None and engine.prefixes.cache.protected_size == 0
         assert_same(run(engine, prompts), expected)
 
 
@@ -332,7 +332,7 @@ def test_random_work(path: Path) -> None:
         ]
         params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0, n=rng.randrange(1, 4))
         assert_same(run(engine, prompts, params), run(plain, prompts, params))
-    assert engine._scheduler.preemptions > 0 and engine.stats.computed_tokens < plain.stats.computed_tokens
+    assert engine.scheduler.preemptions > 0 and engine.stats.computed_tokens < plain.stats.computed_tokens
 
 
 @pytest.mark.parametrize(

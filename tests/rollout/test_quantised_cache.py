@@ -173,7 +173,7 @@ class Rounded(LayerKV):
 
 def rounded_engine(path: Path, dtype: str, **config: Any) -> Engine:
     engine = engine_of(path, "cpu", "auto", **config)
-    for mixer in engine._runner._mixers:
+    for mixer in engine.runner.mixers:
         mixer._kv = Rounded(mixer._kv, dtype)  # type: ignore[attr-defined]
     return engine
 
@@ -261,10 +261,10 @@ def test_sleep_keeps_answers_and_scales(
 def poison(engine: Engine, *_: int) -> None:
     """NaN patterns (fp8), the largest scales (FP4), in every slot without a computed token, page 0 too."""
     free = torch.ones(bytes_of(engine.kv_pool)[0].shape[1], dtype=torch.bool)
-    for sample in engine._scheduler.running:
+    for sample in engine.scheduler.running:
         assert sample.handle is not None
         known = sample.length - 1 if sample.prefilled else sample.computed
-        free[engine._blocks.req_to_token.req_to_token[sample.handle.row, :known].long().cpu()] = False
+        free[engine.blocks.req_to_token.req_to_token[sample.handle.row, :known].long().cpu()] = False
     for part in bytes_of(engine.kv_pool):
         part[:, free.to(part.device)] = 0xFF
 

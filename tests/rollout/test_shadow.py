@@ -199,10 +199,10 @@ def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
     offer = engine.begin_update(2, shadow=shadow, names=[*NORMS, NORMS[0]])
     assert offer.names == NORMS
     verified = engine.verify_update(write(offer, seed=2))
-    assert engine.commit_update(2).digest == verified.digest == engine._store.digest(names=NORMS)
+    assert engine.commit_update(2).digest == verified.digest == engine.store.digest(names=NORMS)
     for piece in engine.manifest.slices:
         source = tiny(2 if piece.name in NORMS else 1).get_parameter(piece.name)
-        assert torch.equal(engine._store.tensor(piece.name).cpu(), source), piece.name
+        assert torch.equal(engine.store.tensor(piece.name).cpu(), source), piece.name
     assert answers(engine) != expected(1)
 
 

@@ -43,18 +43,18 @@ class Script:
             likely = plan.get(slot, 0)
             # distinct tokens: a likely one costs 0.001 to 0.004, so that order never changes who goes on
             offers[member] = [(10 * slot + i, -0.001 * (1 + i) if i < likely else -1000.0 - i) for i in range(count)]
-        return [offers[each] for each in self.engine._scheduler.running]
+        return [offers[each] for each in self.engine.scheduler.running]
 
 
 def members_of(engine: Engine) -> list[Any]:
-    group = engine._scheduler.running[0].beams
+    group = engine.scheduler.running[0].beams
     assert group is not None
     return group.members
 
 
 def pages_of(engine: Engine, sample: Any) -> list[int]:
     assert sample.handle is not None
-    return list(engine._blocks.pages(sample.handle).tolist())
+    return list(engine.blocks.pages(sample.handle).tolist())
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -65,7 +65,7 @@ def test_paged_attention_figure_9(path: Path, monkeypatch: pytest.MonkeyPatch, p
     engine = Engine.from_pretrained(path, kv_tokens=256, page_size=PAGE, prefix_cache=prefix_cache)
     # the first 8 tokens: lines 0 and 3, which matter, and 1 and 2, which die behind the third block
     script = Script(engine, {1: {0: 4}, 9: {0: 3, 3: 1}, 13: {1: 2, 2: 2}})
-    monkeypatch.setattr(engine._runner, "candidates", script)
+    monkeypatch.setattr(engine.runner, "candidates", script)
     seen = []
 
     def watch(*_: int) -> None:
@@ -84,7 +84,7 @@ def test_paged_attention_figure_9(path: Path, monkeypatch: pytest.MonkeyPatch, p
             assert len({zero[3], one[3], two[3], *three[1:]}) == 6  # 5, 6, 7 and 2, 4, 8
             assert now == [one, one, two, two]
             assert free_pages(engine) - script.free == {zero[3], *three[1:]} and script.free < free_pages(engine)
-            owners = engine._blocks.allocator.ref_counts([*shared, one[3], two[3]]).tolist()
+            owners = engine.blocks.allocator.ref_counts([*shared, one[3], two[3]]).tolist()
             assert owners == [4 + prefix_cache, 4, 4, 2, 2]
         else:
             assert len({each[4] for each in now}) == 4  # 9 to 12
@@ -93,12 +93,12 @@ def test_paged_attention_figure_9(path: Path, monkeypatch: pytest.MonkeyPatch, p
     params = SamplingParams(max_tokens=16, beam_width=4, ignore_eos=True)
     engine.generate(random_prompts((PAGE,)), params, on_progress=watch)
     assert seen == [9, 13, 14]
-    assert engine._blocks.available_pages == engine._blocks.total_pages - prefix_cache
+    assert engine.blocks.available_pages == engine.blocks.total_pages - prefix_cache
 
 
 def free_pages(engine: Engine) -> set[int]:
-    every = range(1, engine._blocks.total_pages + 1)
-    owners = engine._blocks.allocator.ref_counts(list(every)).tolist()
+    every = range(1, engine.blocks.total_pages + 1)
+    owners = engine.blocks.allocator.ref_counts(list(every)).tolist()
     return {page for page, count in zip(every, owners, strict=True) if count == 0}
 
 
@@ -108,14 +108,14 @@ def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bo
     engine = Engine.from_pretrained(path, kv_tokens=2048, max_prefill_tokens=64, prefix_cache=prefix_cache)
     (prompt,) = random_prompts((1000,))
     prefilled = 0
-    forward = engine._runner.forward
+    forward = engine.runner.forward
 
     def count(step: Any) -> Any:
         nonlocal prefilled
         prefilled += sum(chunk.length for chunk in step.chunks)
         return forward(step)
 
-    engine._runner.forward = count  # type: ignore[method-assign]
+    engine.runner.forward = count  # type: ignore[method-assign]
     (group,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=1.0, n=8, seed=1))
     assert len({tuple(each.token_ids) for each in group}) == 8
     assert prefilled == 1000

@@ -41,7 +41,7 @@ def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completio
     def answers(device: str, params: SamplingParams) -> list[list[Completion]]:
         plain = make(path, device=device, prefix_cache=False, kv_tokens=2048)
         out = plain.generate(crowd(), params)
-        assert plain._scheduler.preemptions == 0
+        assert plain.scheduler.preemptions == 0
         return out
 
     return answers
@@ -62,7 +62,7 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     stats = engine.stats
     assert (stats.preempted_swap > 0) == (way != "recompute")
     assert (stats.preempted_recompute > 0) == (way != "swap")
-    assert stats.preempted_swap + stats.preempted_recompute == engine._scheduler.preemptions
+    assert stats.preempted_swap + stats.preempted_recompute == engine.scheduler.preemptions
 
 
 def test_a_swapped_sample_goes_on_where_it_was(path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     caplog.set_level(logging.INFO, logger="rollout")
 
     def drop(*_: int) -> None:
-        if any(sample.swapped for sample in engine._scheduler.waiting):
+        if any(sample.swapped for sample in engine.scheduler.waiting):
             blocks_of(engine).tiers.lower.clear()
             blocks_of(engine).tiers.evict(10**6)
         engine.check_integrity()
@@ -124,7 +124,7 @@ def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
 
     def nap(*_: int) -> None:
         nonlocal naps
-        if any(sample.swapped for sample in engine._scheduler.waiting):
+        if any(sample.swapped for sample in engine.scheduler.waiting):
             naps += 1
             engine.sleep(unfinished="preempt")
             engine.check_integrity()
@@ -144,10 +144,10 @@ def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -
     changed: dict[int, int] = {}
 
     def change(*_: int) -> None:
-        waiting = [sample for sample in engine._scheduler.waiting if sample.swapped]
+        waiting = [sample for sample in engine.scheduler.waiting if sample.swapped]
         if waiting and not changed:
             changed.update({sample.request: len(sample.output) for sample in waiting})
-            for sample in engine._scheduler.running:
+            for sample in engine.scheduler.running:
                 sample.params = SamplingParams(max_tokens=len(sample.output) + 1, temperature=0)
             engine.sleep(unfinished="preempt")
             engine.wake_up()

@@ -55,7 +55,7 @@ def generate(rank: int, paths: list[str]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for size, group in groups(rank).items():
         engines = [Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **CONFIG) for path in paths]
-        found[size] = [(answers(engine), engine._store.digest(), engine.manifest) for engine in engines]
+        found[size] = [(answers(engine), engine.store.digest(), engine.manifest) for engine in engines]
     return found
 
 
@@ -90,9 +90,9 @@ def test_digests_of_ranks_without_copies_add_up(paths: list[str], found: list[di
     """Of the weights that are shared out: what every rank holds whole (norms) is counted once."""
     model = 1  # four KV heads, so that nothing but norms is held twice
     engine = Engine.from_pretrained(paths[model], **CONFIG)
-    whole = engine._store.digest()
+    whole = engine.store.digest()
     norms = sum(
-        digest(engine._store.tensor(piece.name), piece.index_base)
+        digest(engine.store.tensor(piece.name), piece.index_base)
         for piece in engine.manifest.slices
         if "norm" in piece.name
     )

@@ -71,7 +71,7 @@ def test_kept_prefixes_survive_a_sleep_of_the_pool(path: Path, policy: WritePoli
     for tags in (["kv_cache"], None):
         engine.sleep(tags=tags)
         engine.sleep()  # asleep already
-        assert engine._blocks.available_pages == engine._blocks.total_pages
+        assert engine.blocks.available_pages == engine.blocks.total_pages
         engine.wake_up()
         poison(engine)
         loaded = engine.stats.loaded_tokens

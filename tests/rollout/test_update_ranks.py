@@ -39,7 +39,7 @@ def write(offer: WeightOffer, source: WeightStore) -> WriteReceipt:
             pages.fill_(1.0)
         for piece in offer.manifest.slices:
             if offer.names is None or piece.name in offer.names:
-                box = source._box(piece)
+                box = source.box(piece)
                 pages.as_strided(box.shape, box.stride(), piece.offset // 4).copy_(box)
                 nbytes += box.nbytes
     return WriteReceipt(
@@ -68,7 +68,7 @@ def test_a_rank_gets_its_part_and_zeros(rank: int, shadow: bool, names: tuple[st
     assert raised == ["at version 0"] and store.version == 1
     for piece in store.manifest.slices:
         source = new if names is None or piece.name in names else old
-        assert torch.equal(store._box(piece), source._box(piece)), piece.name
+        assert torch.equal(store.box(piece), source.box(piece)), piece.name
     assert bool(store.manifest.zeros) == (rank >= 2)
     for offset, nbytes in store.manifest.zeros:
         assert not store.arena[offset : offset + nbytes].any()

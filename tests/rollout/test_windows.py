@@ -37,7 +37,7 @@ def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def poison(engine: Engine) -> dict[str, int]:
     """NaN into all slots but those of computed tokens that a later query sees; how many keep what they hold."""
-    cache = engine._cache
+    cache = engine.cache
     table = cache.table.req_to_token
     kept: dict[str, int] = {}
     full, sliding = getattr(cache.pool, "full_pool", cache.pool), cache.sliding
@@ -46,7 +46,7 @@ def poison(engine: Engine) -> dict[str, int]:
         views.append(("window", cache.pool.window_pool, *sliding))  # type: ignore[attr-defined]
     for name, pool, window, mapping in views:
         keep = torch.zeros(pool._k.shape[1], dtype=torch.bool, device=table.device)
-        for sample in engine._scheduler.running:
+        for sample in engine.scheduler.running:
             assert sample.handle is not None
             known = sample.length - 1 if sample.prefilled else sample.computed  # the last token is not computed yet
             slots = table[sample.handle.row, max(0, known - window + 1) if window else 0 : known].long()
@@ -70,7 +70,7 @@ class Watched:
     def look(self, *_: int) -> None:
         poison(self.engine)
         self.engine.check_integrity()
-        self.used.append({each.name: each.total - each.available for each in self.engine._blocks.ledgers})
+        self.used.append({each.name: each.total - each.available for each in self.engine.blocks.ledgers})
 
     def peak(self, name: str) -> int:
         return max(each[name] for each in self.used)
@@ -132,7 +132,7 @@ def test_preemption(tmp_path: Path, name: str, device: str) -> None:
     run.check(
         model, random_prompts((2, 3, 1, 4, 60, 2, 5, 90, 1, 3)), SamplingParams(max_tokens=30, temperature=1.0, n=2)
     )
-    assert run.engine._scheduler.preemptions > 0
+    assert run.engine.scheduler.preemptions > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -156,9 +156,9 @@ def test_the_window_pool_holds_windows_only(tmp_path: Path, page_size: int) -> N
 def test_the_default_window_pool_lets_everyone_run(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen2", **MODELS["qwen2"][1])
     run = watched(tmp_path, kv_tokens=2048, page_size=4, max_running=6, max_prefill_tokens=32)
-    assert [each.total * 4 for each in run.engine._blocks.ledgers] == [2048, 6 * 16 + 32]
+    assert [each.total * 4 for each in run.engine.blocks.ledgers] == [2048, 6 * 16 + 32]
     run.engine.generate(random_prompts((50, 60, 70, 80, 90, 100)), GREEDY, on_progress=run.look)
-    assert run.engine._scheduler.preemptions == 0
+    assert run.engine.scheduler.preemptions == 0
 
 
 def test_what_can_never_fit_is_refused(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ class Unrecorded:
         device = self.runner.device
         inputs = torch.tensor([each + [0] * (self.max_batch - len(each)) for each in lists], device=device)
         logits = torch.zeros((self.max_batch, self.runner.config.vocab_size), device=device)
-        self.runner._decode(*inputs, logits)
+        self.runner.decode(*inputs, logits)
         self.replays += 1
         return logits[: len(lists[0])]
 
@@ -204,8 +204,8 @@ def test_triton_path_equals_transformers(tmp_path: Path, name: str) -> None:
     model = save_tiny(tmp_path, kind, **overrides, num_key_value_heads=1)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     run = watched(tmp_path, device=device, kv_tokens=256, page_size=4, max_prefill_tokens=32, attention="triton")
-    graphs: Any = Unrecorded(run.engine._runner)
-    run.engine._runner.graphs = graphs
+    graphs: Any = Unrecorded(run.engine.runner)
+    run.engine.runner.graphs = graphs
     prompts = random_prompts((1, 40, 70))
     out = run.engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0), on_progress=run.look)
     for prompt, (completion,) in zip(prompts, out, strict=True):
@@ -229,4 +229,4 @@ def test_sleep_in_between(tmp_path: Path, name: str, device: str) -> None:
 
     out = run.engine.generate(prompts, GREEDY, on_progress=nap)
     assert [answer.token_ids for (answer,) in out] == [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
-    assert run.engine._scheduler.preemptions == 2
+    assert run.engine.scheduler.preemptions == 2

@@ -56,4 +56,4 @@ def _define_weights(scale: Scale, engine: Engine) -> None:
         return torch.randn(shape, generator=dice, device=scale.device, dtype=torch.bfloat16).mul_(deviation)
 
     shapes = {piece.name: piece.global_shape for piece in engine.manifest.slices}
-    engine._store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random weights")
+    engine.store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random weights")

@@ -101,7 +101,7 @@ def _search(directory: Path, scale: Scale, means: tuple[int, int], width: int) -
     )
     params = [SamplingParams(max_tokens=n, beam_width=width, ignore_eos=True) for n in answers]
     seen: Seen = []
-    engine.generate(prompts, params, on_progress=lambda *_: _note(seen, engine._prefixes, engine._scheduler))
+    engine.generate(prompts, params, on_progress=lambda *_: _note(seen, engine.prefixes, engine.scheduler))
     return seen
 
 

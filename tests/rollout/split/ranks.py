@@ -85,7 +85,7 @@ def serve(split: Split, group: Any, addresses: list[str], writer: Writer, versio
     engine = PrefillEngine.from_pretrained(
         split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
     )
-    engine._store.define(version)
+    engine.store.define(version)
     engine.connect(dial(addresses, KEY, timeout=200), writer)
     engine.serve()
     engine.check_integrity()
@@ -108,7 +108,7 @@ def generate(
     answers = []
 
     def on_progress(done: int, total: int, tokens: int) -> None:
-        flights.append(len(engine._inbox.transfers))
+        flights.append(len(engine.inbox.transfers))
         if split.nap and len(flights) == 1:
             engine.sleep(unfinished="preempt", tags=["kv_cache"])
             engine.wake_up()
@@ -123,6 +123,6 @@ def generate(
     engine.close()
     return {
         "answers": answers, "split": engine.split, "stats": asdict(engine.stats), "in_flight": max(flights, default=0),
-        "error": error, "reason": reason, "outstanding": engine._inbox.allocator.outstanding,
-        "preemptions": engine._scheduler.preemptions,
+        "error": error, "reason": reason, "outstanding": engine.inbox.allocator.outstanding,
+        "preemptions": engine.scheduler.preemptions,
     }  # fmt: skip

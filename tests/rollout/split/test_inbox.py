@@ -21,19 +21,19 @@ def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> No
     save_tiny(tmp_path, "qwen3", **MODEL)
     engine = DecodeEngine.from_pretrained(tmp_path, **CONFIG)
     mine, theirs = Pipe()
-    theirs.send(Hello(tp_size=1, tp_rank=0, geometry=geometry(engine.model, engine._cache, torch.float32)))
+    theirs.send(Hello(tp_size=1, tp_rank=0, geometry=geometry(engine.model, engine.cache, torch.float32)))
     engine.connect([mine], MappedReader(), ring_bytes=40 * TOKEN)
     samples = engine._submit([5, 6, 7], SamplingParams(max_tokens=4, temperature=0))
     engine._step()
     hello, ask = theirs.recv(), theirs.recv()
     assert hello.ring_bytes == 40 * TOKEN and isinstance(ask, Ask) and ask.prompt == [5, 6, 7]
     if lost == "aborted":
-        engine._scheduler.abort(samples)
+        engine.scheduler.abort(samples)
     elif lost:
-        engine._scheduler.preempt_all()
+        engine.scheduler.preempt_all()
         if lost == "admitted anew":
-            engine._scheduler.schedule()
-    inbox = engine._inbox
+            engine.scheduler.schedule()
+    inbox = engine.inbox
     inbox._ring.fill_(0x40)
     inbox._k.zero_()
     theirs.send(Filled(number=0, nth=0, first=First(tokens=(9,), logprobs=(-1.0,), version=0)))

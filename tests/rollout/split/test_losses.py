@@ -168,7 +168,7 @@ def test_prompts_that_the_prefill_engine_cannot_hold_are_computed_here(seen: See
 def greeted(engine: Engine, **changes: Any) -> list[Connection]:
     """A connection to a prefill rank that has said hello."""
     mine, theirs = Pipe()
-    words = geometry(engine.model, engine._cache, torch.float32)
+    words = geometry(engine.model, engine.cache, torch.float32)
     theirs.send(Hello(**{"tp_size": 1, "tp_rank": 0, "geometry": words, **changes}))
     return [mine, theirs]  # the second one only to keep it open
 
