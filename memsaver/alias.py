@@ -58,7 +58,7 @@ class Aliasing(Placing):
         started, ends = time.perf_counter(), contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(ends.close)
-            backend = peer_backend(ticket.device_key, self._backend.device)
+            backend = peer_backend(ticket.device_key, self.backend.device)
             grant = lease_extents(ticket, backend, ends)  # without the lock: the owner may be waiting for this saver
             with self._operation():
                 arena, loan = self._borrower(tag, ticket), Loan(ticket, grant.extents, ends.close)
@@ -74,14 +74,14 @@ class Aliasing(Placing):
         arena.require_own(f"borrow({tag!r})")
         if not arena.paused:
             raise StateError(f"borrow({tag!r}): the tag is active; pause it first")
-        if ticket.device_key != self._backend.device_key:
-            raise ValueError(f"borrow({tag!r}): pages of {ticket.device_key} cannot serve {self._backend.device_key}")
+        if ticket.device_key != self.backend.device_key:
+            raise ValueError(f"borrow({tag!r}): pages of {ticket.device_key} cannot serve {self.backend.device_key}")
         if self._switch.server is not None and self._switch.server.made(ticket):
             raise ValueError(f"borrow({tag!r}): {ticket.tag!r} is a tag of the same saver; use exchange()")
         return arena
 
     def _check_size(self, arena: Arena, ticket: Ticket, nbytes: int) -> None:
-        needed = min(arena.committed_when_paused, self._backend.round_up(arena.stats.top))
+        needed = min(arena.committed_when_paused, self.backend.round_up(arena.stats.top))
         if not needed <= nbytes <= arena.reservation.nbytes:
             raise ValueError(
                 f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses for "

@@ -28,9 +28,9 @@ class Arrival:
         nbytes = sum(extent.nbytes for extent in extents)
         self.missing -= nbytes
         if nbytes:
-            self._fill(at, nbytes)
+            self.fill(at, nbytes)
 
-    def _fill(self, at: int, nbytes: int) -> None:
+    def fill(self, at: int, nbytes: int) -> None:
         if isinstance(self._into.backup, HostBackup):
             runs = self._into.backup.part(at, nbytes)
             transfers = [(self._into.address + to, host, size) for to, host, size in runs]

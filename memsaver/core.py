@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class SaverCore:
-    """A saver without its operations on tags; ``MemorySaver`` has them, and says what the arguments are."""
+    """A saver without its operations on tags; ``MemorySaver`` has them, and says what the arguments are.
+
+    ``backend``: the device that its memory comes from, whose calls may be counted, or made to fail.
+    """
 
     def __init__(
         self,
@@ -44,13 +47,13 @@ class SaverCore:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
-        self._backend = make_backend(torch.device(device), limit_bytes)
-        self._pool = PagePool(self._backend)
-        self._tags = Tags(self._backend, reserve_bytes or self._backend.total_bytes)
+        self.backend = make_backend(torch.device(device), limit_bytes)
+        self._pool = PagePool(self.backend)
+        self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
         directory = Path(disk_dir or default_directory())
-        self._switch = Switch(self._backend, self._pool, debug, directory, self._tags)
-        self._recorder = Recorder(self._backend)
-        self._torch_use = TorchUse(self._backend.device)
+        self._switch = Switch(self.backend, self._pool, debug, directory, self._tags)
+        self._recorder = Recorder(self.backend)
+        self._torch_use = TorchUse(self.backend.device)
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
@@ -63,16 +66,16 @@ class SaverCore:
 
     @property
     def device(self) -> torch.device:
-        return self._backend.device
+        return self.backend.device
 
     @property
     def limit_bytes(self) -> int | None:
         """May be set at any time; below what is held, nothing more is taken until enough was given back."""
-        return self._backend.limit_bytes
+        return self.backend.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, nbytes: int | None) -> None:
-        self._backend.limit_bytes = nbytes
+        self.backend.limit_bytes = nbytes
 
     @property
     def disk_dir(self) -> Path:
@@ -86,7 +89,7 @@ class SaverCore:
     @property
     def host_arena(self) -> HostArena:
         """Where content is saved; one for all savers of the process with the same kind of device."""
-        return self._backend.host_arena
+        return self.backend.host_arena
 
     @property
     def tags(self) -> list[str]:
@@ -112,11 +115,11 @@ class SaverCore:
             return Report(
                 device=str(self.device),
                 limit_bytes=self.limit_bytes,
-                committed_bytes=self._backend.committed_bytes,
+                committed_bytes=self.backend.committed_bytes,
                 pool_bytes=self._pool.held_bytes,
                 backup_bytes=sum(tag.backup_bytes for tag in tags.values()),
                 tags=tags,
-                others=self._backend.other_holders(),
+                others=self.backend.other_holders(),
             )
 
     def leases(self, tag: str) -> int:
@@ -163,7 +166,7 @@ class SaverCore:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the tables contradict each other; callable at any time."""
         with self._lock:
-            integrity.check(self._tags, self._pool, self._backend)
+            integrity.check(self._tags, self._pool, self.backend)
 
     def close(self) -> None:
         """Give everything back. Tensors still alive must not be touched: their addresses stay without memory."""
@@ -215,4 +218,4 @@ class SaverCore:
         needed = needed or sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._tags}
         holders[PAGE_POOL] = self._pool.held_bytes
-        return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self._backend)
+        return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self.backend)

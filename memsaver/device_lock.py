@@ -128,7 +128,7 @@ class _ProcessLock:
         return self._try_file()
 
     def _open(self) -> None:
-        path = _folder() / f"{self._device_key}.lock"
+        path = lock_folder() / f"{self._device_key}.lock"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -177,10 +177,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _folder() -> Path:
+def lock_folder() -> Path:
     """The private folder of the lock files, made on first use; refuses one that others could have prepared."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and _is_own_folder(runtime) and os.access(runtime, os.W_OK | os.X_OK):
+    if os.path.isabs(runtime) and is_own_folder(runtime) and os.access(runtime, os.W_OK | os.X_OK):
         folder = Path(runtime) / "memsaver"
     else:
         folder = Path(tempfile.gettempdir()) / f"memsaver-{os.geteuid()}"
@@ -201,7 +201,7 @@ def _folder() -> Path:
     raise BackendError(f"{folder} {why}: lock files there are not safe; remove it, or set XDG_RUNTIME_DIR")
 
 
-def _is_own_folder(path: str) -> bool:
+def is_own_folder(path: str) -> bool:
     try:
         found = os.stat(path)
     except OSError:

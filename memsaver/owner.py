@@ -43,8 +43,8 @@ class Owner:
     def _gone(self) -> None:
         imports.drop_owner(self)
         with _lock:
-            if _owners.get(self._socket_name) is self:
-                del _owners[self._socket_name]
+            if owners.get(self._socket_name) is self:
+                del owners[self._socket_name]
         with contextlib.suppress(MemSaverError):  # the next use tries again
             self._recall(list(self.kept))
 
@@ -70,14 +70,14 @@ class Owner:
                 kept.recall()
 
 
-_owners: dict[str, Owner] = {}
+owners: dict[str, Owner] = {}
 _lock = threading.Lock()
 
 
 def owner_of(socket_name: str) -> Owner:
     """The process's connection to that saver, made anew when it was lost. OSError: nobody listens."""
     with _lock:
-        owner = _owners.get(socket_name)
+        owner = owners.get(socket_name)
         if owner is None or owner.endpoint.closed:
-            owner = _owners[socket_name] = Owner(socket_name)
+            owner = owners[socket_name] = Owner(socket_name)
         return owner

@@ -71,7 +71,7 @@ class Placing(SaverCore):
     def _commit_pieces(self, arena: Arena, nbytes: int) -> None:
         """Put memory behind the next ``nbytes`` of a tag, in pieces, which it keeps to."""
         arena.whole, arena.elastic = False, True
-        end = self._backend.round_up(arena.stats.top + nbytes)
+        end = self.backend.round_up(arena.stats.top + nbytes)
         before = arena.stats.committed
         if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
             with self._operation():

@@ -20,7 +20,7 @@ from typing import Any
 
 _FDS = 200  # in a message; the kernel takes 253
 _TEXT = 1 << 15  # bytes in a message
-_HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
+HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
 _SEND_SECONDS = 5.0  # the other end always reads, unless it is stopped
 
 Reply = tuple[dict[str, Any], Sequence[int]]
@@ -122,7 +122,7 @@ class Endpoint:
         count = max(1, -(-len(text) // _TEXT), -(-len(fds) // _FDS))
         with self._sending:
             for part in range(count):
-                head = _HEADER.pack(answer, number, part + 1 < count)
+                head = HEADER.pack(answer, number, part + 1 < count)
                 body = text[part * _TEXT : (part + 1) * _TEXT]
                 try:
                     socket.send_fds(self._socket, [head + body], list(fds[part * _FDS : (part + 1) * _FDS]))
@@ -140,8 +140,8 @@ class Endpoint:
             while more:
                 data, got, _, _ = socket.recv_fds(self._socket, _TEXT + 64, _FDS, socket.MSG_CMSG_CLOEXEC)
                 fds += got
-                answer, number, more = _HEADER.unpack_from(data)  # struct.error: the end
-                text += data[_HEADER.size :]
+                answer, number, more = HEADER.unpack_from(data)  # struct.error: the end
+                text += data[HEADER.size :]
             content = json.loads(text)
             if not isinstance(content, dict):
                 raise ValueError(content)

@@ -182,7 +182,7 @@ class MemorySaver(Aliasing):
             if arena.paused:
                 raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
             arena.require_own(f"resize({tag!r}, {nbytes})")
-            wanted, before = self._backend.round_up(nbytes), arena.stats.committed
+            wanted, before = self.backend.round_up(nbytes), arena.stats.committed
             if nbytes < 0 or wanted > arena.reservation.nbytes:
                 raise ValueError(f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}")
             try:
@@ -232,7 +232,7 @@ class MemorySaver(Aliasing):
         """A ticket with which a saver of this user hands its memory over to this one (``pause(to=...)``)."""
         with self._lock:
             self._require_open()
-            return self._sharing().pool_ticket(self._backend.device_key)
+            return self._sharing().pool_ticket(self.backend.device_key)
 
     def _sharing(self) -> ShareServer:
         if self._switch.server is None:

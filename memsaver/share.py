@@ -31,7 +31,7 @@ from memsaver.page_pool import PagePool
 
 REVOKE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
-_BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
+BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
 _CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -173,7 +173,7 @@ class ShareServer:
                 connection.close()  # a stranger costs no thread
                 continue
             link = Link()
-            handler, gone = _Handler(self, link), partial(self._gone, link)
+            handler, gone = Handler(self, link), partial(self._gone, link)
             link.endpoint = rpc.Endpoint(connection, handler, gone, "memsaver-owner", prompt=["unlease"])
             with self._changed:
                 self._links.append(link)
@@ -261,19 +261,19 @@ class ShareServer:
         Savers that hand over to each other, or in a ring, would wait for each other, for each holds its lock. So a
         process that waits as a giver lets only those with a smaller number wait for itself.
         """
-        deadline = time.monotonic() + _BUSY_SECONDS
+        deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):
             if giver is not None and giver.endpoint.peer_pid >= os.getpid() and gives_for(_CROSSING_SECONDS):
                 raise rpc.Refused(f"process {os.getpid()} hands memory over itself at this moment; try again")
             if time.monotonic() > deadline:
-                raise rpc.Refused(f"the saver of process {os.getpid()} is busy for {_BUSY_SECONDS:g} s; try again")
+                raise rpc.Refused(f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again")
         try:
             yield
         finally:
             self._lock.release()
 
 
-class _Handler:
+class Handler:
     """Requests of one connection, by name."""
 
     def __init__(self, server: ShareServer, link: Link) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memsaver.share import ShareServer
 
 RELEASES = ("driver", "keep", "hand_over")
-_LEASE_GRACE_SECONDS = 1.0
+LEASE_GRACE_SECONDS = 1.0
 
 Extents = Mapping[str, Sequence[shim.Extent]]
 
@@ -59,7 +59,7 @@ class Switch:
 
     def wait_unleased(self, arenas: Sequence[Arena]) -> None:
         if self.server is not None:
-            self.server.wait_free([arena.tag for arena in arenas], _LEASE_GRACE_SECONDS)
+            self.server.wait_free([arena.tag for arena in arenas], LEASE_GRACE_SECONDS)
 
     def recall(self, arenas: Sequence[Arena]) -> None:
         """Leases that peers keep without using them end."""

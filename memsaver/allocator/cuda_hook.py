@@ -65,7 +65,7 @@ def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
 
 # torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended regions wait here until
 # no region of the process is open; nothing else (a traceback's frames, say) may hold the last reference.
-_pools: list[torch.cuda.MemPool] = []
+pools: list[torch.cuda.MemPool] = []
 _open_regions = 0
 
 
@@ -74,13 +74,13 @@ def _new_open_pool(slot: int) -> torch.cuda.MemPool:
     pool = new_pool(slot)
     with _lock:
         _open_regions += 1
-        _pools.append(pool)
+        pools.append(pool)
     return pool
 
 
 def retire(pool: torch.cuda.MemPool) -> None:
     """Drop a pool when no region of the process is open. Takes no lock: finalizers call it."""
-    _pools.append(pool)
+    pools.append(pool)
 
 
 def _retire() -> None:
@@ -88,7 +88,7 @@ def _retire() -> None:
     with _lock:
         _open_regions -= 1
         if not _open_regions:
-            _pools.clear()
+            pools.clear()
 
 
 def _enter(pool: torch.cuda.MemPool, device: torch.device) -> None:

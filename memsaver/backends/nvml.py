@@ -20,7 +20,7 @@ HIDDEN = "unknown: driver, processes that NVML hides"
 UNKNOWN = "unknown: context of this process, other processes"
 
 
-class _ProcessInfo(ctypes.Structure):
+class ProcessInfo(ctypes.Structure):
     """``nvmlProcessInfo_t`` of the ``_v3`` functions."""
 
     _fields_ = (
@@ -31,7 +31,7 @@ class _ProcessInfo(ctypes.Structure):
     )
 
 
-class _Session:
+class Session:
     """NVML, loaded and initialised on first use, once."""
 
     def __init__(self) -> None:
@@ -50,25 +50,25 @@ class _Session:
 
 def _started() -> Any:
     try:
-        library = _load()
+        library = load()
         return library if library.nvmlInit_v2() == _SUCCESS else None
     except (OSError, AttributeError):  # no driver here, or one older than these functions
         return None
 
 
-def _load() -> Any:
+def load() -> Any:
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
-_session = _Session()
+session = Session()
 
 
-def _renew() -> None:
-    global _session
-    _session = _Session()
+def renew() -> None:
+    global session
+    session = Session()
 
 
-os.register_at_fork(after_in_child=_renew)  # a lock held by another thread, and NVML's own state, stay with the parent
+os.register_at_fork(after_in_child=renew)  # a lock held by another thread, and NVML's own state, stay with the parent
 
 
 def processes(uuid: str) -> dict[int, int | None] | None:
@@ -77,7 +77,7 @@ def processes(uuid: str) -> dict[int, int | None] | None:
     None for a process whose bytes NVML keeps to itself, and None as a whole where NVML is absent or refuses. In a
     container the ids may be those of the host.
     """
-    library = _session.library()
+    library = session.library()
     if library is None:
         return None
     handle = ctypes.c_void_p()
@@ -100,7 +100,7 @@ def _read_list(function: Any, handle: ctypes.c_void_p) -> dict[int, int | None] 
         return {}
     count, size = ctypes.c_uint(0), 0
     for _ in range(_ATTEMPTS):
-        infos = (_ProcessInfo * size)() if size else None
+        infos = (ProcessInfo * size)() if size else None
         code = function(handle, ctypes.byref(count), infos)
         if code == _SUCCESS:
             return _by_pid(list(infos[: count.value]) if infos else [])
@@ -113,7 +113,7 @@ def _read_list(function: Any, handle: ctypes.c_void_p) -> dict[int, int | None] 
     return None
 
 
-def _by_pid(infos: list[_ProcessInfo]) -> dict[int, int | None]:
+def _by_pid(infos: list[ProcessInfo]) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for info in infos:  # with MIG, a process has one entry for each instance
         known = found.get(info.pid, 0)

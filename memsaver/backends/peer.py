@@ -18,21 +18,21 @@ def peer_backend(key: str, device: torch.device | None = None) -> Backend:
     """For memory of the device ``key``, which ``device`` (None: the current GPU) is to reach; ``LeaseError`` if it does
     not, or there is no GPU."""
     if key == "cpu":
-        return _backend_of(torch.device("cpu"))
+        return backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():
         raise LeaseError(f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it")
     here = torch.cuda.current_device() if device is None or device.index is None else device.index
-    _check_reach(here, key)
-    return _backend_of(torch.device("cuda", here))
+    check_reach(here, key)
+    return backend_of(torch.device("cuda", here))
 
 
 @cache
-def _backend_of(device: torch.device) -> Backend:
+def backend_of(device: torch.device) -> Backend:
     return make_backend(device)
 
 
 @cache
-def _check_reach(here: int, key: str) -> None:
+def check_reach(here: int, key: str) -> None:
     """Of a GPU that is hidden, the driver tells when the memory is mapped."""
     for index in range(torch.cuda.device_count()):
         there = device_key(torch.device("cuda", index)) == key

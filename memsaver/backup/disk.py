@@ -19,7 +19,7 @@ from memsaver.backup.ranges import Ranges, cut
 from memsaver.backup.workers import workers
 from memsaver.rounding import round_up
 
-_CHUNK = 8 << 20
+CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
 
 Transfer = tuple[int, int, int]
@@ -34,9 +34,9 @@ class DiskBackup:
     def __init__(self, ranges: Ranges, arena: HostArena, directory: Path) -> None:
         self.ranges = tuple(ranges)
         self.nbytes = sum(nbytes for _, nbytes in ranges)
-        workers = min(_WORKERS, -(-self.nbytes // _CHUNK))
+        workers = min(_WORKERS, -(-self.nbytes // CHUNK))
         self._buffers: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        pieces = [piece for _ in range(workers) for piece in _whole(arena, _CHUNK)]
+        pieces = [piece for _ in range(workers) for piece in _whole(arena, CHUNK)]
         weakref.finalize(self, arena.give, pieces).atexit = False
         for piece in pieces:
             self._buffers.put(piece)
@@ -63,7 +63,7 @@ class DiskBackup:
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors with the saved bytes of the tag from ``offset`` on, read from the file."""
         found = []
-        for start, parts in cut(self.ranges, _CHUNK):
+        for start, parts in cut(self.ranges, CHUNK):
             at = 0
             for begin, size in parts:
                 first, last = max(begin, offset), min(begin + size, offset + nbytes)
@@ -91,7 +91,7 @@ class DiskBackup:
             finally:
                 self._buffers.put(buffer)
 
-        futures = [workers("disk").submit(work, chunk) for chunk in cut(self.ranges, _CHUNK)]
+        futures = [workers("disk").submit(work, chunk) for chunk in cut(self.ranges, CHUNK)]
         wait(futures)  # also those that began before one failed
         for future in futures:
             future.result()

@@ -35,7 +35,7 @@ class BlockFile:
         self._fd, self._place, self._advice = fd, place, advice
         self._close = weakref.finalize(self, os.close, fd)
         self._close.atexit = False
-        self.direct = _try_direct(fd)
+        self.direct = try_direct(fd)
 
     @classmethod
     def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
@@ -125,7 +125,7 @@ def _open(directory: Path) -> int:
     return fd
 
 
-def _try_direct(fd: int) -> bool:
+def try_direct(fd: int) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

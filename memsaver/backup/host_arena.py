@@ -16,7 +16,7 @@ from memsaver.rounding import round_up
 
 _SHARE = 0.8  # of the memory that is available: others want some, too
 UNIT = 4096  # bytes: what direct I/O asks for
-_SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
+SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
 
 
 class Piece(NamedTuple):
@@ -108,7 +108,7 @@ class HostArena:
     def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
         size = round_up(nbytes, HUGE_PAGE)
         self._check_budget(size)
-        most = size if whole else _SEGMENT
+        most = size if whole else SEGMENT
         sizes = [min(most, size - at) for at in range(0, size, most)]
         try:
             addresses = host_pages.obtain(sizes, self._pinner)

@@ -28,7 +28,7 @@ _FD_EXPORT = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPOR
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _PINNED_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
-_SPEEDS = ((40.0, "as PCIe 5 x16 or faster"), (18.0, "as PCIe 4 x16"), (9.0, "as PCIe 3 x16"))
+SPEEDS = ((40.0, "as PCIe 5 x16 or faster"), (18.0, "as PCIe 4 x16"), (9.0, "as PCIe 3 x16"))
 _SLOW = 6.0  # GB/s
 
 _INSTALL_DRIVER = "install NVIDIA's driver; in a container start it with --gpus all (NVIDIA container toolkit)"
@@ -228,7 +228,7 @@ def judge_speed(slowest: float, text: str) -> Finding:
     if slowest < _SLOW:
         remedy = "content='host' will be slow: look at the slot (nvidia-smi -q, Link Width) and the NUMA node (topo -m)"
         return Finding("warn", f"{found}: slow", remedy)
-    name = next((name for least, name in _SPEEDS if slowest >= least), "slower than PCIe 3 x16")
+    name = next((name for least, name in SPEEDS if slowest >= least), "slower than PCIe 3 x16")
     return Finding("ok", f"{found}: {name}")
 
 

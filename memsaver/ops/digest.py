@@ -22,7 +22,7 @@ from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed
 from memsaver.ops.segments import Segment, SegmentTable
 from memsaver.ops.strided import blocks
 
-_CHUNK = 1 << 15  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
+CHUNK = 1 << 15  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MASK32 = (1 << 32) - 1
@@ -136,7 +136,7 @@ def _digest_torch(bits: Tensor, index_base: int, index_pitch: int) -> int:
     (rows, width), device = bits.shape, bits.device
     if index_pitch == width and bits.is_contiguous():
         bits, rows, width = bits.view(1, -1), 1, rows * width
-    limit = _CHUNK if device.type == "cpu" else _CHUNK_CUDA
+    limit = CHUNK if device.type == "cpu" else _CHUNK_CUDA
     ramp, total = None, torch.zeros((), dtype=torch.int64, device=device)
     for down, across in blocks(rows, width, limit):
         if ramp is None:  # the first block is the largest

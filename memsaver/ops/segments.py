@@ -14,7 +14,7 @@ from torch import Tensor
 from memsaver.ops.cuts import VECTOR, cut
 from memsaver.ops.hash import MASK64
 
-_MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
+MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
 
 
@@ -71,7 +71,7 @@ class Launch:
 
 
 class SegmentTable:
-    """Device tables of some segments, for as long as the addresses in them hold."""
+    """Device tables of some segments, for as long as the addresses in them hold. launches: one of each kind."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         chunk = _chunk(sum(segment.count * segment.rows for segment in segments))
@@ -81,13 +81,13 @@ class SegmentTable:
             for (aligned, grid), part in cut(fields, owners, _widths(source, target), chunk).items()
         }
         self._partials = torch.zeros(sum(len(part.rows) for part in cuts.values()), dtype=torch.int64, device=device)
-        self._launches: list[Launch] = []
+        self.launches: list[Launch] = []
         first, borders = 0, torch.arange(len(segments) + 1)
         for kind, part in cuts.items():
             partials = self._partials[first : first + len(part.rows)]
             ends = torch.searchsorted(part.owners, borders).tolist()
             shapes = None if part.shapes is None else part.shapes.to(device)
-            self._launches.append(Launch(kind, part.rows.to(device), shapes, partials, ends))
+            self.launches.append(Launch(kind, part.rows.to(device), shapes, partials, ends))
             first += len(part.rows)
         self._segments = len(segments)
         self._stream: torch.cuda.Stream | None = None
@@ -100,7 +100,7 @@ class SegmentTable:
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
-        tables = [table for launch in self._launches for table in (launch.rows, launch.shapes) if table is not None]
+        tables = [table for launch in self.launches for table in (launch.rows, launch.shapes) if table is not None]
         return self._partials.nbytes + sum(table.nbytes for table in tables)
 
     def launch(self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None) -> None:
@@ -117,7 +117,7 @@ class SegmentTable:
         if self.is_cuda:
             self._stream = torch.cuda.current_stream(self._partials.device)
         last = self._segments if last is None else last
-        for launch in self._launches:
+        for launch in self.launches:
             if launch.ends[first] < launch.ends[last]:
                 launch_rows(launch, base, launch.ends[first], launch.ends[last], programs)
         if last == self._segments:  # now: the host launches this while the device still copies
@@ -132,7 +132,7 @@ class SegmentTable:
 
 def _chunk(elements: int) -> int:
     """Elements of one program: as few as the table's size allows, so that the last programs end together."""
-    chunk = _MIN_CHUNK
+    chunk = MIN_CHUNK
     while elements > chunk * _MAX_PROGRAMS:
         chunk *= 2
     return chunk

@@ -15,13 +15,16 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
 from tests.helpers.memory import family_bytes, memory_maps, open_fds
-from tests.memsaver.lending import MIB, OWN, SIZE, THEIRS, World
+from tests.helpers.memsaver.lending import OWN, SIZE, THEIRS, World
+from tests.helpers.memsaver.savers import MIB
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause under a lease gives up at once."""
-    monkeypatch.setattr("memsaver.switch._LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -70,8 +73,7 @@ def test_the_report_and_the_timeline(world: World) -> None:
     ]
 
 
-def test_the_second_time_nothing_is_imported_or_exported(world: World) -> None:
-    gc.collect()
+def test_the_second_time_nothing_is_imported_or_exported(fds: int, world: World) -> None:
     world.borrow()
     world.saver.pause()
     resting, maps = (len(imports), open_fds()), memory_maps()
@@ -179,7 +181,7 @@ def test_a_pause_of_several_tags_is_all_or_nothing(world: World) -> None:
     assert world.seen() == THEIRS and int(other[-1]) == 5 and not world.saver.is_paused("weights")
     receiver = MemorySaver(world.saver.device)
     world.saver.pause(release="hand_over", to=receiver.pool_ticket())
-    assert receiver.report().pool_bytes == max(MIB, world.saver._backend.granularity)
+    assert receiver.report().pool_bytes == max(MIB, world.saver.backend.granularity)
     assert world.owner.report().tags["params"].leases == 0
     receiver.close()
 

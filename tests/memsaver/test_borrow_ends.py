@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,11 +16,13 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.backends.peer import peer_backend
 from memsaver.imports import imports
-from tests.helpers.memory import family_bytes, open_fds, settled_fds
+from tests.helpers.memory import family_bytes, open_fds
+from tests.helpers.memsaver.lending import SIZE, THEIRS, World
+from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
+from tests.helpers.memsaver.savers import MIB, every_call, until
 from tests.helpers.peers import Peer
-from tests.memsaver.lending import MIB, SIZE, THEIRS, World
 
-ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
+pytestmark = pytest.mark.alone
 
 
 def _bytes(device: str) -> int:
@@ -31,17 +30,10 @@ def _bytes(device: str) -> int:
     return family_bytes(device) if device == "cpu" else 0
 
 
-def _until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause under a lease gives up at once."""
-    monkeypatch.setattr("memsaver.switch._LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
@@ -58,7 +50,7 @@ def test_a_saver_that_ends_gives_it_back(device: str, how: str) -> None:
     del cycle, world.saver, world.first, world.rest
     assert how == "close" or world.owner.report().tags["params"].leases == 1
     gc.collect()
-    _until(lambda: not world.owner.report().tags["params"].leases)  # a thread tells the owner
+    until(lambda: not world.owner.report().tags["params"].leases)  # a thread tells the owner
     world.owner.pause()
     world.owner.check_integrity()
     assert (len(imports), _bytes(device)) == floor
@@ -66,31 +58,28 @@ def test_a_saver_that_ends_gives_it_back(device: str, how: str) -> None:
 
 
 SIDES: dict[str, Callable[[World], Any]] = {
-    "borrower": lambda world: world.saver._backend,
-    "owner": lambda world: world.owner._backend,
-    "importer": lambda world: peer_backend(world.saver._backend.device_key),
+    "borrower": lambda world: world.saver.backend,
+    "owner": lambda world: world.owner.backend,
+    "importer": lambda world: peer_backend(world.saver.backend.device_key),
 }
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_every_driver_call_fails_once(side: str, device: str) -> None:
+def test_every_driver_call_fails_once(side: str, device: str, fds: int) -> None:
     World(device).close()  # loads what the first use loads
-    fds = settled_fds()
     floor = len(imports), _bytes(device)
     raised = 0
-    for call in itertools.count(1):
+    for fault in every_call(device):
         world = World(device)
-        backend = SIDES[side](world)
-        backend.inject_fault(call, ERROR[device])
         try:
-            world.borrow()
-            assert world.seen() == THEIRS
-            world.saver.pause("weights")
+            with fault.at(SIDES[side](world)):
+                world.borrow()
+                assert world.seen() == THEIRS
+                world.saver.pause("weights")
         except memsaver.MemSaverError:
             raised += 1
             world.check()
             assert world.saver.is_paused("weights") or world.seen() == THEIRS
-        fired = backend.inject_fault(0, 0) >= call
         if world.saver.is_paused("weights"):
             assert world.owner.report().tags["params"].leases == 0
             world.borrow()
@@ -102,60 +91,33 @@ def test_every_driver_call_fails_once(side: str, device: str) -> None:
         world.rest.fill_(1)
         world.close()
         del world
-        if not fired:
-            break
     assert raised >= 1 + (side == "borrower")
     gc.collect()
     # Connections are closed by threads; a round that left one would leave as many as there were rounds.
-    _until(lambda: (len(imports), _bytes(device)) == floor and open_fds() <= fds)
+    until(lambda: (len(imports), _bytes(device)) == floor and open_fds() <= fds)
 
 
 def test_a_pause_that_fails_at_another_tag_leaves_it_borrowed(device: str) -> None:
     world = World(device)
     other = world.saver.empty(MIB, torch.uint8, tag="other").fill_(5)
     world.borrow()
-    for call in itertools.count(1):
-        world.saver._backend.inject_fault(call, ERROR[device])
-        with contextlib.suppress(memsaver.BackendError):
+    for fault in every_call(device):
+        with fault.at(world.saver.backend), contextlib.suppress(memsaver.BackendError):
             world.saver.pause()
-        world.saver._backend.inject_fault(0, 0)
         world.check()
         if world.saver.is_paused("weights"):
             break
         assert world.seen() == THEIRS and int(other[-1]) == 5
-    assert call == 4, "it waits and unmaps both; what fails after that leaves it paused"
+    assert fault.call == 4, "it waits and unmaps both; what fails after that leaves it paused"
     assert world.saver.is_paused("other") and world.owner.report().tags["params"].leases == 0
     world.close()
 
 
-def _own(pipe: Connection, device: str) -> None:
-    """The owner, in another process: does what it is asked."""
-    saver = MemorySaver(device)
-    params = saver.empty(SIZE, torch.uint8, tag="params", elastic=True).fill_(1)
-    pipe.send(saver.share("params", writable=True))
-    while True:
-        op, *arguments = pipe.recv()
-        try:
-            if op == "fill":
-                params.fill_(arguments[0])
-                saver._backend.synchronize()
-            if op in ("pause", "resume"):
-                getattr(saver, op)()
-            saver.check_integrity()
-            value = None if saver.is_paused("params") else int(params[0])
-            exports = saver.statistics()["export"].calls if "export" in saver.statistics() else 0
-            pipe.send((value, saver.report().tags["params"].leases, exports, open_fds()))
-        except memsaver.LeaseError as error:
-            pipe.send(str(error))
-
-
-@contextlib.contextmanager
-def _owner(device: str) -> Iterator[tuple[Peer, memsaver.Ticket]]:
-    peer = Peer(_own, device)
-    try:
-        yield peer, peer.hear()
-    finally:
-        peer.bury()
+@pytest.fixture
+def lender(device: str) -> Iterator[RemoteSaver]:
+    """The owner, in another process."""
+    with remote_saver(device, nbytes=SIZE, elastic=True) as lender:
+        yield lender
 
 
 def _borrower(device: str) -> tuple[MemorySaver, torch.Tensor]:
@@ -165,47 +127,43 @@ def _borrower(device: str) -> tuple[MemorySaver, torch.Tensor]:
     return saver, weights
 
 
-def test_another_process_lends(device: str) -> None:
-    gc.collect()
+def test_another_process_lends(device: str, fds: int, lender: RemoteSaver) -> None:
     floor = len(imports)
-    with _owner(device) as (peer, ticket):
-        saver, weights = _borrower(device)
-        resting = []
-        for value in range(10, 15):
-            assert peer.ask(("fill", value))[0] == value
-            saver.borrow("weights", ticket)
-            saver.check_integrity()
-            assert int(weights[-1]) == value
-            weights.fill_(value + 100)
-            saver._backend.synchronize()
-            assert peer.ask(("look",))[:2] == (value + 100, 1)
-            saver.pause("weights")
-            resting.append((*peer.ask(("look",))[1:], open_fds(), len(imports)))
-        assert len(set(resting)) == 1 and resting[0][:2] == (0, 2), "exported or imported more than once"
-        saver.borrow("weights", ticket)
-        message = peer.ask(("pause",))
-        assert f"leased: 'params' by process {os.getpid()}" in message
+    saver, weights = _borrower(device)
+    resting = []
+    for value in range(10, 15):
+        lender.fill(value)
+        saver.borrow("weights", lender.ticket)
+        saver.check_integrity()
+        assert int(weights[-1]) == value
+        weights.fill_(value + 100)
+        saver.backend.synchronize()
+        assert lender.look()[0] == value + 100 and lender.report().tags["t"].leases == 1
         saver.pause("weights")
-        assert peer.ask(("pause",))[0] is None
-        assert len(imports) == floor, "revoked when the memory left"
-        with pytest.raises(memsaver.LeaseError, match="'params' is paused"):
-            saver.borrow("weights", ticket)
-        peer.ask(("resume",))
-        assert peer.ask(("fill", 3))[0] == 3
-        saver.borrow("weights", ticket)
-        assert int(weights[-1]) == 3
-        saver.close()
+        resting.append((lender.report().tags["t"].leases, lender.exports(), lender.held(), open_fds(), len(imports)))
+    assert len(set(resting)) == 1 and resting[0][:2] == (0, 2), "exported or imported more than once"
+    saver.borrow("weights", lender.ticket)
+    with pytest.raises(memsaver.LeaseError, match=f"leased: 't' by process {os.getpid()}"):
+        lender.pause()
+    saver.pause("weights")
+    lender.pause()
+    assert len(imports) == floor, "revoked when the memory left"
+    with pytest.raises(memsaver.LeaseError, match="'t' is paused"):
+        saver.borrow("weights", lender.ticket)
+    lender.resume()
+    lender.fill(3)
+    saver.borrow("weights", lender.ticket)
+    assert int(weights[-1]) == 3
+    saver.close()
 
 
-def test_the_pages_outlive_their_owner(device: str) -> None:
-    gc.collect()
-    floor, fds, held = len(imports), open_fds(), _bytes(device)
-    with _owner(device) as (peer, ticket):
+def test_the_pages_outlive_their_owner(device: str, fds: int) -> None:
+    floor, held = len(imports), _bytes(device)
+    with remote_saver(device, nbytes=SIZE, elastic=True) as lender:
         saver, weights = _borrower(device)
-        peer.ask(("fill", 21))
-        saver.borrow("weights", ticket)
-        peer.kill()
-        assert peer.dies_within(10)
+        lender.fill(21)
+        saver.borrow("weights", lender.ticket)
+        lender.kill()
         assert bool((weights == 21).all())
         weights.fill_(22)
         saver.check_integrity()
@@ -214,14 +172,14 @@ def test_the_pages_outlive_their_owner(device: str) -> None:
             assert _bytes(device) - held == SIZE, "the kernel keeps them for the borrower"
         saver.pause("weights")
         saver.check_integrity()
-        _until(lambda: len(imports) == floor)
+        until(lambda: len(imports) == floor)
         assert _bytes(device) == held
         with pytest.raises(memsaver.LeaseError, match="does not answer"):
-            saver.borrow("weights", ticket)
+            saver.borrow("weights", lender.ticket)
         saver.resume()
         weights.fill_(5)
         saver.close()
-    _until(lambda: open_fds() <= fds)
+    until(lambda: open_fds() <= fds)
 
 
 def _borrow_and_wait(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
@@ -258,6 +216,6 @@ def test_a_borrower_that_is_killed_has_given_it_back(device: str) -> None:
     with pytest.raises(memsaver.LeaseError, match=f"'params' by process {peer.pid}"):
         world.owner.pause()
     peer.bury()
-    _until(lambda: not world.owner.report().tags["params"].leases)
+    until(lambda: not world.owner.report().tags["params"].leases)
     world.owner.pause()
     world.close()

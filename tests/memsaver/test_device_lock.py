@@ -265,7 +265,7 @@ def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path, monkey
         folder.touch(0o700)
     elif wrong == "owner":
         folder.mkdir(0o700)
-        monkeypatch.setattr(module, "_is_own_folder", lambda path: True)
+        monkeypatch.setattr(module, "is_own_folder", lambda path: True)
         monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     else:
         folder.mkdir(0o700)
@@ -293,7 +293,7 @@ def test_without_a_runtime_folder_the_temporary_one_serves(
             monkeypatch.delenv("XDG_RUNTIME_DIR")
         else:
             monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
-        assert module._folder() == tmp_path / f"memsaver-{os.geteuid()}"
+        assert module.lock_folder() == tmp_path / f"memsaver-{os.geteuid()}"
     with DeviceLock(key):
         assert (tmp_path / f"memsaver-{os.geteuid()}" / f"{key}.lock").exists()
 

@@ -43,8 +43,8 @@ class World:
     def backend_of(self, operation: str) -> Any:
         """Whose driver calls are to fail."""
         if operation.endswith("at the peer"):
-            return peer_backend(self.saver._backend.device_key)
-        return (self.receiver if operation.endswith("at the receiver") else self.saver)._backend
+            return peer_backend(self.saver.backend.device_key)
+        return (self.receiver if operation.endswith("at the receiver") else self.saver).backend
 
     def check(self) -> None:
         """The tables agree, and what must be there is."""

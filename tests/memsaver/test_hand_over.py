@@ -6,11 +6,8 @@ import contextlib
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,77 +16,39 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
 from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds
-from tests.helpers.peers import Peer
+from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
+from tests.helpers.memsaver.savers import MIB, until
 
-SIZE = 32 << 20
-
-
-def _serve(pipe: Connection, device: str, limit: int | None) -> None:
-    """The other process: a saver with a tag "kv" of SIZE bytes, and whatever the test asks."""
-    saver = MemorySaver(device, limit_bytes=limit)
-    kv = saver.empty(SIZE, torch.uint8, tag="kv").fill_(1)
-    saver.pause()
-    pipe.send(saver.pool_ticket())
-    leases: list[Any] = []
-
-    def answer(op: str, *arguments: Any) -> Any:
-        if op == "resume":
-            saver.resume()
-            saver.check_integrity()
-            return int(kv[0]), int(kv[-1])
-        if op == "fill":
-            kv.fill_(arguments[0])
-        if op == "give":
-            saver.pause(release="hand_over", to=arguments[0])
-            saver.check_integrity()
-        if op == "attach":
-            leases.append(memsaver.attach(arguments[0]))
-            return leases[0].tensor((1,), torch.uint8).tolist()
-        if op == "detach":
-            leases.pop().close()
-        if op == "report":
-            return saver.report(), len(imports), open_fds()
-        return None
-
-    while (request := pipe.recv()) is not None:
-        try:
-            pipe.send(answer(*request))
-        except memsaver.MemSaverError as error:
-            pipe.send(error)
+pytestmark = pytest.mark.alone
+SIZE = 32 * MIB
 
 
-class Other:
-    def __init__(self, device: str, limit: int | None = None) -> None:
-        machine_bytes(device)  # makes this process's own context
-        before = machine_bytes(device)
-        self.peer = Peer(_serve, device, limit)
-        self.process = self.peer.process
-        self.ticket = self.peer.hear()
-        self.context_bytes = machine_bytes(device) - before  # its saver is paused
+class Held:
+    """Physical bytes of this process's savers and the other's: what both know of once, or the device's used memory."""
 
-    def ask(self, *request: Any) -> Any:
-        answer = self.peer.ask(request)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def __init__(self, device: str, other: RemoteSaver, context_bytes: int) -> None:
+        self.device, self.other, self.context_bytes = device, other, context_bytes
+        self.gone = False  # the other process, and with it what its context takes
+
+    def __call__(self) -> int:
+        if self.device == "cpu":
+            return memfd_bytes([os.getpid(), self.other.pid])
+        return machine_bytes(self.device) + self.gone * self.context_bytes
 
 
 @contextlib.contextmanager
-def other_process(device: str, limit: int | None = None) -> Iterator[Other]:
-    other = Other(device, limit)
-    try:
+def counted_other(device: str, limit: int | None = None) -> Iterator[tuple[RemoteSaver, Held]]:
+    """Another process, whose tag is paused, and the bytes of both."""
+    before = machine_bytes(device)  # makes this process's own context
+    with remote_saver(device, nbytes=SIZE, limit=limit) as other:
+        other.pause()
+        yield other, Held(device, other, machine_bytes(device) - before)
+
+
+@pytest.fixture
+def other(device: str) -> Iterator[RemoteSaver]:
+    with counted_other(device) as (other, _):
         yield other
-    finally:
-        other.peer.bury()
-
-
-def held(device: str, other: Other) -> int:
-    """Physical bytes of this process's savers and the other's: what both know of once, or the device's used memory."""
-    if device != "cpu":
-        gone = not other.process.is_alive()
-        return machine_bytes(device) + gone * other.context_bytes
-    assert other.process.pid is not None
-    return memfd_bytes([os.getpid(), other.process.pid])
 
 
 def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
@@ -97,42 +56,43 @@ def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
     return saver, saver.empty(SIZE, torch.uint8, tag="kv").fill_(7)
 
 
-def test_the_same_pages_go_to_and_fro(device: str) -> None:
-    with other_process(device) as other:
+def test_the_same_pages_go_to_and_fro(device: str, fds: int) -> None:
+    with counted_other(device) as (other, held):
         saver, mine = giver(device)
-        resting, used = [], held(device, other)
+        resting, used = [], held()
         for value in range(8, 14):
             mine.fill_(value)
-            saver.pause(release="hand_over", to=other.ticket)
+            saver.pause(release="hand_over", to=other.pool)
             saver.check_integrity()
             assert saver.report().committed_bytes == 0
-            theirs, _, fds = other.ask("report")
+            theirs = other.report()
             assert theirs.pool_bytes == theirs.committed_bytes == SIZE
-            assert other.ask("resume") == (value, value)  # not cleared, so no others than mine
-            other.ask("fill", value + 100)
-            other.ask("give", saver.pool_ticket())
+            there = other.held()
+            assert other.resume() == (value, value)  # not cleared, so no others than mine
+            other.fill(value + 100)
+            other.give(saver.pool_ticket())
             saver.resume()
             saver.check_integrity()
             assert int(mine[0]) == int(mine[-1]) == value + 100
-            assert held(device, other) == used
-            resting.append((fds, open_fds(), len(imports)))
+            assert held() == used
+            resting.append((there, open_fds(), len(imports)))
         assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
 
-def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: str) -> None:
+def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: str, other: RemoteSaver) -> None:
     """The CUDA driver does not export what was imported."""
-    with other_process(device) as maker, other_process(device) as third:
+    with counted_other(device) as (third, _):
         saver, mine = giver(device)
         saver.pause()
-        maker.ask("resume")
-        maker.ask("fill", 42)
-        maker.ask("give", saver.pool_ticket())
+        other.resume()
+        other.fill(42)
+        other.give(saver.pool_ticket())
         saver.resume()
-        assert third.ask("attach", saver.share("kv")) == [42]
-        third.ask("detach")
+        assert third.attach(saver.share("kv")) == 42
+        third.detach()
         assert int(mine[-1]) == 42
-        saver.pause(release="hand_over", to=third.ticket)
-        assert third.ask("resume") == (42, 42)
+        saver.pause(release="hand_over", to=third.pool)
+        assert third.resume() == (42, 42)
 
 
 def test_two_savers_of_one_process(device: str) -> None:
@@ -153,11 +113,11 @@ def test_two_savers_of_one_process(device: str) -> None:
 
 
 def test_a_receiver_without_room_refuses_and_nothing_changes(device: str) -> None:
-    with other_process(device, limit=SIZE + (4 << 20)) as other:
+    with counted_other(device, limit=SIZE + 4 * MIB) as (other, _):
         saver, mine = giver(device)
-        other.ask("resume")
+        other.resume()
         with pytest.raises(memsaver.LeaseError, match=r"not handed over.*limit of 36.0 MiB.*32.0 MiB are held"):
-            saver.pause(release="hand_over", to=other.ticket)
+            saver.pause(release="hand_over", to=other.pool)
         assert not saver.is_paused("kv") and bool((mine == 7).all())
         saver.check_integrity()
         saver.pause(release="keep")
@@ -172,89 +132,85 @@ def test_bad_tickets(device: str) -> None:
         saver.pause(release="hand_over")
     with pytest.raises(ValueError, match="go together"):
         saver.pause(to=ticket)
-    with pytest.raises(ValueError, match="cannot go to"):
-        saver.pause(release="hand_over", to=memsaver.PoolTicket(**{**vars(ticket), "device_key": "GPU-1"}))
-    with pytest.raises(memsaver.LeaseError, match="unknown pool ticket"):
-        saver.pause(release="hand_over", to=memsaver.PoolTicket(**{**vars(ticket), "token": "0" * 32}))
-    with pytest.raises(memsaver.LeaseError, match="does not answer"):
-        saver.pause(release="hand_over", to=memsaver.PoolTicket(**{**vars(ticket), "socket_name": "nobody"}))
+    for wrong, kind, said in (
+        ({"device_key": "GPU-1"}, ValueError, "cannot go to"),
+        ({"token": "0" * 32}, memsaver.LeaseError, "unknown pool ticket"),
+        ({"socket_name": "nobody"}, memsaver.LeaseError, "does not answer"),
+    ):
+        with pytest.raises(kind, match=said):
+            saver.pause(release="hand_over", to=memsaver.PoolTicket(**{**vars(ticket), **wrong}))
     assert not saver.is_paused("kv") and bool((mine == 7).all())
 
 
 def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str) -> None:
-    with other_process(device) as other:
+    with counted_other(device) as (other, held):
         saver, _ = giver(device)
-        assert other.ask("attach", saver.share("kv")) == [7]
-        with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.process.pid}"):
+        assert other.attach(saver.share("kv")) == 7
+        with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.pid}"):
             saver.pause()
-        other.ask("detach")
-        assert other.ask("report")[1] == 1
-        before = held(device, other)
+        other.detach()
+        assert other.held()[0] == 1
+        before = held()
         saver.pause(release="keep")
         saver.resume()
-        assert other.ask("report")[1] == 1 and held(device, other) == before
+        assert other.held()[0] == 1 and held() == before
         saver.pause()
-        assert other.ask("report")[1] == 0
-        assert before - held(device, other) == SIZE
+        assert other.held()[0] == 0
+        assert before - held() == SIZE
         saver.resume()
         saver.check_integrity()
-        assert other.ask("attach", saver.share("kv")) is not None
+        assert other.attach(saver.share("kv")) is not None
 
 
-def _stop(pid: int) -> None:
-    """Wait until each thread has stopped, for one that has not may still answer."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while any(
-        file.read_text().rpartition(")")[2].split()[0] != "T" for file in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def _has_stopped(pid: int) -> bool:
+    """Each of its threads: one that has not may still answer."""
+    states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
-def test_a_silent_peer_is_named_and_nothing_changes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsaver.share.REVOKE_SECONDS", 0.3)
-    with other_process(device) as other:
-        saver, mine = giver(device)
-        other.ask("attach", saver.share("kv"))
-        other.ask("detach")
-        assert other.process.pid is not None
-        _stop(other.process.pid)
-        with pytest.raises(memsaver.LeaseError, match=f"process {other.process.pid} does not let go of 1 extents"):
+def test_a_silent_peer_is_named_and_nothing_changes(
+    device: str, other: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, mine = giver(device)
+    other.attach(saver.share("kv"))
+    other.detach()
+    os.kill(other.pid, signal.SIGSTOP)
+    until(lambda: _has_stopped(other.pid))
+    with monkeypatch.context() as patch:
+        patch.setattr("memsaver.share.REVOKE_SECONDS", 0.3)
+        with pytest.raises(memsaver.LeaseError, match=f"process {other.pid} does not let go of 1 extents"):
             saver.pause()
-        assert not saver.is_paused("kv") and bool((mine == 7).all())
-        os.kill(other.process.pid, signal.SIGCONT)
-        time.sleep(0.2)
-        saver.pause()
-        assert saver.report().committed_bytes == 0
+    assert not saver.is_paused("kv") and bool((mine == 7).all())
+    os.kill(other.pid, signal.SIGCONT)
+    until(lambda: other.held()[0] == 0)  # it obeys, late
+    saver.pause()
+    assert saver.report().committed_bytes == 0
 
 
 @pytest.mark.parametrize("when", ["with an import", "as owner"])
 def test_a_killed_peer_leaves_nothing(device: str, when: str) -> None:
-    with other_process(device) as other:
+    before = len(imports)
+    with counted_other(device) as (other, held):
         saver, mine = giver(device)
-        used = held(device, other)
+        used = held()
         if when == "as owner":
-            saver.pause(release="hand_over", to=other.ticket)
-            other.ask("resume")
+            saver.pause(release="hand_over", to=other.pool)
+            other.resume()
         else:
-            other.ask("attach", saver.share("kv"))
-            other.ask("detach")
-        other.process.kill()
-        other.process.join(10)
-        deadline = time.monotonic() + 5
-        while len(imports) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(imports) == 0
+            other.attach(saver.share("kv"))
+            other.detach()
+        other.kill()
+        held.gone = True
+        until(lambda: len(imports) == before)
         if when == "as owner":
-            assert used - held(device, other) == SIZE
+            assert used - held() == SIZE
             with pytest.raises(memsaver.LeaseError, match="does not answer"):
                 saver.resume()
-                saver.pause(release="hand_over", to=other.ticket)
+                saver.pause(release="hand_over", to=other.pool)
             assert not saver.is_paused("kv")
         else:
             saver.pause()
-            assert used - held(device, other) == SIZE
+            assert used - held() == SIZE
         saver.resume()
         mine.fill_(1)
         saver.check_integrity()
@@ -285,18 +241,17 @@ def test_kept_pages_serve_any_tag_and_go_when_room_is_needed(device: str) -> Non
 def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
     """Extents that the tag got from the pool, one by one, as on a GPU from growing tensor by tensor."""
     saver = MemorySaver(device)
-    parts = [saver.empty(2 << 20, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
-    whole = saver.empty(80 << 20, torch.uint8, tag="whole").fill_(1)
+    parts = [saver.empty(2 * MIB, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
+    whole = saver.empty(80 * MIB, torch.uint8, tag="whole").fill_(1)
     saver.pause("whole")
     saver.pause(release="keep")
-    assert len(saver._pool.extents) == 40
+    for extents in (40, 2):
+        saver.resume("whole")
+        assert saver.report().tags["whole"].extents == extents and saver.report().pool_bytes == 0
+        saver.pause("whole", release="keep")
+        assert saver.report().pool_bytes == whole.nbytes
+        saver.check_integrity()
     saver.resume("whole")
-    assert saver.report().tags["whole"].extents == 40 and saver.report().pool_bytes == 0
-    saver.pause("whole", release="keep")
-    assert saver.report().pool_bytes == whole.nbytes and len(saver._pool.extents) == 2
-    saver.check_integrity()
-    saver.resume("whole")
-    assert saver.report().tags["whole"].extents == 2 and saver.report().pool_bytes == 0
     whole.fill_(2)
     saver.pause("whole")
     saver.resume()
@@ -307,18 +262,18 @@ def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
 
 def test_an_allocation_takes_what_peers_have_imported(device: str) -> None:
     giver = memsaver.MemorySaver(device)
-    given = giver.empty(4 << 20, torch.uint8, tag="given")
-    taker = memsaver.MemorySaver(device, limit_bytes=4 << 20)
+    given = giver.empty(4 * MIB, torch.uint8, tag="given")
+    taker = memsaver.MemorySaver(device, limit_bytes=4 * MIB)
     giver.pause(release="hand_over", to=taker.pool_ticket())
-    assert taker.report().pool_bytes == 4 << 20
+    assert taker.report().pool_bytes == 4 * MIB
     with pytest.raises(memsaver.OutOfMemory, match="page pool 4.0 MiB.*trim"), taker.region("a region"):
-        torch.empty(6 << 20, dtype=torch.uint8, device=device)
-    assert taker.report().pool_bytes == 4 << 20
+        torch.empty(6 * MIB, dtype=torch.uint8, device=device)
+    assert taker.report().pool_bytes == 4 * MIB
     with pytest.raises(memsaver.OutOfMemory, match="missing under the limit of 4.0 MiB"):
-        taker.empty(6 << 20, torch.uint8, tag="too much")
+        taker.empty(6 * MIB, torch.uint8, tag="too much")
     giver.resume()
     giver.pause(release="hand_over", to=taker.pool_ticket())
-    halves = [taker.empty(2 << 20, torch.uint8, tag=f"half {i}").fill_(i) for i in range(2)]
+    halves = [taker.empty(2 * MIB, torch.uint8, tag=f"half {i}").fill_(i) for i in range(2)]
     assert [int(half[0]) for half in halves] == [0, 1]
     assert taker.report().pool_bytes == 0
     giver.resume()

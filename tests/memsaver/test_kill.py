@@ -21,7 +21,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from memsaver.owner import _owners
+from memsaver.owner import owners
 from tests.helpers.effort import rounds
 from tests.helpers.memory import machine_bytes, memfd_bytes, memory_maps, open_fds
 from tests.helpers.peers import PATIENCE, Address, Gone, Peer
@@ -102,7 +102,7 @@ def _peer(pipe: Connection, device: str, seed: int, steps: int | None) -> None:
     actor = Actor(device, seed)
     pipe.send(actor.address)
     if steps is not None:
-        _die_after(steps, type(actor.saver._backend))
+        _die_after(steps, type(actor.saver.backend))
     while True:
         message = pipe.recv()
         if isinstance(message, list):
@@ -229,7 +229,7 @@ class Survivor:
         return {
             "bytes": memfd_bytes([os.getpid()]) if self.device == "cpu" else machine_bytes(self.device),
             "imports": len(imports),
-            "owners": len(_owners),
+            "owners": len(owners),
             "fds": open_fds(),
             "threads": threading.active_count(),
         }

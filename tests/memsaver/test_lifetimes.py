@@ -128,7 +128,7 @@ def test_a_failing_driver_call_in_resume_is_undone(monkeypatch: pytest.MonkeyPat
     one = saver.empty(5000, tag="one", content="host").fill_(1)
     two = saver.empty(5000, tag="two", content="host").fill_(2)
     saver.pause()
-    real, calls = saver._backend.map, []
+    real, calls = saver.backend.map, []
 
     def fail_second(*arguments: object) -> None:
         calls.append(arguments)
@@ -136,7 +136,7 @@ def test_a_failing_driver_call_in_resume_is_undone(monkeypatch: pytest.MonkeyPat
             raise memsaver.BackendError("map failed: injected")
         real(*arguments)
 
-    monkeypatch.setattr(saver._backend, "map", fail_second)
+    monkeypatch.setattr(saver.backend, "map", fail_second)
     with pytest.raises(memsaver.BackendError, match="injected"):
         saver.resume()
     assert saver.is_paused("one") and saver.is_paused("two")

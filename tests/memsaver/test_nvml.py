@@ -66,7 +66,7 @@ class FakeNvml:
 
 @pytest.fixture(autouse=True)
 def fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_session", nvml._Session())
+    monkeypatch.setattr(nvml, "session", nvml.Session())
 
 
 Install = Callable[[FakeNvml], FakeNvml]
@@ -75,7 +75,7 @@ Install = Callable[[FakeNvml], FakeNvml]
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def put(fake: FakeNvml) -> FakeNvml:
-        monkeypatch.setattr(nvml, "_load", lambda: fake)
+        monkeypatch.setattr(nvml, "load", lambda: fake)
         return fake
 
     return put
@@ -94,14 +94,14 @@ def other() -> Any:
 
 
 def test_the_struct_is_nvmls() -> None:
-    assert ctypes.sizeof(nvml._ProcessInfo) == 24 and nvml._ProcessInfo.used.offset == 8
+    assert ctypes.sizeof(nvml.ProcessInfo) == 24 and nvml.ProcessInfo.used.offset == 8
 
 
 def test_without_the_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(nvml, "_load", absent)
+    monkeypatch.setattr(nvml, "load", absent)
     assert nvml.processes(UUID) is None
     assert nvml.holders(UUID, 5, 0) == {nvml.UNKNOWN: 5}
     assert nvml.holders(UUID, 0, 0) == {}
@@ -168,10 +168,10 @@ def test_hidden_bytes_and_foreign_ids_name_nobody_wrongly(install: Install) -> N
     named = f"process {2**22 + 1}"
     assert nvml.holders(UUID, 3 * GIB, GIB) == {named: GIB, nvml.UNKNOWN: 2 * GIB}
     install(FakeNvml([(OWN, 2 * GIB), (2**22 + 2, None)]))
-    nvml._renew()
+    nvml.renew()
     assert nvml.holders(UUID, 3 * GIB, GIB) == {nvml.OWN: GIB, nvml.HIDDEN: 2 * GIB}
     install(FakeNvml([(1, 2 * GIB), (2, GIB)]))  # ids of the host: this process is not among them
-    nvml._renew()
+    nvml.renew()
     assert nvml.holders(UUID, 3 * GIB, GIB) == {nvml.UNKNOWN: 3 * GIB}
 
 

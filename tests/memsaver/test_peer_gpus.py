@@ -127,8 +127,8 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, reach: bool) -> list[torch.device]:
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid{device.index}"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(peer, "_backend_of", made.append)
-    peer._check_reach.cache_clear()
+    monkeypatch.setattr(peer, "backend_of", made.append)
+    peer.check_reach.cache_clear()
     return made
 
 

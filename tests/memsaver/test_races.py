@@ -251,7 +251,7 @@ def test_a_lease_that_comes_too_late_is_given_back(saver: MemorySaver, monkeypat
 
 
 def test_a_busy_owner_refuses_before_its_peer_gives_up(saver: MemorySaver, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("memsaver.share._BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("memsaver.share.BUSY_SECONDS", 0.1)
     ticket = saver.share("kv")
     with _busy(saver), pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"):
         memsaver.attach(ticket)

@@ -44,7 +44,7 @@ def test_failures_are_counted_and_their_bytes_are_not(device: str) -> None:
     saver.empty(MIB, torch.uint8, tag="a")
     saver.pause()
     before = saver.statistics()["create"]
-    saver._backend.inject_fault(1, 2)
+    saver.backend.inject_fault(1, 2)
     saver.resume()  # tries once more
     after = saver.statistics()["create"]
     assert (after.calls - before.calls, after.failed, after.nbytes) == (2, 1, 2 * before.nbytes)
@@ -55,7 +55,7 @@ def test_the_log_has_operations_and_driver_calls(device: str, caplog: pytest.Log
     with caplog.at_level(logging.DEBUG, "memsaver"):
         tensor = saver.empty(4 * MIB, torch.uint8, tag="a")
         saver.pause("a")
-        saver._backend.inject_fault(1, 2)
+        saver.backend.inject_fault(1, 2)
         saver.resume("a")  # tries once more
     operations = [record.getMessage() for record in caplog.records if record.name == "memsaver"]
     assert any(text.startswith(f"pause 'a' on {device}: 0 B") for text in operations)

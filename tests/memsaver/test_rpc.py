@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memsaver import rpc
-from memsaver.share import _Handler
+from memsaver.share import Handler
 from tests.helpers.memory import open_fds
 
 
@@ -32,7 +32,7 @@ class Ends:
         return arguments, []
 
     def send(self, answer: bool, number: int, text: bytes, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self.raw, [rpc._HEADER.pack(answer, number, False) + text], list(fds))
+        socket.send_fds(self.raw, [rpc.HEADER.pack(answer, number, False) + text], list(fds))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_late_answer_leaves_no_descriptors(ends: Ends) -> None:
     assert open_fds() == before
 
 
-HEADER = rpc._HEADER.pack(False, 1, False)
+HEADER = rpc.HEADER.pack(False, 1, False)
 GARBAGE = {
     "short": b"?",
     "empty": HEADER,
@@ -93,5 +93,5 @@ class Server:
 def test_descriptors_that_nobody_takes_are_closed(op: str) -> None:
     before = open_fds()
     with pytest.raises(rpc.Refused):
-        _Handler(Server(), None)(op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
+        Handler(Server(), None)(op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
     assert open_fds() == before

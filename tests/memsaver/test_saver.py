@@ -18,7 +18,7 @@ def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     saver.empty(5, tag="other").fill_(1)
     committed = saver.report().tags["kv_cache"].committed_bytes
     live = sum(tensor.nbytes for tensor in tensors)
-    assert live <= committed < live + 2 * saver._backend.granularity + 64 * 1024
+    assert live <= committed < live + 2 * saver.backend.granularity + 64 * 1024
     before = process_bytes(device)
     fell = []
     for _ in range(20 if device == "cpu" else 1):  # other processes use the machine's shared memory, too

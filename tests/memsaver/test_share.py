@@ -183,14 +183,14 @@ def _ask_for_lease(ticket: memsaver.Ticket, token: str) -> tuple[dict[str, objec
     request = json.dumps({"op": "lease", "token": token}).encode()
     with _connected(ticket.socket_name) as connection:
         with contextlib.suppress(BrokenPipeError):
-            connection.send(rpc._HEADER.pack(False, 1, False) + request)
+            connection.send(rpc.HEADER.pack(False, 1, False) + request)
         try:
             data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 200)
         except ConnectionResetError:  # closed with our request unread
             data, fds = b"", []
         for fd in fds:
             os.close(fd)
-        return (json.loads(data[rpc._HEADER.size :]) if data else None), len(fds)
+        return (json.loads(data[rpc.HEADER.size :]) if data else None), len(fds)
 
 
 def test_a_descriptor_only_with_the_token(device: str) -> None:

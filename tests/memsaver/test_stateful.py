@@ -38,7 +38,7 @@ class SaverMachine(RuleBasedStateMachine):
         self.theirs = self.peer.empty(100_000 * self.scale, torch.uint8, tag="theirs", content="host").fill_(77)
         self.paused: dict[str, bool] = {}
         self.borrowed: set[str] = set()
-        self.grace, switch._LEASE_GRACE_SECONDS = switch._LEASE_GRACE_SECONDS, 0.01
+        self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 0.01
         self.alive: dict[int, dict] = {}
         self.counter = 0
         for tag in sorted(TAGS) if begun else ():
@@ -50,7 +50,7 @@ class SaverMachine(RuleBasedStateMachine):
             self.saver.close()
             del self.theirs
             self.peer.close()
-            switch._LEASE_GRACE_SECONDS = self.grace
+            switch.LEASE_GRACE_SECONDS = self.grace
             deadline = time.monotonic() + 5
             while self._used() != self.floor:  # imports of a closed saver are let go of by a thread
                 assert time.monotonic() < deadline

@@ -122,13 +122,13 @@ def test_every_driver_call_fails_once(device: str) -> None:
     raised = 0
     for call in itertools.count(1):
         world = World(device, (2, 4), (4, 4))
-        world.saver._backend.inject_fault(call, ERROR[device])
+        world.saver.backend.inject_fault(call, ERROR[device])
         try:
             world.swap()
         except (memsaver.MemSaverError, MemoryError):
             raised += 1
             assert world.saver.is_paused("b") and not world.saver.is_paused("a")
-        fired = world.saver._backend.inject_fault(0, 0) >= call
+        fired = world.saver.backend.inject_fault(0, 0) >= call
         world.check()
         if world.saver.is_paused("b"):
             world.swap()

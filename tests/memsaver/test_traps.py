@@ -147,7 +147,7 @@ def test_a_saver_dropped_during_a_capture_is_given_back_later() -> None:
     numbers = torch.zeros(8, device="cuda:0").add_(0)
     saver = MemorySaver("cuda:0")
     tensor = saver.empty(64 << 20, torch.uint8, tag="t")
-    backend, graph = saver._backend, torch.cuda.CUDAGraph()
+    backend, graph = saver.backend, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers.add_(1)
         del saver, tensor

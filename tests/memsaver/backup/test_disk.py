@@ -33,9 +33,9 @@ def fill(saver: memsaver.MemorySaver, *sizes: int) -> list[torch.Tensor]:
 def test_bit_identical_over_chunks_holes_and_odd_sizes(
     direct: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_CHUNK", MIB)
+    monkeypatch.setattr(disk, "CHUNK", MIB)
     if not direct:
-        monkeypatch.setattr(disk_file, "_try_direct", lambda fd: False)
+        monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
     saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
     pieces = fill(saver, 3 * MIB + 17, 1, 5, 64 * 1024, 2 * MIB, 999)
     expected = [piece.clone() for piece in pieces]

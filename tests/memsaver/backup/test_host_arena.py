@@ -47,7 +47,7 @@ def resident() -> int:
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
 def test_pieces_never_overlap_and_nothing_is_lost(segment: int, steps: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SEGMENT", segment)
+        patch.setattr(module, "SEGMENT", segment)
         _check_steps(steps)
 
 
@@ -141,7 +141,7 @@ def test_ranges_are_packed_over_pieces() -> None:
 
 
 def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SEGMENT", 2 * HUGE_PAGE)
+    monkeypatch.setattr(module, "SEGMENT", 2 * HUGE_PAGE)
     pinned = Pinned()
     arena = HostArena(pinned)
     backup = HostBackup([(0, 5 * HUGE_PAGE)], arena)
@@ -154,7 +154,7 @@ def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SEGMENT", 32 * MIB)
+    monkeypatch.setattr(module, "SEGMENT", 32 * MIB)
     pinned, before = Pinned(), resident()
 
     def pin(address: int, nbytes: int) -> None:

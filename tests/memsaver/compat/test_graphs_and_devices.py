@@ -196,7 +196,7 @@ def test_a_tag_on_two_devices() -> None:
 def test_a_tag_is_resumed_on_all_devices_or_on_none() -> None:
     tms, savers, tensors = two_devices()
     tms.pause("t")
-    backend: Any = list(savers)[1]._backend
+    backend: Any = list(savers)[1].backend
     backend.inject_fault(2, errno.ENOMEM)  # the call after the new extent: it is mapped
     with pytest.raises(BackendError):
         tms.resume("t")
@@ -228,7 +228,7 @@ class FakeGraph:
 def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """By handle, without a GPU; and a pool is dropped no earlier than its last graph."""
     dropped: list[Any] = []
-    monkeypatch.setattr(cuda_hook, "_pools", dropped)
+    monkeypatch.setattr(cuda_hook, "pools", dropped)
     monkeypatch.setattr(torch.cuda, "graph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)

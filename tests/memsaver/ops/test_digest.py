@@ -42,7 +42,7 @@ def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int
     cut = min(cut, n)
     whole = digest(x, base)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_module, "_CHUNK", chunk)
+        patch.setattr(digest_module, "CHUNK", chunk)
         assert (digest(x[:cut], base) + digest(x[cut:], base + cut)) % 2**64 == whole
 
 
@@ -112,7 +112,7 @@ def test_a_grid_is_its_elements(
     """Rows with gaps, numbers with gaps (or none, or overlapping), in blocks of any size."""
     grid = values(dtype, rows * (width + gap)).view(rows, width + gap)[:, :width]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_module, "_CHUNK", chunk)
+        patch.setattr(digest_module, "CHUNK", chunk)
         assert digest(grid, base, index_pitch=pitch) == by_definition(grid, base, pitch)
 
 

@@ -109,7 +109,7 @@ def test_grids_of_all_kinds_are_their_elements(given: list[Box], chunk: int, pro
     """One table of many kinds, with a program a row of it (0 here) or a few; rows of one element to rows of chunks."""
     case = lay_out(given, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments_module, "_MIN_CHUNK", chunk)
+        patch.setattr(segments_module, "MIN_CHUNK", chunk)
         patch.setattr(segments_triton, "ROWS", 16)  # a block: chunks have whole ones and tails
         table = SegmentTable(case.segments, CPU)
         table.launch(case.target.data_ptr(), programs=programs or None)
@@ -134,7 +134,7 @@ def test_blocks_of_the_real_size(pair: tuple[torch.dtype, torch.dtype], programs
         device,
     )
     table = SegmentTable(case.segments, torch.device(device))
-    assert {(launch.kind.aligned, launch.kind.grid) for launch in table._launches} >= {(True, True), (False, True)}
+    assert {(launch.kind.aligned, launch.kind.grid) for launch in table.launches} >= {(True, True), (False, True)}
     table.launch(case.target.data_ptr(), programs=programs)
     assert table.digest() == case.digest
     assert torch.equal(case.target, case.expected)
@@ -158,7 +158,7 @@ def segment(**changes: object) -> Segment:
 
 
 def kinds(given: Segment) -> set[tuple[bool, bool]]:
-    return {(launch.kind.aligned, launch.kind.grid) for launch in SegmentTable([given], CPU)._launches}
+    return {(launch.kind.aligned, launch.kind.grid) for launch in SegmentTable([given], CPU).launches}
 
 
 def test_how_a_grid_is_handled() -> None:
@@ -181,11 +181,11 @@ def test_far_rows_have_64_bit_addresses() -> None:
     """A pitch of 3 Gi elements, read with the numbers 5 Gi apart: rows of one buffer and of another one far away."""
     pitch, rows = 3 << 30, 4
     given = segment(count=16, rows=rows, source_pitch=pitch, target_pitch=pitch, index_pitch=5 << 30, target=64)
-    (launch,) = SegmentTable([given] * 2, CPU)._launches
+    (launch,) = SegmentTable([given] * 2, CPU).launches
     assert launch.shapes is not None and launch.shapes.tolist() == [[16, pitch, pitch, 5 << 30]], "one shape for both"
     assert launch.rows.tolist() == [[1 << 20, 64, 64, 0, 0, 0]] * 2
     long = segment(count=1 << 14, rows=rows, source_pitch=pitch, target_pitch=pitch, index_pitch=5 << 30)
-    (launch,) = SegmentTable([long], CPU)._launches
+    (launch,) = SegmentTable([long], CPU).launches
     assert launch.rows[3].tolist() == [(1 << 20) + 3 * pitch * 4, 3 * pitch * 2, 1 << 14, 15 << 30, 0, 0]
 
 
@@ -225,5 +225,5 @@ def test_tables_of_grids_are_small(hidden: int, inner: int, aligned: bool) -> No
         for i in range(56)
     ]
     table = SegmentTable(given, CPU)
-    assert {launch.kind.aligned for launch in table._launches} == {aligned}
-    assert table.nbytes < 16 << 20 and len(table._partials) > 20_000
+    assert {launch.kind.aligned for launch in table.launches} == {aligned}
+    assert table.nbytes < 16 << 20 and sum(len(launch.rows) for launch in table.launches) > 20_000

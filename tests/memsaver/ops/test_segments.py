@@ -14,7 +14,7 @@ from tests.helpers.compiler import compile_alone
 
 
 def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments_module, "_MIN_CHUNK", 64)
+    monkeypatch.setattr(segments_module, "MIN_CHUNK", 64)
     sizes = {"dtype": torch.bfloat16, "source_dtype": torch.float32}
     given = [
         Segment(source=1600, target=0, count=200, index_base=10, **sizes),  # 192 in wide accesses, 8 left
@@ -23,7 +23,7 @@ def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pyte
         Segment(source=9600, target=1024, count=128, index_base=700, **sizes),
     ]
     table = SegmentTable(given, torch.device("cpu"))
-    rows = {launch.kind.aligned: launch.rows.tolist() for launch in table._launches}
+    rows = {launch.kind.aligned: launch.rows.tolist() for launch in table.launches}
     assert rows[True] == [
         [1600, 0, 64, 10],
         [1856, 128, 64, 74],
@@ -32,7 +32,7 @@ def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pyte
         [9856, 1152, 64, 764],
     ]
     assert rows[False] == [[2368, 384, 8, 202], [8000, 402, 64, 500], [8256, 530, 6, 564]]
-    ends = {launch.kind.aligned: launch.ends for launch in table._launches}
+    ends = {launch.kind.aligned: launch.ends for launch in table.launches}
     assert ends == {True: [0, 3, 3, 3, 5], False: [0, 1, 3, 3, 3]}
 
 
@@ -42,7 +42,7 @@ def test_tables_are_small_and_small_models_have_many_programs(elements: int) -> 
     segments = [Segment(dtype=torch.bfloat16, target=i * count * 2, count=count, index_base=0) for i in range(160)]
     table = SegmentTable(segments, torch.device("cpu"))
     assert table.nbytes < 16 << 20
-    assert len(table._partials) > 20_000
+    assert sum(len(launch.rows) for launch in table.launches) > 20_000
 
 
 @pytest.mark.parametrize(

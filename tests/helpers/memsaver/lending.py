@@ -1,4 +1,4 @@
-"""For tests: two savers of this process, one of which lends to the other."""
+"""Two savers of this process, one of which lends to the other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from memsaver import MemorySaver
+from tests.helpers.memsaver.savers import MIB
 
-MIB = 1 << 20
 SIZE = 6 * MIB  # the owner's: in pieces of 4 and 2 MiB
 THEIRS = [0, 1, 1, 2, 2, 3, 3]
 """What the borrower's tensors show of the owner's."""
@@ -40,7 +40,3 @@ class World:
         self.check()
         self.saver.close()
         self.owner.close()
-
-
-THEIRS = [0, 1, 1, 2, 2, 3, 3]
-OWN = [77, *[78] * 6]

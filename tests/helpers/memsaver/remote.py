@@ -1,0 +1,124 @@
+"""A saver in another process, which does what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import memsaver
+from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket
+from memsaver.imports import imports
+from tests.helpers.memory import open_fds
+from tests.helpers.peers import Peer
+
+
+class Side:
+    """What it can be asked: the methods, by name."""
+
+    def __init__(self, device: str, nbytes: int, limit: int | None, elastic: bool) -> None:
+        self.saver = MemorySaver(device, limit_bytes=limit)
+        self.tensor = self.saver.empty(nbytes, torch.uint8, tag="t", elastic=elastic).fill_(1)
+        self.leases: list[memsaver.Lease] = []
+        self.kept = KeptLeases()
+
+    def tickets(self) -> tuple[PoolTicket, Ticket]:
+        return self.saver.pool_ticket(), self.saver.share("t", writable=True)
+
+    def fill(self, value: int) -> None:
+        self.tensor.fill_(value)
+        self.saver.backend.synchronize()
+
+    def look(self) -> tuple[int, int] | None:
+        """Its first and its last byte; None while it is paused."""
+        return None if self.saver.is_paused("t") else (int(self.tensor[0]), int(self.tensor[-1]))
+
+    def pause(self, **arguments: Any) -> None:
+        self.saver.pause(**arguments)
+
+    def resume(self) -> tuple[int, int] | None:
+        self.saver.resume()
+        return self.look()
+
+    def give(self, to: PoolTicket) -> None:
+        self.saver.pause(release="hand_over", to=to)
+
+    def release(self) -> None:
+        self.saver.pause()
+        self.saver.trim()
+
+    def attach(self, ticket: Ticket) -> int:
+        """The first byte."""
+        self.leases.append(memsaver.attach(ticket))
+        return int(self.leases[-1].tensor((1,), torch.uint8))
+
+    def detach(self) -> None:
+        self.leases.pop().close()
+
+    def use(self, ticket: Ticket, value: int) -> None:
+        """Through a lease that it keeps."""
+        with self.kept.use(ticket) as lease:
+            lease.tensor((lease.nbytes,), torch.uint8).fill_(value)
+
+    def borrow(self, ticket: Ticket) -> tuple[int, int] | None:
+        self.saver.pause()
+        self.saver.borrow("t", ticket)
+        return self.look()
+
+    def report(self) -> memsaver.Report:
+        return self.saver.report()
+
+    def held(self) -> tuple[int, int]:
+        """Imports and descriptors."""
+        return len(imports), open_fds()
+
+    def exports(self) -> int:
+        return self.saver.statistics()["export"].calls
+
+
+def _serve(pipe: Connection, *arguments: Any) -> None:
+    side = Side(*arguments)
+    pipe.send(side.tickets())
+    while True:
+        name, positional, named = pipe.recv()
+        try:
+            answer = getattr(side, name)(*positional, **named)
+            side.saver.check_integrity()
+        except MemSaverError as error:
+            answer = error
+        pipe.send(answer)
+
+
+class RemoteSaver:
+    """`Side` in another process: the same methods, and the errors of a saver are raised here. pool, ticket: to give to
+    it, and to map its tag "t"."""
+
+    def __init__(self, device: str, nbytes: int = 4 << 20, limit: int | None = None, elastic: bool = False) -> None:
+        self.peer = Peer(_serve, device, nbytes, limit, elastic)
+        self.pid = self.peer.pid
+        self.pool, self.ticket = self.peer.hear()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            answer = self.peer.ask((name, arguments, named))
+            if isinstance(answer, MemSaverError):
+                raise answer
+            return answer
+
+        return call
+
+    def kill(self) -> None:
+        self.peer.kill()
+        assert self.peer.dies_within(30)
+
+
+@contextmanager
+def remote_saver(device: str, **arguments: Any) -> Iterator[RemoteSaver]:
+    remote = RemoteSaver(device, **arguments)
+    try:
+        yield remote
+    finally:
+        remote.peer.bury()

@@ -1,0 +1,101 @@
+"""For tests of savers: driver calls that fail one after the other, threads, processes, and what is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import MemorySaver, Ticket, integrity
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
+ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class Fault:
+    """One of the coming driver calls. fired: it came that far, and failed; known afterwards."""
+
+    def __init__(self, call: int, code: int) -> None:
+        self.call, self.code, self.fired = call, code, False
+
+    @contextlib.contextmanager
+    def at(self, backend: Any) -> Iterator[None]:
+        """Inside, the call fails if it is one of this backend's."""
+        backend.inject_fault(self.call, self.code)
+        try:
+            yield
+        finally:
+            self.fired = backend.inject_fault(0, 0) >= self.call
+
+
+def every_call(device: str) -> Iterator[Fault]:
+    """Round by round: the first driver call fails, the second ... until a round has fewer."""
+    fault = Fault(0, 0)
+    while fault.fired or not fault.call:
+        fault = Fault(fault.call + 1, ERROR[device])
+        yield fault
+
+
+def until(done: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Wait for what another thread or process does, however busy the machine is."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"after {seconds:g} s still not"
+        time.sleep(0.002)
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What functions return that run at the same time, each in a thread; raises what one of them raises."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [future.result(120) for future in [threads.submit(work) for work in works]]
+
+
+def shared(device: str, nbytes: int = 4 * MIB, value: int = 1) -> tuple[MemorySaver, torch.Tensor, Ticket]:
+    """A saver whose tag "t" is one tensor, and the writable ticket of it."""
+    saver = MemorySaver(device)
+    tensor = saver.empty(nbytes, torch.uint8, tag="t").fill_(value)
+    return saver, tensor, saver.share("t", writable=True)
+
+
+@contextlib.contextmanager
+def busy(saver: MemorySaver) -> Iterator[None]:
+    """Another thread is in an operation of the saver, and stays there."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay(*_: object) -> None:
+        inside.set()
+        leave.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr(integrity, "check", stay)
+        thread.submit(saver.check_integrity)
+        assert inside.wait(60)
+        try:
+            yield
+        finally:
+            leave.set()
+
+
+def python(code: str, *, status: int = 0, **environment: str) -> str:
+    """What a fresh interpreter prints that runs the code; it must end with the status."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout.strip()
