@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import itertools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,25 +12,18 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.backends.peer import peer_backend
-from tests.helpers.memory import open_fds, process_bytes
+from tests.helpers.memory import open_fds, process_bytes, settled_fds
+from tests.helpers.memsaver.savers import every_call, until
 
-ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
+pytestmark = pytest.mark.alone
 
 
-@dataclass
 class World:
     """A saver with a tag of each kind: kept on the host, undefined after a pause, and of several extents."""
 
-    device: str
-    saver: MemorySaver = field(init=False)
-    receiver: MemorySaver = field(init=False)
-    theirs: Any = field(init=False)
-    kept: Any = field(init=False)
-    loose: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.saver = MemorySaver(self.device)
-        self.receiver = MemorySaver(self.device)
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.saver, self.receiver = MemorySaver(device), MemorySaver(device)
         self.theirs = self.receiver.empty(7 << 20, torch.uint8, tag="theirs")
         self.receiver.pause()
         self.kept = self.saver.empty(50_000, torch.uint8, tag="kept", content="host").fill_(7)
@@ -93,10 +82,6 @@ def pause_keep(world: World) -> None:
     world.saver.pause(release="keep")
 
 
-def pause(world: World) -> None:
-    world.saver.pause()
-
-
 def keep_one(world: World) -> None:
     world.saver.pause("loose", release="keep")
 
@@ -116,9 +101,9 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
     "new tag": (nothing, new_tag),
     "new tag beside kept pages": (keep_one, new_tag),
     "region": (nothing, region),
-    "pause": (nothing, pause),
+    "pause": (nothing, lambda world: world.saver.pause()),
     "pause, kept": (nothing, pause_keep),
-    "resume": (pause, lambda world: world.saver.resume()),
+    "resume": (lambda world: world.saver.pause(), lambda world: world.saver.resume()),
     "resume from the pool": (pause_keep, lambda world: world.saver.resume()),
     "trim": (pause_keep, lambda world: world.saver.trim()),
     "attach": (nothing, attach_and_close),
@@ -133,22 +118,20 @@ def test_one_call_after_the_other(name: str, device: str) -> None:
     before, operation = OPERATIONS[name]
     attach_and_close(World(device))  # loads what the first use loads
     gc.collect()
-    floor = process_bytes(device), open_fds()
+    floor = process_bytes(device), settled_fds()
     raised = 0
-    for call in itertools.count(1):
+    for fault in every_call(device):
         world = World(device)
-        backend = world.backend_of(name)
         before(world)
         state = world.state()
-        backend.inject_fault(call, ERROR[device])
         try:
-            operation(world)
+            with fault.at(world.backend_of(name)):
+                operation(world)
         except (memsaver.MemSaverError, MemoryError) as error:
             raised += 1
             assert str(error)
             if name.split(",")[0] not in ("attach", "trim", "hand over"):
                 assert world.state()[: len(state)] == state or "new" in world.saver.tags
-        fired = backend.inject_fault(0, 0) >= call
         world.check()
         world.receiver.pause()
         world.saver.resume()
@@ -160,11 +143,7 @@ def test_one_call_after_the_other(name: str, device: str) -> None:
         world.receiver.close()
         world.saver.close()
         del world
-        if not fired:
-            break
-    assert (raised > 0 or name == "trim") and call >= 2
-    deadline = time.monotonic() + 5  # connections are closed by their own threads
-    while device == "cpu" and (process_bytes(device), open_fds()) > floor:
-        gc.collect()
-        assert time.monotonic() < deadline, f"{(process_bytes(device), open_fds())}, before {floor}"
-        time.sleep(0.01)
+    assert (raised > 0 or name == "trim") and fault.call >= 2
+    gc.collect()
+    # Connections are closed by their own threads.
+    until(lambda: device != "cpu" or (process_bytes(device) <= floor[0] and open_fds() <= floor[1]))

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-import subprocess
-import sys
 import threading
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
 import memsaver
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from tests.helpers.memory import memfd_bytes
+from tests.helpers.memsaver.savers import at_once, python
+from tests.helpers.peers import Peer
 
 
 def test_exit_with_paused_and_active_tags(device: str) -> None:
@@ -39,36 +30,28 @@ saver.pause("a")
 cycle = [a, b]; cycle.append(cycle)
 print("end")
 """
-    assert run(code) == "end"
+    assert python(code) == "end"
 
 
 def test_a_forked_child_is_inert_and_holds_nothing() -> None:
-    code = """
-import gc, os, memsaver, torch
-from tests.helpers.memory import memfd_bytes
-saver = memsaver.MemorySaver("cpu")
-with saver.region("a"):
-    a = torch.ones(100000)
-b = saver.empty(1000, tag="b").fill_(3)
-child = os.fork()
-if child == 0:
-    if memfd_bytes([os.getpid()]):
-        os._exit(2)
-    del a, b
-    gc.collect()
-    try:
-        saver.pause("a")
-    except memsaver.StateError as error:
-        assert "forked child" in str(error)
-        os._exit(0)
-    os._exit(1)
-assert os.waitpid(child, 0)[1] == 0
-assert memfd_bytes([os.getpid()])
-assert a.sum() == 100000 and b.sum() == 3000
-saver.check_integrity()
-print("fine")
-"""
-    assert run(code) == "fine"
+    saver = memsaver.MemorySaver("cpu")
+    with saver.region("a"):
+        a = torch.ones(100000)
+    b = saver.empty(1000, tag="b").fill_(3)
+    if not (child := os.fork()):
+        code = 1
+        with contextlib.suppress(BaseException):
+            assert not memfd_bytes([os.getpid()])
+            del a, b
+            gc.collect()
+            with pytest.raises(memsaver.StateError, match="forked child"):
+                saver.pause("a")
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert memfd_bytes([os.getpid()])
+    assert a.sum() == 100000 and b.sum() == 3000
+    saver.check_integrity()
 
 
 def test_without_a_compiler_regions_say_so_and_empty_works(tmp_path: Path) -> None:
@@ -90,61 +73,28 @@ except memsaver.CompilerError as error:
     print("g++" in str(error))
 saver.pause()
 """
-    assert run(code, PATH="", XDG_CACHE_HOME=str(tmp_path)) == "True"
+    assert python(code, PATH="", XDG_CACHE_HOME=str(tmp_path)) == "True"
 
 
 def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:
     saver = memsaver.MemorySaver(device)
-    failures: list[BaseException] = []
 
     def work(name: str) -> None:
-        try:
-            for step in range(30):
-                with saver.region(name):
-                    pieces = [torch.full((1000 + 64 * step,), step, device=device) for _ in range(5)]
-                assert all(int(piece[0]) == step for piece in pieces)
-                saver.pause(name)
-                handed = threading.Thread(target=pieces.clear)
-                handed.start()
-                handed.join()
-                saver.resume(name)
-        except BaseException as error:
-            failures.append(error)
+        for step in range(30):
+            with saver.region(name):
+                pieces = [torch.full((1000 + 64 * step,), step, device=device) for _ in range(5)]
+            assert all(int(piece[0]) == step for piece in pieces)
+            saver.pause(name)
+            handed = threading.Thread(target=pieces.clear)
+            handed.start()
+            handed.join()
+            saver.resume(name)
 
-    threads = [threading.Thread(target=work, args=(f"tag{n}",)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(*(partial(work, f"tag{n}") for n in range(3)))
     if device != "cpu":
         torch.cuda.empty_cache()
     saver.check_integrity()
     assert sum(tag.live_bytes for tag in saver.report().tags.values()) == 0
-
-
-def test_a_failing_driver_call_in_resume_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = memsaver.MemorySaver("cpu")
-    one = saver.empty(5000, tag="one", content="host").fill_(1)
-    two = saver.empty(5000, tag="two", content="host").fill_(2)
-    saver.pause()
-    real, calls = saver.backend.map, []
-
-    def fail_second(*arguments: object) -> None:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise memsaver.BackendError("map failed: injected")
-        real(*arguments)
-
-    monkeypatch.setattr(saver.backend, "map", fail_second)
-    with pytest.raises(memsaver.BackendError, match="injected"):
-        saver.resume()
-    assert saver.is_paused("one") and saver.is_paused("two")
-    assert saver.report().committed_bytes == 0
-    saver.check_integrity()
-    monkeypatch.undo()
-    saver.resume()
-    assert one.sum() == 5000 and two.sum() == 10000
 
 
 def test_no_host_memory_for_the_backup_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,17 +113,20 @@ def test_no_host_memory_for_the_backup_changes_nothing(device: str, monkeypatch:
     del larger
 
 
+def _first_regions(pipe: Connection) -> None:
+    """In a process that has had none yet."""
+    saver, start = memsaver.MemorySaver("cpu"), threading.Barrier(8)
+
+    def work(n: int) -> None:
+        start.wait()
+        with saver.region(f"tag{n}"):
+            torch.ones(100)
+
+    at_once(*(partial(work, n) for n in range(8)))
+    pipe.send(int(torch.ones(100).sum()))
+
+
 def test_the_hook_is_installed_once_however_many_threads_ask() -> None:
-    code = """
-import threading, memsaver, torch
-saver = memsaver.MemorySaver("cpu")
-start = threading.Barrier(8)
-def work(n):
-    start.wait()
-    with saver.region(f"tag{n}"):
-        torch.ones(100)
-threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-[thread.start() for thread in threads]; [thread.join() for thread in threads]
-print(int(torch.ones(100).sum()))
-"""
-    assert run(code) == "100"
+    peer = Peer(_first_regions)
+    assert peer.hear() == 100
+    peer.bury()

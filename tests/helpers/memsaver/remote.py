@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import memsaver
-from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket
+from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket, rpc
 from memsaver.imports import imports
 from tests.helpers.memory import open_fds
 from tests.helpers.peers import Peer
@@ -19,7 +19,8 @@ from tests.helpers.peers import Peer
 class Side:
     """What it can be asked: the methods, by name."""
 
-    def __init__(self, device: str, nbytes: int, limit: int | None, elastic: bool) -> None:
+    def __init__(self, pipe: Connection, device: str, nbytes: int, limit: int | None, elastic: bool) -> None:
+        self.pipe = pipe
         self.saver = MemorySaver(device, limit_bytes=limit)
         self.tensor = self.saver.empty(nbytes, torch.uint8, tag="t", elastic=elastic).fill_(1)
         self.leases: list[memsaver.Lease] = []
@@ -46,6 +47,26 @@ class Side:
     def give(self, to: PoolTicket) -> None:
         self.saver.pause(release="hand_over", to=to)
 
+    def meet(self, to: PoolTicket) -> str | None:
+        """Give, but meet whoever asks in the moment before the offer; "refused", if it was, without waiting in vain."""
+        call = rpc.Endpoint.call
+
+        def after_a_word(endpoint: rpc.Endpoint, name: str, **arguments: Any) -> Any:
+            if name == "offer":
+                self.pipe.send("ready")
+                self.pipe.recv()
+            return call(endpoint, name, **arguments)
+
+        rpc.Endpoint.call = after_a_word  # type: ignore[method-assign]
+        try:
+            self.give(to)
+        except memsaver.LeaseError as error:
+            assert "gave no answer" not in str(error) and "busy for" not in str(error), error
+            return "refused"
+        finally:
+            rpc.Endpoint.call = call  # type: ignore[method-assign]
+        return None
+
     def release(self) -> None:
         self.saver.pause()
         self.saver.trim()
@@ -54,6 +75,11 @@ class Side:
         """The first byte."""
         self.leases.append(memsaver.attach(ticket))
         return int(self.leases[-1].tensor((1,), torch.uint8))
+
+    def read_words(self, ticket: Ticket, offset: int) -> list[int]:
+        """Eight at a byte offset, through a lease that stays."""
+        self.leases.append(memsaver.attach(ticket))
+        return self.leases[-1].tensor((8,), torch.int64, byte_offset=offset).tolist()
 
     def detach(self) -> None:
         self.leases.pop().close()
@@ -80,7 +106,7 @@ class Side:
 
 
 def _serve(pipe: Connection, *arguments: Any) -> None:
-    side = Side(*arguments)
+    side = Side(pipe, *arguments)
     pipe.send(side.tickets())
     while True:
         name, positional, named = pipe.recv()
