@@ -15,9 +15,9 @@ from kvcache.ops.units_triton import WORDS, unit_pointer
 if TYPE_CHECKING:
     from kvcache.ops.staging import Writers
 
-_MAX_BLOCK = 1024  # units a program
-_MAX_BLOCKS = 65535  # programs in the second dimension of a CUDA grid; where there is more to do, they go round
-_WARPS = 8
+MAX_BLOCK = 1024  # units a program
+MAX_BLOCKS = 65535  # programs in the second dimension of a CUDA grid; where there is more to do, they go round
+WARPS = 8
 
 
 def gather_triton(k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ def gather_triton(k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: t
     with torch.cuda.device_of(k):
         gather_kernel[(2 * layers, blocks)](
             k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, heads,
-            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=_WARPS,
+            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def scatter_triton(
     with torch.cuda.device_of(k):
         scatter_kernel[(len(writers.heads) * 2 * layers, blocks)](
             k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, writers.table,
-            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=_WARPS,
+            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -57,9 +57,9 @@ def _instance(
     for pages in (k, v):
         unit = math.gcd(unit, pages.data_ptr(), pages.shape[3], *pages.stride()[:3])
     widest = heads * max(k.shape[3], v.shape[3]) // unit
-    columns = min(_MAX_BLOCK, triton.next_power_of_2(widest))
+    columns = min(MAX_BLOCK, triton.next_power_of_2(widest))
     chunks = triton.cdiv(widest, columns)
-    blocks = triton.cdiv(tokens, _MAX_BLOCK // columns) * chunks
+    blocks = triton.cdiv(tokens, MAX_BLOCK // columns) * chunks
     constants = {
         "K_UNITS": k.shape[3] // unit,
         "V_UNITS": v.shape[3] // unit,
@@ -67,9 +67,9 @@ def _instance(
         "VECTOR": 2 if unit == 16 else 1,
         "COLUMNS": columns,
         "CHUNKS": chunks,
-        "BLOCK": _MAX_BLOCK,
+        "BLOCK": MAX_BLOCK,
     }
-    return unit, constants, min(blocks, _MAX_BLOCKS)
+    return unit, constants, min(blocks, MAX_BLOCKS)
 
 
 @triton.jit

@@ -23,9 +23,9 @@ class RoutedKVPool(KVPool):
     """
 
     def __init__(self, pools: Sequence[MHATokenToKVPool], routes: Mapping[int, tuple[MHATokenToKVPool, int]]) -> None:
-        self._pools = tuple(pools)
+        self.pools = tuple(pools)
         self._routes = dict(routes)
-        first = self._pools[0]
+        first = self.pools[0]
         self.size, self.page_size, self.device, self.dtype = first.size, first.page_size, first.device, first.dtype
 
     @abstractmethod
@@ -44,12 +44,12 @@ class RoutedKVPool(KVPool):
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token that every pool holds."""
-        return sum(pool.bytes_per_token for pool in self._pools)
+        return sum(pool.bytes_per_token for pool in self.pools)
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
         pool, index = self.route(layer_id)
@@ -79,30 +79,30 @@ class RoutedKVPool(KVPool):
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         check_pairs(tgt_loc, src_loc, self.device)
-        for pool in self._pools:
+        for pool in self.pools:
             pool.move_kv_cache(self._slots(pool, tgt_loc), self._slots(pool, src_loc))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
         check_loc("indices", indices, self.device)
-        copies = [pool.get_cpu_copy(self._slots(pool, indices)) for pool in self._pools]
+        copies = [pool.get_cpu_copy(self._slots(pool, indices)) for pool in self.pools]
         return HostCopy(tuple(c.format for c in copies), tuple(t for c in copies for t in c.tensors))
 
     def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
         check_loc("indices", indices, self.device)
-        if len(copy.format) != len(self._pools) or not all(isinstance(each, tuple) for each in copy.format):
-            raise ValueError(f"the host copy is of {copy.format}, not of {len(self._pools)} pools")
+        if len(copy.format) != len(self.pools) or not all(isinstance(each, tuple) for each in copy.format):
+            raise ValueError(f"the host copy is of {copy.format}, not of {len(self.pools)} pools")
         parts, start = [], 0
-        for pool, form in zip(self._pools, copy.format, strict=True):
+        for pool, form in zip(self.pools, copy.format, strict=True):
             count = pool.num_parts
             parts.append(HostCopy(form, copy.tensors[start : start + count]))  # type: ignore[arg-type]
             start += count
-        for pool, part in zip(self._pools, parts, strict=True):
+        for pool, part in zip(self.pools, parts, strict=True):
             pool.check_cpu_copy(part, len(indices))  # all of them before the first is written
-        for pool, part in zip(self._pools, parts, strict=True):
+        for pool, part in zip(self.pools, parts, strict=True):
             pool.load_cpu_copy(part, self._slots(pool, indices))
 
     def on_resume(self) -> None:
-        for pool in self._pools:
+        for pool in self.pools:
             pool.on_resume()
 
 

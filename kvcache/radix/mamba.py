@@ -53,7 +53,7 @@ class MambaRadixCache(PrefixTree):
     @property
     def evictable_states(self) -> int:
         """States that `evict_states` can free."""
-        return sum(len(generation.states) for generation in self._generations())
+        return sum(len(generation.states) for generation in self.generations())
 
     @property
     def protected_states(self) -> int:
@@ -109,7 +109,7 @@ class MambaRadixCache(PrefixTree):
             raise ValueError(f"can't evict {count} states; pass a count >= 0")
         gone: list[RadixNode] = []
         before = self._num_states
-        for generation in self._generations():
+        for generation in self.generations():
             while before - self._num_states < count and generation.states:
                 node = generation.states.pop()
                 if node.children:
@@ -120,14 +120,14 @@ class MambaRadixCache(PrefixTree):
         return before - self._num_states
 
     def reset(self) -> None:
-        held = [node.state for g in self._generations() for node in g.nodes() if node.state]
+        held = [node.state for g in self.generations() for node in g.nodes() if node.state]
         super().reset()
         self.states.free(held)
         self._num_states = 0
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        held = [node.state for g in self._generations() for node in g.nodes() if node.state]
+        held = [node.state for g in self.generations() for node in g.nodes() if node.state]
         assert len(held) == len(set(held)) == self._num_states, "a state is in the cache twice, or was lost"
 
     def _check_node(self, node: RadixNode) -> None:

@@ -30,6 +30,11 @@ class EvictionQueue(Generic[T]):
     def __contains__(self, item: T) -> bool:
         return item in self._live
 
+    @property
+    def entries(self) -> int:
+        """Of the heap, outdated ones too."""
+        return len(self._heap)
+
     def is_right(self, item: T, wanted: bool) -> bool:
         """Whether an item is queued exactly where that is `wanted`, and comes up in time."""
         entry = self._live.get(item)

@@ -86,7 +86,7 @@ class PrefixTree:
 
     def pages(self) -> Int64Array:
         """All pages that the cache owns, those of older versions included, int64. Walks all nodes."""
-        return np.concatenate([EMPTY, *(node.pages for each in self._generations() for node in each.nodes())])
+        return np.concatenate([EMPTY, *(node.pages for each in self.generations() for node in each.nodes())])
 
     def raise_version(self, version: int) -> None:
         """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others, locked ones once
@@ -132,7 +132,7 @@ class PrefixTree:
             raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
         before = self._evictable
-        for generation in self._generations():
+        for generation in self.generations():
             while before - self._evictable < num_tokens and generation.leaves:
                 gone += self._remove(generation.leaves.pop())
         dropped = before - self._evictable
@@ -143,7 +143,7 @@ class PrefixTree:
         """Drops everything. ValueError, with nothing changed, while something is locked."""
         if self._protected:
             raise ValueError(f"{self._protected} tokens are locked; end the requests that use them before reset()")
-        gone = [node for generation in self._generations() for node in generation.nodes()]
+        gone = [node for generation in self.generations() for node in generation.nodes()]
         self._garbage.clear()
         self._current = Generation(self.version, self._policy)
         self._evictable = 0
@@ -152,21 +152,22 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Raises AssertionError when counters, locks or queues differ from what a walk finds. Costs O(tokens)."""
         evictable = protected = 0
-        for generation in self._generations():
+        for generation in self.generations():
             free, locked = check_generation(generation, self.page_size)
             assert generation is self._current or generation.tokens, f"version {generation.version} is empty and kept"
             evictable, protected = evictable + free, protected + locked
             for node in generation.nodes():
                 self._check_node(node)
         assert (evictable, protected) == (self._evictable, self._protected), "sizes differ from a walk"
-        check_pages([node.pages for g in self._generations() for node in g.nodes()], self.allocator)
+        check_pages([node.pages for g in self.generations() for node in g.nodes()], self.allocator)
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""
         wanted = not node.children and node.lock_ref == 0
         assert node.generation.leaves.is_right(node, wanted), f"{node} is queued though used, or not, or too late"
 
-    def _generations(self) -> list[Generation]:
+    def generations(self) -> list[Generation]:
+        """The trees of every version that holds tokens, oldest first, and those of the current one."""
         return [*self._garbage.values(), self._current]
 
     def _check_present(self, node: RadixNode) -> None:

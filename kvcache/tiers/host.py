@@ -52,7 +52,8 @@ class HostCacheConfig:
 
 
 class HostKVCache:
-    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which, `allocator` says.
+    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which, `allocator` says, and
+    where they lie, `plan`.
 
     Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the device. Device
     slots are int64 on the CPU, checked and sent, or on the device, unchecked, as that would synchronise. A pause of the
@@ -72,7 +73,7 @@ class HostKVCache:
         self.allocator = PagedTokenToKVPoolAllocator(pages * self.page_size, self.page_size, "cpu")
         self.nbytes = pages * self.page_bytes
         self._block = host_memory(self.nbytes, pool.device)
-        self._plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
+        self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
         self.recent: deque[Transfer] = deque(maxlen=_RECENT)  # oldest first; who measures takes them out
         self.accept_scales()
         self._impl = impl
@@ -122,7 +123,7 @@ class HostKVCache:
         self._check_issued(as_int64([page], "page"))
         if self._stream is not None:
             self._stream.synchronize()
-        return [part.host[:, page - 1] for part in self._plan.parts]
+        return [part.host[:, page - 1] for part in self.plan.parts]
 
     def _start(self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool) -> Transfer:
         host_rows = self._host_rows(host_slots)
@@ -132,7 +133,7 @@ class HostKVCache:
         if self._stream is None:
             started = time.perf_counter()
             for group in groups:
-                copy_rows(self._plan, host_rows, device_slots, group, to_host, self._impl)
+                copy_rows(self.plan, host_rows, device_slots, group, to_host, self._impl)
             clock = Clock(nbytes=self._bytes(host_rows, layers), to_host=to_host, seconds=time.perf_counter() - started)
             self.recent.append(Transfer(layers, {}, clock))
         else:
@@ -160,7 +161,7 @@ class HostKVCache:
         with torch.cuda.stream(stream):
             start = stream.record_event(torch.cuda.Event(enable_timing=True))
             for group in groups:
-                copy_rows(self._plan, rows, slots, group, to_host, self._impl)
+                copy_rows(self.plan, rows, slots, group, to_host, self._impl)
                 events |= dict.fromkeys(group, stream.record_event(torch.cuda.Event(enable_timing=True)))
         return Transfer(layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start))
 

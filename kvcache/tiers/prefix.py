@@ -144,7 +144,7 @@ class TieredPrefixCache(RadixCache):
     def check_integrity(self) -> None:
         super().check_integrity()
         self.lower.check_integrity()
-        held = {int(page) for g in self._generations() for node in g.nodes() for page in node.pages}
+        held = {int(page) for g in self.generations() for node in g.nodes() for page in node.pages}
         assert held == self._hashes.keys(), "a page of the tree has no hash, or the reverse"
 
     def _count_hits(self, pages: Int64Array) -> None:

@@ -15,9 +15,8 @@ def test_opt_13b_in_fp16_takes_819200_bytes_a_token() -> None:
     assert config.nbytes == 819_200 * (2048 + 16)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_config_refuses() -> None:
+    for changes, message in (
         ({"size": 33}, "33 tokens, not a multiple of page_size 16; use 32 or 48"),
         ({"num_layers": 0}, "num_layers must be a whole number >= 1"),
         ({"page_size": 2.0}, "page_size must be a whole number"),
@@ -26,33 +25,14 @@ def test_opt_13b_in_fp16_takes_819200_bytes_a_token() -> None:
         ({"size": 2**31, "page_size": 16}, "fewer than 2"),
         ({"dtype": torch.int32}, "int32 can't be stored; use one of"),
         ({"device": "nowhere"}, "'nowhere' is no device"),
-    ],
-)
-def test_config_refuses(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KVCacheConfig(**(GOOD | changes))
-
-
-def test_config_is_keyword_only_and_frozen() -> None:
-    config = KVCacheConfig(**GOOD)
-    with pytest.raises(AttributeError):
-        config.size = 64  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        KVCacheConfig(2, 1, 8)  # type: ignore[misc,call-arg]
-
-
-def test_table_shape_and_padding_row() -> None:
-    table = ReqToTokenPool(3, 5, DEVICE)
-    assert table.req_to_token.shape == (4, 5)
-    assert table.req_to_token.dtype == torch.int32
-    handles = table.alloc([None, None, None])
-    assert handles is not None
-    assert sorted(h.row for h in handles) == [1, 2, 3]
-    table.check_integrity()
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVCacheConfig(**(GOOD | changes))
 
 
 def test_alloc_is_all_or_none_and_keeps_held_rows() -> None:
     table = ReqToTokenPool(3, 5, DEVICE)
+    assert (table.req_to_token.shape, table.req_to_token.dtype) == ((4, 5), torch.int32)
     first = table.alloc([None, None])
     assert first is not None
     assert table.alloc([None, None]) is None
@@ -60,6 +40,7 @@ def test_alloc_is_all_or_none_and_keeps_held_rows() -> None:
     again = table.alloc([first[1], None, first[0]])
     assert again is not None
     assert (again[0], again[2]) == (first[1], first[0])
+    assert sorted(h.row for h in again) == [1, 2, 3]  # row 0 is padding
     assert table.available_size() == 0
     assert table.alloc([first[0]]) == [first[0]]
     table.check_integrity()
@@ -91,55 +72,11 @@ def test_writes() -> None:
     assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
 
 
-def test_table_needs_rows_and_positions() -> None:
+def test_what_is_wrong_is_named() -> None:
     for size, length in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match="at least one row"):
             ReqToTokenPool(size, length, DEVICE)
-
-
-def test_shortage_of_rows_names_the_request() -> None:
     table = ReqToTokenPool(2, 4, DEVICE)
     table.alloc([None])
-    assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in table.shortage(
-        "request 5", 3
-    )
-
-
-class WithState(ReqToTokenPool):
-    """Requests that hold a state slot besides their row, of which there are fewer: what a hybrid pool does."""
-
-    def __init__(self, size: int, states: int) -> None:
-        super().__init__(size, 4, DEVICE)
-        self.free_states = list(range(states, 0, -1))
-        self.state = [0] * (size + 1)
-
-    def _fits(self, count: int) -> bool:
-        return super()._fits(count) and count <= len(self.free_states)
-
-    def _take(self, count: int) -> list[ReqHandle]:
-        handles = super()._take(count)
-        for handle in handles:
-            self.state[handle.row] = self.free_states.pop()
-        return handles
-
-    def _drop(self, row: int) -> None:
-        self.free_states.append(self.state[row])
-        self.state[row] = 0
-        super()._drop(row)
-
-
-def test_a_pool_with_more_than_rows_stays_all_or_none() -> None:
-    table = WithState(4, 2)
-    assert table.alloc([None, None, None]) is None
-    assert (table.available_size(), table.free_states) == (4, [2, 1])
-    handles = table.alloc([None, None])
-    assert handles is not None
-    kept = list(table.state)
-    assert table.alloc([*handles]) == handles
-    assert table.alloc([handles[0], None]) is None
-    assert table.state == kept
-    table.free(handles[0])
-    with pytest.raises(ValueError, match="stale"):
-        table.free(handles[0])
-    assert table.free_states == [1]
-    table.check_integrity()
+    shortage = table.shortage("request 5", 3)
+    assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in shortage

@@ -27,7 +27,7 @@ def test_resize_keeps_addresses_and_what_stays() -> None:
     saver = new_saver()
     big = 64 * 1024
     pool = MHATokenToKVPool(mha(torch.bfloat16, size=big, slot_major=True), saver)
-    granularity = saver._backend.granularity
+    granularity = saver.backend.granularity
     full = pool.nbytes
     write(pool, at(4, 900))
     before, address = pool.get_rows(1, at(4, 900)), pool.get_kv_buffer(0)[0].data_ptr()

@@ -9,6 +9,7 @@ import torch
 from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, PagedTokenToKVPoolAllocator, ReqHandle
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
+from tests.helpers.kvcache.pools import new_saver
 
 CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
 
@@ -38,10 +39,6 @@ def values(pool: MambaPool, slot: int) -> list[float]:
         (value,) = {x for state in (*conv, temporal) for x in state[slot].flatten().tolist()}
         found.append(value)
     return found
-
-
-def new_saver() -> MemorySaver:
-    return MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
 
 
 def test_shapes_and_bytes() -> None:
@@ -184,20 +181,24 @@ def test_rows_and_slots_are_taken_together_or_not_at_all() -> None:
 def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     table = hybrid(rows=4, slots=4)
 
-    def fail(slots: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+    # zeroing the states fails, then the map on the device, once: what was taken is mapped to nothing after that
+    for operation in ("index_fill_", "index_copy_"):
+        original, calls = getattr(torch.Tensor, operation), []
 
-    monkeypatch.setattr(table.mamba, "_zero", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        table.alloc([None, None])
-    monkeypatch.undo()
-    assert (table.available_size(), table.mamba.available_size()) == (4, 4)
-    monkeypatch.setattr(table, "_map", lambda rows, slots: fail(slots) if any(slots) else None)
-    with pytest.raises(torch.OutOfMemoryError):
-        table.alloc([None, None])
-    monkeypatch.undo()
-    assert (table.available_size(), table.mamba.available_size()) == (4, 4)
-    table.check_integrity()
+        def fail_once(
+            self: torch.Tensor, *arguments: Any, original: Any = original, calls: Any = calls
+        ) -> torch.Tensor:
+            calls.append(self)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return original(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, operation, fail_once)
+            with pytest.raises(torch.OutOfMemoryError):
+                table.alloc([None, None])
+        assert (table.available_size(), table.mamba.available_size()) == (4, 4)
+        table.check_integrity()
 
 
 def test_random_requests_keep_one_slot_each() -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool, SWATokenToKVPoolAllocator
-from tests.benchmarks.kvcache.base import Scale, check_no_wait
+from tests.benchmarks.common import Scale, check_no_wait
 from tests.helpers.kvcache.blocks import make_pool
 
 TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
-SCALE = Scale(device=torch.device("cuda:0"), tiny=True, bandwidth=1.0)
+SCALE = Scale(device=torch.device("cuda:0"), tiny=True)
 
 
 @pytest.mark.gpu

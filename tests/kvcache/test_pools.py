@@ -1,4 +1,4 @@
-"""What every pool of token rows does: accounting, padding page, copies, moves, pauses, mistakes."""
+"""What every pool of token rows does: accounting, padding page, rows, copies, moves, pauses, mistakes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.helpers.kvcache.blocks import DEVICE
-from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, blocks, make, new_saver, rows_for, stored, write
+from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
+from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, new_saver, rows_for, stored, write
 
 
 @pytest.fixture(params=list(POOLS))
@@ -27,22 +28,47 @@ def test_bytes_are_exact_on_the_tag(name: str, saver: MemorySaver) -> None:
     pool, per_token = make(name, saver), POOLS[name][1]
     assert pool.bytes_per_token == per_token
     expected = per_token * SLOTS if name != "swa" else per_token // 2 * (SLOTS + 16 + PS)
-    assert pool.nbytes == expected == sum(b.numel() for b in blocks(pool))
-    assert pool.nbytes == sum(t.numel() * t.element_size() for t in stored(pool))
+    assert pool.nbytes == expected == sum(part.numel() for part in stored(pool))
     report = saver.report().tags["kv_cache"]
-    page = saver._backend.granularity
+    assert saver.tags == ["kv_cache"] and report.content == "discard"
     assert expected <= report.live_bytes <= expected + 4096
+    page = saver.backend.granularity
     assert report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"  # in whole extents there
+    for part in stored(pool):
+        assert 0 <= saver.offset_of(part) < report.committed_bytes
 
 
 def test_parts_do_not_overlap(name: str) -> None:
+    """Bytes are exact, so that there are no gaps either."""
     pool = make(name)
-    for block in blocks(pool):
-        block.zero_()
     for part in stored(pool):
-        part.view(torch.uint8).add_(1)
-    for block in blocks(pool):
-        assert (block == 1).all()
+        part.zero_()
+    for part in stored(pool):
+        part.add_(1)
+    assert all((part == 1).all() for part in stored(pool))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("slot_major", [False, True])
+def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype, slot_major: bool) -> None:
+    fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8, "dtype": dtype, "slot_major": slot_major}
+    pool = make_pool(size=8, page_size=2, **fields)
+    before = [part.fill_(7).clone() for part in stored(pool)]
+    generator = torch.Generator().manual_seed(0)
+    # every bit pattern is fair: NaN with payload, infinities, denormals
+    raw = [torch.randint(0, 256, (4, 3, w * dtype.itemsize), dtype=torch.uint8, generator=generator) for w in (4, 8)]
+    k, v = (part.to(DEVICE).view(dtype) for part in raw)
+    loc = [9, 2, 5, 3]
+    pool.set_kv_buffer(1, at(*loc), k, v)
+    for part, old, rows, given in zip(stored(pool), before, raw, (k, v), strict=True):
+        old[1, loc] = rows.to(DEVICE)
+        assert torch.equal(part, old)
+        assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "what was given is modified"
+    views = pool.get_kv_buffer(1)
+    assert [view.dtype for view in views] == [dtype] * 2
+    assert all(torch.equal(view.view(torch.uint8), old[1]) for view, old in zip(views, before, strict=True))
 
 
 def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
@@ -50,15 +76,17 @@ def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySav
     pool = make(name, saver)
     assert not any(part[:, :PS].any() for part in stored(pool))
     addresses = [part.data_ptr() for part in stored(pool)]
+    nbytes = pool.nbytes
     for step in range(3):
         saver.pause("kv_cache")
+        assert saver.report().tags["kv_cache"].committed_bytes == 0 and pool.nbytes == nbytes
         saver.resume("kv_cache")
-        for block in blocks(pool):
-            block.fill_(255)  # NaN in every dtype: what undefined may be
+        for part in stored(pool):
+            part.fill_(255)  # NaN in every dtype: what undefined may be
         pool.on_resume()
         assert addresses == [part.data_ptr() for part in stored(pool)]
-        assert not any(part[:, :PS].view(torch.uint8).any() for part in stored(pool))
-        assert all((part[:, PS:].view(torch.uint8) == 255).all() for part in stored(pool))
+        assert not any(part[:, :PS].any() for part in stored(pool))
+        assert all((part[:, PS:] == 255).all() for part in stored(pool))
         loc = at(5, 19, 8)
         write(pool, loc, step)
         for layer in range(2):
@@ -102,8 +130,8 @@ def test_host_copies_come_back_bit_for_bit(name: str, saver: MemorySaver) -> Non
 
 def test_mistakes_write_nothing(name: str) -> None:
     pool: Any = make(name)
-    for block in blocks(pool):
-        block.fill_(9)
+    for part in stored(pool):
+        part.fill_(9)
     k, v = rows_for(pool, 2)
     loc = at(4, 5)
     for layer in (-1, 2):
@@ -115,15 +143,15 @@ def test_mistakes_write_nothing(name: str) -> None:
         ):
             with pytest.raises(ValueError, match=f"layer {layer} "):
                 call()
-    for bad in (
-        (k.double(), v.double()),
-        (k, v.double()),
-        (k[:1], v),
-        (k[..., :-1], v),
-        (k, v[:, :, None]),
-        (k.to("meta"), v),
+    for bad, message in (
+        ((k.double(), v.double()), "k is torch.float64, the pool stores"),
+        ((k, v.double()), "v is torch.float64"),
+        ((k[:1], v), "k has shape"),
+        ((k[..., :-1], v), "k has shape"),
+        ((k, v[:, :, None]), "v has shape"),
+        ((k.to("meta"), v), "must be on the pool's"),
     ):
-        with pytest.raises(ValueError, match="shape|float64|must be on the pool's"):
+        with pytest.raises(ValueError, match=message):
             pool.set_kv_buffer(0, loc, *bad)
     for wrong in (loc.int(), loc.view(1, 2), loc.to("meta")):
         for call in (
@@ -141,4 +169,39 @@ def test_mistakes_write_nothing(name: str) -> None:
     other = "mla" if name != "mla" else "mha"
     with pytest.raises(ValueError, match="the host copy is of"):
         pool.load_cpu_copy(make(other).get_cpu_copy(loc), loc)
-    assert all((block == 9).all() for block in blocks(pool))
+    assert all((part == 9).all() for part in stored(pool))
+
+
+# ---------------------------------------------------------------- on a saver's tag
+
+
+def test_a_pool_goes_where_it_is_told(saver: MemorySaver) -> None:
+    MHATokenToKVPool(make_pool(16, 4).config, saver, tag="draft_kv")
+    assert saver.tags == ["draft_kv"]
+    with pytest.raises(ValueError, match="use one device for both"):
+        make_pool(size=8, page_size=4, saver=saver, device="meta")
+
+
+def test_sequences_come_go_and_go_on_through_pauses(saver: MemorySaver) -> None:
+    """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause keeps all of it."""
+    blocks = make_blocks(pages=16, page_size=16, saver=saver)
+    a, gone = blocks.admit(), blocks.admit()
+    blocks.append(a, *range(20))
+    blocks.append(gone, *range(5))
+    b = blocks.fork(a)
+    before = blocks.state([a, b])
+    saver.pause("kv_cache")
+    blocks.manager.check_integrity()
+    assert blocks.state([a, b]) == before
+    blocks.manager.release(gone)
+    c = blocks.admit()
+    assert blocks.manager.extend([c], [33]) is not None
+    blocks.manager.check_integrity()
+    saver.resume("kv_cache")
+    blocks.pool.on_resume()
+    # contents are gone, the sequences go on: write them again through the table and diverge
+    for handle, count in ((a, 20), (c, 33)):
+        blocks.write(blocks.table.req_to_token[handle.row, :count].long(), range(count))
+    assert blocks.append(a, 100)
+    assert blocks.append(b, 200)
+    assert [blocks.values(each) for each in (a, b, c)] == [[*range(20), 100], [*range(20), 200], [*range(33)]]

@@ -6,18 +6,11 @@ import torch
 from kvcache import HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE
 from tests.helpers.kvcache.blocks import DEVICE
-
-PS = 4
+from tests.helpers.kvcache.pools import PS, at, mha, stored
 
 
 def config(layers: int, size: int, dtype: torch.dtype = torch.float32) -> KVCacheConfig:
-    return KVCacheConfig(
-        num_layers=layers, num_kv_heads=1, head_dim=16, size=size, page_size=PS, dtype=dtype, device=DEVICE
-    )
-
-
-def at(*slots: int) -> torch.Tensor:
-    return torch.tensor(slots, device=DEVICE)
+    return mha(dtype, layers, size, num_kv_heads=1, head_dim=16)
 
 
 def rows(*values: float) -> torch.Tensor:
@@ -26,8 +19,8 @@ def rows(*values: float) -> torch.Tensor:
 
 def swa() -> SWAKVPool:
     pool = SWAKVPool(config(2, 32), config(3, 8), [1, 3], [0, 2, 4])
-    for part in (pool.full_pool, pool.window_pool):
-        part._storage.block.view(torch.float32).fill_(torch.nan)
+    for part in stored(pool):
+        part.fill_(255)  # NaN
     pool.on_resume()
     return pool
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator
+from kvcache import PagedTokenToKVPoolAllocator
 from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, TieredMatch, TieredPrefixCache, WritePolicy
+from tests.helpers.kvcache.blocks import make_pool
 
 PS, DEVICE_PAGES = 2, 10
 
@@ -30,17 +31,9 @@ class Engine:
         disk_pages: int = 0,
         **fields: Any,
     ) -> None:
-        config = KVCacheConfig(
-            num_layers=2,
-            num_kv_heads=1,
-            head_dim=3,
-            size=DEVICE_PAGES * PS,
-            page_size=PS,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.pool = MHATokenToKVPool(config)
-        self.pool._storage.block.fill_(255)  # NaN: reading a row that nobody wrote must not look right
+        self.pool = make_pool(DEVICE_PAGES * PS, PS, head_dim=3, device=device)
+        config = self.pool.config
+        self.forget()
         self.ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
         page_bytes = PS * config.bytes_per_token
         self.host = HostKVCache(self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields))
@@ -66,6 +59,11 @@ class Engine:
             self.ledger.free_pages(every[len(match.pages) : known // PS])
         self.cache.dec_lock_ref(match.node)
         return match
+
+    def forget(self) -> None:
+        """What a pause and a resume may leave. NaN: reading a row that nobody wrote since must not look right."""
+        for part in self.pool.stored.values():
+            part.fill_(torch.nan)
 
     def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
         for nth, page in enumerate(pages.tolist(), first):

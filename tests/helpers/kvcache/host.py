@@ -54,8 +54,9 @@ POOLS: dict[str, Callable[[str, int], TokenPool]] = {
 def poison(pool: TokenPool, seed: int) -> None:
     """Random bytes everywhere, NaN patterns among them."""
     generator = torch.Generator().manual_seed(seed)
-    block = pool._storage.block
-    block.copy_(torch.randint(0, 256, block.shape, dtype=torch.uint8, generator=generator))
+    for part in pool.stored.values():
+        raw = part.view(torch.uint8)
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
 
 
 def contents(pool: TokenPool) -> list[torch.Tensor]:

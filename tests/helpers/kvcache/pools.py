@@ -67,13 +67,9 @@ def make(name: str, saver: MemorySaver | None = None) -> KVPool:
     return POOLS[name][0](saver)
 
 
-def blocks(pool: Any) -> list[torch.Tensor]:
-    return [p._storage.block for p in getattr(pool, "_pools", [pool])]
-
-
 def stored(pool: Any) -> list[torch.Tensor]:
-    """All tensors [L, slots, ...] of a pool and its sub-pools."""
-    return [part for p in getattr(pool, "_pools", [pool]) for part in p._storage.parts.values()]
+    """All tensors [L, slots, ...] of a pool and its sub-pools, as bytes."""
+    return [part.view(torch.uint8) for p in getattr(pool, "pools", [pool]) for part in p.stored.values()]
 
 
 def rows_for(pool: KVPool, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

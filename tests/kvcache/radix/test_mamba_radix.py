@@ -87,7 +87,7 @@ class Hybrid:
     def in_tree(self) -> tuple[dict[tuple[int, Key], int], dict[tuple[int, Key], int]]:
         pages: dict[tuple[int, Key], int] = {}
         states: dict[tuple[int, Key], int] = {}
-        for generation in self.cache._generations():
+        for generation in self.cache.generations():
             for node in generation.nodes():
                 above = [*node.path()][::-1]
                 key = tuple(int(t) for n in above for t in n.key)
@@ -106,7 +106,7 @@ class Hybrid:
         assert len(self.slots.open) + len(self.states) == STATES
         assert cache.protected_size == len(self.locked()) * self.ps
         assert cache.protected_states == len({(v, k) for v, k, _ in self.locks if k})
-        assert all(n.lock_ref >= n.own_lock_ref for g in cache._generations() for n in g.nodes())
+        assert all(n.lock_ref >= n.own_lock_ref for g in cache.generations() for n in g.nodes())
 
 
 def test_a_match_ends_at_the_deepest_state() -> None:

@@ -38,7 +38,7 @@ class Model:
     def in_tree(self) -> dict[Prefix, int]:
         """What the real cache holds, by walking it."""
         found: dict[Prefix, int] = {}
-        for generation in self.real._generations():
+        for generation in self.real.generations():
             for node in generation.nodes():
                 above = [*node.path()][::-1]
                 key = tuple(int(t) for n in above for t in n.key)

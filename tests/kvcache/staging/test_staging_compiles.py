@@ -16,7 +16,7 @@ for unit in (16, 2):
         types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64") | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constants)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": ops._WARPS}).asm["ptx"]
+        ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": ops.WARPS}).asm["ptx"]
         print(unit, ".local" in ptx, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
 """
 

@@ -107,8 +107,8 @@ def check_scatter(
 @pytest.mark.parametrize("impl", IMPLS)
 def test_many_blocks_and_long_rows(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows longer than a program, more blocks than the grid takes: programs go round."""
-    monkeypatch.setattr(staging_triton, "_MAX_BLOCK", 32)
-    monkeypatch.setattr(staging_triton, "_MAX_BLOCKS", 3)
+    monkeypatch.setattr(staging_triton, "MAX_BLOCK", 32)
+    monkeypatch.setattr(staging_triton, "MAX_BLOCKS", 3)
     torch.manual_seed(1)
     k, v = noise(1, 9, 4, 10, itemsize=1), noise(1, 9, 4, 3, itemsize=1)
     loc = locations(8, 1, 3, 5)

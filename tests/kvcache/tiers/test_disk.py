@@ -62,7 +62,7 @@ def file_of(directory: Path, key: bytes) -> Path:
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, PAGE, 3 << 20])
 def test_round_trip(nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
-        monkeypatch.setattr(disk_file, "_try_direct", lambda fd: False)
+        monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
     disk = DiskTier(tmp_path, 10 << 20, page_bytes=nbytes, format="f", owner="o")
     disk.put(KEYS[0], page(0, nbytes))
     disk.put(KEYS[1], page(1, nbytes))

@@ -41,7 +41,7 @@ def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: 
     changed = int((cache._block != untouched).sum())
     assert changed <= len(host_slots) * cache.pool.bytes_per_token
     beside = torch.ones(cache.size + page_size, dtype=torch.bool).index_fill(0, host_slots, False)[page_size:]
-    for part in cache._plan.parts:
+    for part in cache.plan.parts:
         old = untouched.as_strided(part.host.shape, part.host.stride(), part.host.storage_offset())
         assert torch.equal(part.host.flatten(1, 2)[:, beside], old.flatten(1, 2)[:, beside]), (
             "another host slot changed"

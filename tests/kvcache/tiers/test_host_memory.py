@@ -22,7 +22,7 @@ def test_bytes_are_exact(device: str) -> None:
     assert HostKVCache(pool, HostCacheConfig(size_bytes=5 * page - 1)).nbytes == 4 * page
     cache = HostKVCache(pool, HostCacheConfig(size_bytes=5 * page))
     assert (cache.nbytes, cache.size, cache.page_bytes) == (5 * page, 15, page)
-    assert sum(part.host.numel() for part in cache._plan.parts) == cache._block.numel() == 5 * page
+    assert sum(part.host.numel() for part in cache.plan.parts) == cache._block.numel() == 5 * page
     with pytest.raises(ValueError, match="hold no page"):
         HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
 
@@ -31,7 +31,7 @@ def test_bytes_are_exact(device: str) -> None:
 def test_every_byte_belongs_to_one_row(layout: Any) -> None:
     cache = make("double-sparse", "cpu", layout=layout)
     cache._block.zero_()
-    for part in cache._plan.parts:
+    for part in cache.plan.parts:
         part.host.add_(1)
     assert bool((cache._block == 1).all())
 
@@ -73,5 +73,5 @@ def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> N
 
 def test_layouts_differ() -> None:
     """So that the tests above do test two layouts."""
-    strides = [make("mha", "cpu", layout=layout)._plan.parts[0].host.stride() for layout in LAYOUTS]
+    strides = [make("mha", "cpu", layout=layout).plan.parts[0].host.stride() for layout in LAYOUTS]
     assert all(a[:2] != b[:2] for a, b in itertools.combinations(strides, 2))

@@ -132,7 +132,7 @@ def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: st
     engine.run(PROMPT, "lora")
     engine.cache.move_to_host()
     assert engine.ledger.available_pages == DEVICE_PAGES and engine.cache.total_size == 0
-    engine.pool._storage.block.fill_(255)  # what a pause and a resume leave
+    engine.forget()  # what a pause and a resume leave
     assert engine.run(PROMPT).loaded == engine.run(PROMPT, "lora").loaded == 8
     node = engine.cache.match_prefix(PROMPT).node
     engine.cache.inc_lock_ref(node)
@@ -220,7 +220,7 @@ def test_a_random_workload_never_sees_a_stale_slot(
             engine.ledger.free_pages(pages[: kept // PS])
         elif step == "pause":
             engine.cache.move_to_host()
-            engine.pool._storage.block.fill_(255)
+            engine.forget()
         elif step == "disk":
             failing = not failing
         elif step == "damage" and (files := sorted(tmp_path.glob("*.kvpage"))):
