@@ -67,8 +67,8 @@ def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> Va
 
     clipped: number of tokens where the clipped value was the worse, so that no gradient is left.
     """
-    free = (values - returns).square()
-    held = (old + (values - old).clamp(-limit, limit) - returns).square()
+    free, moved = (values - returns).square(), values - old
+    held = (old + moved.clamp(-limit, limit) - returns).square()
     with torch.no_grad():
-        clipped = (held > free).sum().float()
+        clipped = ((held > free) & (moved.abs() > limit)).sum().float()  # within the limit they differ by a rounding
     return ValueLoss(loss=torch.maximum(free, held).sum() / 2, clipped=clipped)

@@ -19,7 +19,9 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.states import assert_same_bits
+from tests.helpers.trainer_bridge.plain import plain_bits
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits
+from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.model import local_shard
 
@@ -32,13 +34,14 @@ class PlainCritic(torch.nn.Module):
 
     def __init__(self, path: str, head: torch.Tensor) -> None:
         super().__init__()
-        self.decoder = reference(path).model
-        self.head = torch.nn.Parameter(head.clone())
+        self.model = reference(path).model
+        self.lm_head = torch.nn.Linear(head.shape[1], 1, bias=False)
+        self.lm_head.weight.data.copy_(head)
 
     def values(self, prompt: list[int], response: list[int]) -> torch.Tensor:
         ids = torch.tensor([prompt + response])
-        hidden = self.decoder(input_ids=ids).last_hidden_state[0]
-        return (hidden @ self.head[0])[len(prompt) - 1 : -1]
+        hidden = self.model(input_ids=ids).last_hidden_state[0]
+        return self.lm_head(hidden)[len(prompt) - 1 : -1, 0]
 
 
 def plain_update(plain: PlainCritic, optimizer: torch.optim.Optimizer, batch: SequenceBatch) -> dict[str, float]:
@@ -65,23 +68,23 @@ def head_of(trainer: Trainer) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_critic_learns_as_plain_adamw_does(tied: bool, device: str, tmp_path: Path, make_trainer: Make) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
-    trainer = make_trainer(path, device=device, adam_eps=1e-4, **BOTH)
+    trainer = make_trainer(path, device=device, **STABLE, **BOTH)
     assert {value for row in trainer.compute_values(make_batch(3)) for value in row} == {0.0}
     plain = PlainCritic(path, head_of(trainer).cpu())
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-3, eps=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-3, eps=STABLE["adam_eps"], weight_decay=0.0)
     policy = {name: shard.clone() for name, shard in trainer.shards().items()}
     for step in range(3):
         batch = value_batch(7, seed=step)
         expected = plain_update(plain, optimizer, batch)
         learned = trainer.update_critic(batch)
-        assert {name: learned[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+        assert_metrics(learned, expected)
         assert 0 < learned["value_clip_fraction"] < 1
     batch = make_batch(5)
     with torch.no_grad():
         pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
         wanted = [plain.values(prompt, response) for prompt, response in pairs]
-    for mine, each in zip(trainer.compute_values(batch), wanted, strict=True):
-        assert mine == pytest.approx(each.tolist(), abs=1e-4) and max(map(abs, mine)) > 1e-3
+    assert_scores(trainer.compute_values(batch), wanted)
+    assert_learned(bits(trainer.critic), plain_bits(plain, optimizer), 3)
     assert_same_bits(trainer.shards(), policy)  # the policy has not moved
     assert trainer.step == 0 and trainer.critic is not None and trainer.critic.step == 3
 
@@ -137,7 +140,7 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     with pytest.raises(ValueError, match="kl_loss_coef needs a SequenceBatch with ref_logprobs"):
         trainer.update_actor(batch)
     learned = trainer.update_actor(dataclasses.replace(batch, ref_logprobs=first))
-    assert (learned["loss"], learned["grad_norm"]) == pytest.approx((float(loss.detach()), float(norm)), abs=1e-4)
+    assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
 def copied(saver: MemorySaver) -> int:

@@ -7,12 +7,20 @@ from typing import Any
 import torch
 
 from tests.helpers.trainer_bridge.models import reference_logprobs
+from tests.helpers.trainer_bridge.states import MOMENTS
 from trainer_bridge import SequenceBatch
 
 
 def largest_gap(scores: list[list[float]], expected: list[torch.Tensor]) -> float:
     assert [len(row) for row in scores] == [len(row) for row in expected]
     return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(scores, expected, strict=True) if len(a))
+
+
+def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """As `states.bits`, of what is trained."""
+    found = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    moments = {f"{name}.{m}": optimizer.state[model.get_parameter(name)][m] for name in found for m in MOMENTS}
+    return found | moments
 
 
 def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import memsaver
 from rollout import Engine
 from trainer_bridge import Trainer
+from trainer_bridge.model import local_shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
-def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of all that training changes."""
-    state = {name: shard.clone() for name, shard in trainer.shards().items()}
-    for name, param in trainer.model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
-    return state
+def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
+    """A copy of all that a trainer or its critic trains: parameters, or adapters, and their moments; this rank's shards
+    of them, or gathered."""
+    state = {}
+    for name, param in side.model.named_parameters():
+        if param.requires_grad:
+            state[name] = param
+            state |= {f"{name}.{moment}": side.optimizer.state[param][moment] for moment in MOMENTS}
+    return {name: (each.detach().full_tensor() if whole else local_shard(each)).clone() for name, each in state.items()}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
-
-
-def adapters(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of what is trained, with its moments."""
-    found = {}
-    for name, param in trainer.model.named_parameters():
-        if param.requires_grad:
-            found[name] = param.detach().to_local().clone()
-            for moment in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{moment}"] = trainer.optimizer.state[param][moment].to_local().clone()
-    return found
 
 
 def copied(trainer: Trainer) -> int:
