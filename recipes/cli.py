@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of one command; may be called from any thread, and leaves signal handlers as they were."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     with interrupts() as interrupted:
         try:
             return arguments.execute(arguments)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + interrupted[0]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes no positional after an option that follows others; overrides may stand anywhere here."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)

@@ -111,7 +111,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     try:
         with ExitStack() as stack:
             with monitor.stage("build"):
-                trainer, rollout = stack.enter_context(_open_pair(setup))
+                trainer, rollout = stack.enter_context(open_pair(setup))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first = 1
@@ -141,7 +141,7 @@ def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
     return [(each.name, each) for each in side.each()] if isinstance(side, RemoteGroup) else [(name, side)]
 
 
-def _open_pair(setup: Setup) -> AbstractContextManager[Any]:
+def open_pair(setup: Setup) -> AbstractContextManager[Any]:
     """Trainer and rollout of this recipe, alive inside the block."""
     config, arguments, cluster = trainer_config(setup), engine_arguments(setup), setup.recipe.cluster
     if setup.recipe.driver == "inprocess":

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import effort
+from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # noqa: F401  a hook and a fixture
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton

@@ -79,7 +79,7 @@ def open_ray(
         undo.enter_context(connected(address, size))
         places = undo.enter_context(reserved(nodes, devices, on_gpu))
         threads = max(1, cores() // devices)
-        args = [_actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
+        args = [actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
         rollout = RemoteRollout(_start("rollout", RolloutActor, args, places, undo), timeout, engine_size)
         args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
         side = RemoteTrainer(_start("trainer", ray.remote(trainer_actor), args, places, undo), timeout)
@@ -128,7 +128,7 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
     return arguments
 
 
-def _actor_arguments(arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int) -> dict[str, Any]:
+def actor_arguments(arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int) -> dict[str, Any]:
     """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under `engine`."""
     rest = dict(arguments)
     own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-_START_SECONDS = 60.0  # for Ray to find room
+START_SECONDS = 60.0  # for Ray to find room
 _NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
 _STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, weights never pass through it
 _ACTORS = 2  # a device: a trainer rank and an engine rank
@@ -93,7 +93,7 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
         for _ in range(nodes):
             groups.append(placement_group([bundle] * devices, strategy="STRICT_PACK"))
             undo.callback(ray.util.remove_placement_group, groups[-1])
-        end = time.monotonic() + _START_SECONDS
+        end = time.monotonic() + START_SECONDS
         for group in groups:
             try:
                 ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))

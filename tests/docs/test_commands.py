@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.cli import _parse
+from recipes.cli import parse
 from recipes.errors import RecipeError
 from recipes.loading import find_recipe, load
-from tests.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 
 MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor)\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -47,7 +47,7 @@ def saved(page: Path) -> dict[str, str]:
 def test_memsaver_commands_parse(page: Path) -> None:
     for number, words in commands(page):
         try:
-            parsed = _parse(words)
+            parsed = parse(words)
         except SystemExit:
             pytest.fail(f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version")
         named = [word for word in getattr(parsed, "words", [])[:1] if "=" not in word and not word.isupper()]

@@ -13,7 +13,7 @@ import torch
 import memsaver
 from examples import own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.run import start_run
-from tests.docs.pages import ROOT, blocks
+from tests.helpers.docs.pages import ROOT, blocks
 from tests.helpers.trainer_bridge.models import write_model
 
 EXAMPLES = ROOT / "examples"

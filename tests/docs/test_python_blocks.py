@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, name_of
-from tests.docs.preludes import PRELUDES, prelude
+from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.helpers.docs.preludes import PRELUDES, prelude
 
 RUNNABLE = {
     page: [block for block in blocks(page, "python") if block.not_run is None and block.snippet is None]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.helpers.docs.pages import ROOT
 
 PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 

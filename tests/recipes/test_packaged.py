@@ -160,7 +160,7 @@ def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(status, tmp_path,
     def stop(setup):
         raise recipes.RunError("build", "far enough")
 
-    monkeypatch.setattr(run, "_open_pair", stop)
+    monkeypatch.setattr(run, "open_pair", stop)
     with pytest.raises(recipes.RunError):
         run.start_run("tiny", [f"status={status}"], tmp_path / "run")
     assert capsys.readouterr().out.count("nobody has run it yet") == (status == "planned")

@@ -1,7 +1,11 @@
 """A run that loses an actor, in one process: how often it goes on by itself, and what it says at the end."""
 
+from __future__ import annotations
+
 import itertools
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,38 +15,39 @@ from recipes.live import make_view
 from recipes.monitor import Monitor
 from recipes.run import start_run
 from recipes.run_folder import RunFolder
-from tests.recipes.test_run import SMALL, rows, without_clock
+from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied, RankFailed
 from trainer_bridge.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+LOSS = "update_actor failed: ActorDied: the trainer actor died in update_actor()"
 
-def lose_trainer(monkeypatch, *updates):
+
+def lose_trainer(monkeypatch: pytest.MonkeyPatch, *updates: int) -> None:
     """Its actor seems to die in these calls of `update_actor`, counted from 1 over all attempts."""
     update, calls = Trainer.update_actor, itertools.count(1)
 
-    def lose(self, batch):
+    def lose(trainer: Trainer, batch: Any) -> Any:
         if next(calls) in updates:
             raise ActorDied("trainer", "update_actor", "died")
-        return update(self, batch)
+        return update(trainer, batch)
 
     monkeypatch.setattr(Trainer, "update_actor", lose)
 
 
-LOSS = "update_actor failed: ActorDied: the trainer actor died in update_actor()"
-
-
-def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(tmp_path, monkeypatch, capsys):
+def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From its start while there is no checkpoint, then from its checkpoint: rows of an undisturbed run."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    start_run("tiny", [*SMALL, "steps=3"], straight)
-    lose_trainer(monkeypatch, 2, 5)  # attempts: 1, lost; 1, 2, lost; 3
-    start_run("tiny", [*SMALL, "steps=3", "checkpoint.every=2", "checkpoint.max_restarts=2"], broken)
-    assert without_clock(rows(broken)) == without_clock(rows(straight))
+    straight = make_run("tiny", *SMALL, "steps=5")
+    lose_trainer(monkeypatch, 2, 5)  # attempts: 1, lost; 1, 2, lost; 3, 4, 5
+    start_run("tiny", [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"], tmp_path / "run")
+    assert same_rows(tmp_path / "run", straight)
     out = capsys.readouterr().out.splitlines()
     assert f"restart 1 of 2 from the start: {LOSS}" in out and f"restart 2 of 2 from step 2: {LOSS}" in out
-    restarts = [json.loads(line) for line in (broken / "restarts.jsonl").read_text().splitlines()]
+    restarts = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
     assert [(row["restart"], row["after_step"], row["cause"]) for row in restarts] == [(1, 0, LOSS), (2, 2, LOSS)]
-    assert {path.name for path in broken.glob("trace*.json")} == {
+    assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == {
         "trace.json",
         "trace-until-step-0-1.json",
         "trace-until-step-2-1.json",
@@ -53,7 +58,9 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(tmp_path, monkeypat
     ("lost_in", "remedy"),
     [(2, "there is no checkpoint yet: start again"), (3, "go on with: memsaver run --resume {folder}")],
 )
-def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(lost_in, remedy, tmp_path, monkeypatch, capsys):
+def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(
+    lost_in: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lose_trainer(monkeypatch, lost_in)
     folder = tmp_path / "run"
     words = ["run", "tiny", *SMALL, "steps=3", "checkpoint.every=2", "--run-dir", str(folder)]
@@ -62,11 +69,13 @@ def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(lost_in, remedy
     assert not (folder / "restarts.jsonl").exists()
 
 
-def test_an_actor_that_cannot_be_made_is_not_tried_again(tmp_path, monkeypatch, capsys):
-    def fail(*_):
+def test_an_actor_that_cannot_be_made_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(setup: object) -> None:
         raise ActorDied("rollout", "__init__", "could not be made (ValueError: page_size)")
 
-    monkeypatch.setattr("recipes.run._open_pair", fail)
+    monkeypatch.setattr("recipes.run.open_pair", fail)
     words = ["run", "tiny", *SMALL, "checkpoint.max_restarts=3", "--run-dir", str(tmp_path / "run")]
     assert main(words) == 1
     assert capsys.readouterr().err.startswith("memsaver: build failed: ActorDied: the rollout actor could not be made")
@@ -77,7 +86,9 @@ def test_an_actor_that_cannot_be_made_is_not_tried_again(tmp_path, monkeypatch, 
     ("error", "kind"),
     [(ActorDied("rollout[1]", "commit_update", "died"), LostWorker), (ValueError("out of range"), RunError)],
 )
-def test_a_rank_that_failed_is_lost_only_if_an_actor_was(error, kind, tmp_path):
+def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
+    error: Exception, kind: type[Exception], tmp_path: Path
+) -> None:
     monitor = Monitor(RunFolder(tmp_path), make_view("", 1))
     with pytest.raises(RunError) as found, monitor.phase("to_rollout"):
         raise RankFailed("trainer[1]", "sync_weights", error)

@@ -1,72 +1,75 @@
 """The engine in another process, driven through Ray."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout import SamplingParams
-from tests.helpers.models import build_tiny, greedy, save_tiny
-from tests.rollout.test_lifecycle import GREEDY, PROMPTS, TINY, write
-from tests.rollout.test_written_boxes import message
+from tests.helpers.models import save_tiny
+from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.rollout.answers import GREEDY
+from tests.helpers.rollout.updates import PROMPTS, TINY, expected, message, write
+from trainer_bridge.actor import RemoteRollout
+from trainer_bridge.remote import RemoteActor
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def actor(tmp_path_factory: pytest.TempPathFactory, ray_cluster: RayCluster) -> Iterator[Any]:
     from rollout.actor import RolloutActor
 
-    path: Path = tmp_path_factory.mktemp("model")
+    path = tmp_path_factory.mktemp("model")
     save_tiny(path, "qwen3", **TINY)
-    env = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
-        create = RolloutActor.options(num_cpus=1).remote  # type: ignore[attr-defined]
-        made = create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
-        ray.get(made.build.remote())
-        yield made
-        ray.shutdown()
+    create = RolloutActor.options(num_cpus=1).remote  # type: ignore[attr-defined]
+    made = create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
+    ray.get(made.build.remote())
+    yield made
+    ray.kill(made)
 
 
-def test_a_trainer_in_another_process_writes_the_weights(actor: Any) -> None:
-    def call(method: str, *args: Any) -> Any:
-        return ray.get(getattr(actor, method).remote(*args), timeout=120)
+@pytest.fixture
+def rollout(actor: Any) -> RemoteRollout:
+    """Awake, whatever the test before left."""
+    made = RemoteRollout([RemoteActor(actor, "rollout")], 120.0)
+    made.wake_up()
+    return made
 
-    assert call("pid") != os.getpid() and call("weights_version") == 0
-    call("sleep", 2)
-    assert call("report").committed_bytes == 0
-    call("wake_up", ["weights"])
-    assert call("verify_update", write(call("begin_update", 1), seed=1)).version == 1
-    assert call("commit_update", 1).version == 1
-    assert call("unavailable_reason") == "paused: kv_cache (call wake_up)"
+
+def answers(rollout: RemoteRollout) -> list[list[int]]:
+    return [samples[0].token_ids for samples in rollout.generate(PROMPTS, GREEDY)]
+
+
+def test_a_trainer_in_another_process_writes_the_weights(rollout: RemoteRollout) -> None:
+    version = rollout.weights_version + 1
+    assert rollout.call("pid") != os.getpid()
+    rollout.sleep(2)
+    assert rollout.report().committed_bytes == 0
+    rollout.wake_up(["weights"])
+    assert rollout.verify_update(write(rollout.begin_update(version), seed=1)).version == version
+    assert rollout.commit_update(version).version == version
+    assert rollout.unavailable_reason() == "paused: kv_cache (call wake_up)"
     with pytest.raises(Exception, match="cannot generate: paused: kv_cache"):
-        call("generate", PROMPTS, GREEDY)
-    call("wake_up")
-    model = build_tiny("qwen3", seed=1, **TINY)
-    out = call("generate", PROMPTS, GREEDY)
-    assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]
-    assert {event.op for event in call("drain_events")} >= {"grow", "pause", "resume"}
-    offer = ray.get(actor.begin_update.remote(2, shadow=True, names=["model.norm.weight"]), timeout=120)
-    assert offer.shadow and offer.names == ("model.norm.weight",)
-    call("verify_update", write(offer, seed=2))
-    assert call("unavailable_reason") is None and call("weights_version") == 1
-    assert call("commit_update", 2).version == 2
-    call("abort_update", "the trainer is gone")
-    with pytest.raises(Exception, match="the trainer is gone"):
-        call("generate", PROMPTS, SamplingParams())
-
-
-def test_weights_come_as_messages(actor: Any) -> None:
-    from trainer_bridge.actor import RemoteRollout
-    from trainer_bridge.remote import RemoteActor
-
-    rollout = RemoteRollout([RemoteActor(actor, "rollout")], 120.0)
+        rollout.generate(PROMPTS, GREEDY)
     rollout.wake_up()
+    assert answers(rollout) == expected(1)
+    assert {event.op for event in rollout.drain_events()} >= {"pause", "resume"}
+    offer = rollout.begin_update(version + 1, shadow=True, names=["model.norm.weight"])
+    assert offer.shadow and offer.names == ("model.norm.weight",)
+    rollout.verify_update(write(offer, seed=2))
+    assert rollout.unavailable_reason() is None and rollout.weights_version == version
+    assert rollout.commit_update(version + 1).version == version + 1
+    rollout.abort_update("the trainer is gone")
+    with pytest.raises(Exception, match="the trainer is gone"):
+        rollout.generate(PROMPTS, SamplingParams())
+
+
+def test_weights_come_as_messages(rollout: RemoteRollout) -> None:
     version = rollout.weights_version + 1
     receipt = write(rollout.begin_update(version), seed=2)
     offer = rollout.begin_update(version)
@@ -77,6 +80,4 @@ def test_weights_come_as_messages(actor: Any) -> None:
     rollout.write_update(boxes, buffer[: data.numel()])
     rollout.verify_update(receipt)
     rollout.commit_update(version)
-    model = build_tiny("qwen3", seed=2, **TINY)
-    out = rollout.generate(PROMPTS, GREEDY)
-    assert [samples[0].token_ids for samples in out] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+    assert answers(rollout) == expected(2)

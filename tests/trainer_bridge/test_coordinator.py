@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from rollout import SamplingParams
 from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.actor import RemoteRollout
-from trainer_bridge.coordinator import _actor_arguments
+from trainer_bridge.coordinator import actor_arguments
+from trainer_bridge.placement import connected, cores
 from trainer_bridge.remote import RemoteActor
 
 ray = pytest.importorskip("ray")
@@ -20,21 +24,25 @@ ray = pytest.importorskip("ray")
     ("engine", "options", "message"),
     [
         ({}, {"devices": 0}, "nodes=1 and devices=0 must be at least 1"),
+        ({}, {"nodes": 0}, "nodes=0 and devices=1 must be at least 1"),
         ({"tensor_parallel_size": 2}, {"devices": 3}, "tensor_parallel_size=2 does not divide devices=3"),
         ({"tensor_parallel_size": 2}, {"nodes": 2}, "an engine stays on one machine"),
         ({}, {"devices": 2, "alias": True}, r"alias=True is for one device, these are 2; sync by copies"),
+        ({"device": "cuda:0"}, {}, "engine device cuda:0 and trainer device cpu differ; name one device"),
     ],
 )
-def test_devices_that_do_not_fit(engine: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_devices_that_do_not_fit(
+    engine: dict[str, Any], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_bridge.coordinator.connected", lambda *_: pytest.fail("a cluster was started"))
     with pytest.raises(ValueError, match=message):
         with open_ray(config("nowhere"), engine, **options):
             pass
-    assert not ray.is_initialized()
 
 
 def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> None:
     given = {"path": "x", "device": "cpu", "dtype": "torch.float32", "seed": 2**63 - 1, "kv_tokens": 64}
-    made = [_actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
+    made = [actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
     assert [each["engine"]["seed"] for each in made] == [2**63 - 1, 2**63 - 1, 0, 0]
     assert all((each["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1) for each in made)
 
@@ -45,3 +53,66 @@ def test_nobody_adds_up_the_progress_of_replicas() -> None:
         replicas.generate([[1]], SamplingParams(), print)
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         replicas.generate([[1], [2]], [SamplingParams()])
+
+
+class FakeRay:
+    """In the place of a cluster: what was asked of `ray.init`, and when it ended. It takes the signal, as Ray does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, inside: bool) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.ended = 0
+        patch.setattr(ray, "is_initialized", lambda: inside)
+        patch.setattr(ray, "init", self.init)
+        patch.setattr(ray, "shutdown", self.shutdown)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "perhaps")
+        patch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(self, **options: Any) -> None:
+        self.asked.append({**options, "reports": os.environ["RAY_USAGE_STATS_ENABLED"]})
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
+    return lambda inside=False: FakeRay(monkeypatch, inside)
+
+
+@pytest.mark.parametrize(("devices", "cpus"), [(1, max(2, cores())), (500, 1000)])
+def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
+    devices: int, cpus: int, fake: Callable[..., FakeRay]
+) -> None:
+    cluster = fake()
+    with pytest.raises(KeyError), connected(None, devices):
+        assert cluster.ended == 0
+        raise KeyError
+    (asked,) = cluster.asked
+    assert (asked["address"], asked["num_cpus"], asked["include_dashboard"]) == ("local", cpus, False)
+    assert asked["reports"] == "0" and os.environ["RAY_USAGE_STATS_ENABLED"] == "perhaps"
+    assert cluster.ended == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "of_the_job", "used"), [("auto", "1.2.3.4:5", "auto"), (None, "1.2.3.4:5", "1.2.3.4:5")]
+)
+def test_a_cluster_that_is_there_is_joined_and_left(
+    given: str | None, of_the_job: str, used: str, fake: Callable[..., FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, own = fake(), lambda *_: None
+    monkeypatch.setenv("RAY_ADDRESS", of_the_job)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with connected(given, 1):
+            assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [asked["address"] for asked in cluster.asked] == [used] and cluster.ended == 1
+
+
+def test_who_is_connected_stays_so(fake: Callable[..., FakeRay]) -> None:
+    cluster = fake(inside=True)
+    with connected("auto", 1):
+        pass
+    assert (cluster.asked, cluster.ended) == ([], 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from memsaver import OutOfMemory
 from rollout import SamplingParams
 from tests.helpers.faults import killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes
+from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, Cycle, CycleError, open_inprocess, open_ray
 
@@ -25,15 +25,13 @@ def nothing_stays(device: str) -> Iterator[None]:
     family_bytes(device)  # makes this process's own context
     before = family_bytes(device) + (0 if device == "cpu" else 512 * 1024)
     yield
-    deadline = time.monotonic() + 20
-    while (left := family_bytes(device) - before) > 0:
-        assert time.monotonic() < deadline, f"{left} bytes were left behind"
-        time.sleep(0.1)
+    until(lambda: family_bytes(device) <= before, lambda: f"{family_bytes(device) - before} bytes were left behind")
 
 
 @pytest.mark.ray
-def test_a_rollout_killed_when_half_is_written(device: str, model_path: str, nothing_stays: None) -> None:
-    pytest.importorskip("ray")
+def test_a_rollout_killed_when_half_is_written(
+    device: str, model_path: str, nothing_stays: None, ray_cluster: RayCluster
+) -> None:
     batch = make_batch(4)
     with open_ray(config(model_path, device=device), ENGINE, trainer_actor=killing_trainer()) as (trainer, rollout):
         pids = [trainer.call("pid"), rollout.call("pid")]

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rollout import Engine, SamplingParams
+from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote import RemoteGroup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ray,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2), pytest.mark.ray]
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 BATCH = make_batch(6)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +57,7 @@ def rounds(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[li
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_gpus_serve_what_one_trainer_holds(size: int, path: str, cluster: None, tmp_path: Path) -> None:
+def test_two_gpus_serve_what_one_trainer_holds(size: int, path: str, ray_cluster: RayCluster, tmp_path: Path) -> None:
     settings = config(path, device="cuda:0")
     engine = {"kv_tokens": 256, "page_size": 16, "tensor_parallel_size": size}
     with open_ray(settings, engine, devices=2) as (trainer, rollout):

@@ -5,50 +5,63 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout import SamplingParams
+from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
+from trainer_bridge.actor import RemoteRollout
+from trainer_bridge.dealing import deal_prompts
 from trainer_bridge.errors import SyncError
 from trainer_bridge.remote import RemoteActor, RemoteGroup
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
-SECONDS = 100.0  # a slow machine imports torch in the actors
+SECONDS = 200.0  # a busy machine takes its time to start the actors
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[RemoteGroup]:
-    """Two actors, and the cluster they are on."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-
-    class Echo:
+def start(*ranks: int | None) -> list[RemoteActor]:
+    class Echo:  # pickled by value
         def __init__(self, rank: int | None) -> None:
             self.rank = 1 / 0 if rank is None else rank
 
         def say(self, value: object) -> object:
             return self.rank, value
 
+        def generate(self, prompts: list[Any], params: list[Any], on_progress: Any) -> list[Any]:
+            return [(self.rank, prompt, each.max_tokens) for prompt, each in zip(prompts, params, strict=True)]
+
         def fail(self, *errors: Exception | None) -> None:
             if (error := errors[self.rank]) is not None:
                 raise error
 
-        def nap(self, *seconds: float) -> None:
-            time.sleep(seconds[self.rank])
+        def wait(self, *files: str | None) -> None:
+            while (name := files[self.rank]) and not os.path.exists(name):
+                time.sleep(0.05)
 
-        def die(self, rank: int) -> None:
+        def die(self, rank: int, file: str) -> None:
             if rank == self.rank:
                 os._exit(1)
-            time.sleep(100)
+            self.wait(*[file] * 2)
 
     actor: Any = ray.remote(num_cpus=0)(Echo)
-    handles = [RemoteActor(actor.remote(rank), f"trainer[{rank}]") for rank in range(2)]
-    broken = RemoteActor(actor.remote(None), "rollout")
-    yield RemoteGroup(handles, SECONDS)
-    with pytest.raises(ActorDied, match=r"the rollout actor could not be made \(.*division by zero"):
-        RemoteGroup([broken], SECONDS).call("say", 1)
-    ray.shutdown()
+    return [RemoteActor(actor.remote(rank), f"trainer[{rank}]") for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_cluster: RayCluster) -> Iterator[list[RemoteActor]]:
+    made = start(0, 1)
+    yield made
+    for each in made:
+        ray.kill(each.handle)
+
+
+@pytest.fixture
+def group(ranks: list[RemoteActor]) -> RemoteGroup:
+    return RemoteGroup(ranks, SECONDS)
 
 
 def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
@@ -63,6 +76,20 @@ def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
         group.call_one("report")
 
 
+def test_replicas_answer_what_they_are_dealt_in_the_order_of_the_prompts(ranks: list[RemoteActor]) -> None:
+    """Of an engine of two ranks, each twice here, both are asked and the first one answers."""
+    prompts = [[1] * length for length in (3, 9, 4, 5, 8)]
+    params = [SamplingParams(max_tokens=number + 1) for number in range(5)]
+    dealt = deal_prompts(prompts, params, 2)
+    expected = [(int(number in dealt[1]), prompts[number], number + 1) for number in range(5)]
+    assert {rank for rank, *_ in expected} == {0, 1}
+    first, second = ranks
+    assert RemoteRollout(ranks, SECONDS).generate(prompts, params) == expected
+    engines = RemoteRollout([first, second, second, first], SECONDS, engine_size=2)
+    assert engines.generate(prompts, params) == expected
+    assert engines.generate(prompts[:1], params[0]) == [(0, prompts[0], 1)], "one replica has nothing to do"
+
+
 def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGroup) -> None:
     with pytest.raises(ValueError, match=r"^same$"):
         group.call("fail", ValueError("same"), ValueError("same"))
@@ -71,29 +98,31 @@ def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGrou
     assert isinstance(caught.value.error, OSError) and caught.value.__cause__ is caught.value.error
 
 
-def test_what_a_rank_raises_because_of_another_is_not_the_cause() -> None:
-    """It may come first."""
-    pair = RemoteGroup([RemoteActor(None, f"trainer[{rank}]") for rank in range(2)], SECONDS)
-    echo = SyncError("write", "rank 1: OSError: cosmic ray")
-    error = pair._cause("sync_weights", [(0, echo), (1, OSError("cosmic ray"))], 2)
-    assert str(error) == "the trainer[1] actor failed in sync_weights(): OSError: cosmic ray"
+@pytest.mark.parametrize("cause", [0, 1])
+def test_what_a_rank_raises_because_of_another_is_not_the_cause(cause: int, group: RemoteGroup) -> None:
+    errors = [SyncError("write", f"rank {cause}: OSError: cosmic ray"), OSError("cosmic ray")]
+    with pytest.raises(RankFailed) as caught:
+        group.call("fail", *(errors if cause else errors[::-1]))
+    assert str(caught.value) == f"the trainer[{cause}] actor failed in fail(): OSError: cosmic ray"
 
 
-def test_who_is_silent_is_named(group: RemoteGroup) -> None:
-    group.timeout = 1.0
-    try:
-        with pytest.raises(ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 1 s in nap\(\)"):
-            group.call("nap", 2.0, 0.0)
-    finally:
-        group.timeout = SECONDS
-    group.call("nap", 0.0, 0.0)
+def test_who_is_silent_is_named(group: RemoteGroup, tmp_path: Path) -> None:
+    group.call("say", "both are there")
+    group.timeout = 3.0
+    with pytest.raises(ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 3 s in wait\(\)"):
+        group.call("wait", str(tmp_path / "go on"), None)
+    (tmp_path / "go on").touch()
 
 
-def test_nobody_waits_for_the_others_of_one_that_died(group: RemoteGroup) -> None:
-    """The last test here: the actors are of no more use."""
-    started = time.monotonic()
+def test_nobody_waits_for_the_others_of_one_that_died(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    dying = RemoteGroup(start(0, 1), SECONDS)
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in die\(\)"):
-        group.call("die", 1)
+        dying.call("die", 1, str(tmp_path / "never"))
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in say\(\)"):
-        group.call("say", "anybody?")
-    assert time.monotonic() - started < 50
+        dying.call("say", "anybody?")
+    ray.kill(dying.ranks[0].handle)
+
+
+def test_who_could_not_be_made_says_why(ray_cluster: RayCluster) -> None:
+    with pytest.raises(ActorDied, match=r"could not be made \(.*division by zero"):
+        RemoteGroup(start(None), SECONDS).call("say", 1)

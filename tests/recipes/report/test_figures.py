@@ -9,7 +9,7 @@ from recipes.report import learning, memory, timing
 from recipes.report.chart import VARIABLES, Tip, draw_chart
 from recipes.report.page import FOLDER
 from recipes.report.reading import RunRecord, read_run
-from tests.recipes.report.folders import make_run, train_row
+from tests.helpers.recipes.folders import make_run, train_row
 
 ALL = [
     learning.reward_chart,

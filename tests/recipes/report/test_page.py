@@ -10,8 +10,8 @@ from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.report.command import write_report
 from recipes.report.page import FOLDER
-from tests.recipes.report import browser
-from tests.recipes.report.folders import MIB, make_run
+from tests.helpers.recipes import browser
+from tests.helpers.recipes.folders import MIB, make_run
 
 CHARTS = 11
 SECTIONS = ["learning", "time", "memory", "speed", "run"]

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.errors import RecipeError
 from recipes.report.reading import read_run
-from tests.recipes.report.folders import MIB, make_run
+from tests.helpers.recipes.folders import MIB, make_run
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from recipes.report import tables
 from recipes.report.reading import RunRecord, read_run
-from tests.recipes.report.folders import MIB, make_run
+from tests.helpers.recipes.folders import MIB, make_run
 
 GPU = {"name": "H100", "memory": "81559 MiB", "driver": "580.1"}
 

@@ -1,0 +1,68 @@
+"""Runs of the tiny recipes, small ones, and what stands in their folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.run import start_run
+from recipes.run_folder import RunFolder
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2")
+SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2")
+OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "sync", "memory", "peaks")
+
+Row = dict[str, Any]
+MakeRun = Callable[..., Path]
+"""(recipe, *overrides) -> the folder of that run, made once; for looking at, not for changing."""
+
+
+def rows(folder: Path, kind: str | None = None, until: int | None = None) -> list[Row]:
+    """Of metrics.jsonl: of one kind, up to a step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if kind in (None, row["kind"]) and (until is None or row["step"] <= until)]
+
+
+def without_clock(found: Iterable[Row]) -> list[Row]:
+    """What is the same in every run of a recipe."""
+    return [{key: value for key, value in row.items() if key not in OF_THE_CLOCK} for row in found]
+
+
+def same_rows(one: Path, other: Path, until: int | None = None) -> bool:
+    return without_clock(rows(one, until=until)) == without_clock(rows(other, until=until))
+
+
+def trace(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def has_pictures(folder: Path) -> bool:
+    pictures = [(folder / name).read_bytes() for name in ("reward.png", "memory.png")]
+    return all(data.startswith(PNG) and len(data) > 20_000 for data in pictures)
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """They take three times as long as a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "write_pictures", lambda folder: None)
+        yield
+
+
+def run_maker(factory: pytest.TempPathFactory) -> MakeRun:
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*words: str) -> Path:
+        if words not in made:
+            made[words] = factory.mktemp("runs") / "run"
+            with without_pictures():
+                start_run(words[0], words[1:], made[words])
+        return made[words]
+
+    return make

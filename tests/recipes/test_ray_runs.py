@@ -1,0 +1,144 @@
+"""Runs through Ray: on one device beside the same run in this process, on two, until a rank dies, and as a job."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.cli import main
+from recipes.run import start_run
+from tests.helpers.faults import dying_trainer, wait_gone
+from tests.helpers.ray_cluster import RayCluster, until
+from tests.helpers.recipes.runs import (
+    SMALL,
+    SMALL_PPO,
+    MakeRun,
+    Row,
+    has_pictures,
+    rows,
+    same_rows,
+    trace,
+    without_clock,
+)
+from trainer_bridge import open_ray
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine, and up to four processes that import torch
+ROOT = Path(__file__).parents[2]
+TWO = ["tiny", *SMALL, "driver=ray", "cluster.n_gpus_per_node=2"]
+
+
+def owners(folder: Path) -> set[str]:
+    """Whose events the trace shows."""
+    return {entry["args"]["name"] for entry in trace(folder) if entry["ph"] == "M"}
+
+
+def test_actors_give_the_numbers_of_one_process(
+    ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path, no_pictures: None
+) -> None:
+    """PPO asks for all that GRPO does, and more."""
+    words = [*SMALL_PPO, "steps=2"]
+    start_run("tiny-ppo", [*words, "driver=ray"], tmp_path)
+    assert same_rows(tmp_path, make_run("tiny-ppo", *words))
+    assert owners(tmp_path) == {"rollout", "trainer", "stages"}
+    ray_cluster.wait_free()
+
+
+def assert_same(row: Row, alone: Row) -> None:
+    """The same samples, hence the same rewards; what is computed of them as far as the order of sums allows."""
+    if row["kind"] == "eval":
+        assert row == alone
+        return
+    same = ("kind", "step", "reward", "exact_match", "response_length", "tokens", "ended")
+    assert {key: row[key] for key in same} == {key: alone[key] for key in same}
+    # Means over some 80 tokens in fp32, of values up to 8: sums of up to 640 round by 6e-5 in the worst order, means by
+    # 1e-6; gradients of 1e4 summands by 1e-4 of their norm, which is about 1.
+    for key in ("loss", "grad_norm", "entropy", "approx_kl"):
+        assert row[key] == pytest.approx(alone[key], abs=1e-4), key
+    assert row["gap_max"] <= 5e-5  # see test_run
+
+
+def assert_shared(row: Row, alone: Row) -> None:
+    """The memory of a step on one of two devices, against one device alone."""
+    held, whole = row["memory"]["train"], alone["memory"]["train"]
+    assert held.keys() == whole.keys()
+    assert 0 < held["params"] < 0.7 * whole["params"] and held["weights"] == held["kv_cache"] == 0
+    held = row["memory"]["rollout"]
+    assert held["params"] == held["optim"] == 0 < min(held["weights"], held["kv_cache"])
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.extended)], ids=["tensor parallel", "replicas"])
+def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
+    size: int,
+    ray_cluster: RayCluster,
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the sync of the third step: one line that names rank and stage, and no actor is left."""
+    dying = dying_trainer(rank=1, first=3)
+    monkeypatch.setattr("recipes.run.open_ray", functools.partial(open_ray, trainer_actor=dying))
+    words = [*TWO, f"engine.tensor_parallel_size={size}", "steps=3", "checkpoint.every=2"]
+    assert main(["run", *words, "--run-dir", str(tmp_path)]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("memsaver: sync_weights failed: ActorDied: the trainer[1] actor died in sync_weights()")
+    ray_cluster.wait_free()
+    alone = rows(make_run("tiny", *SMALL, "steps=5"))
+    found = rows(tmp_path)
+    assert [(row["kind"], row["step"]) for row in found] == [("eval", 0), ("train", 1), ("train", 2)]
+    for row, single in zip(found, alone, strict=False):
+        assert_same(row, single)
+        if row["kind"] == "train":
+            assert_shared(row, single)
+            part, whole = row["memory"]["rollout"]["weights"], single["memory"]["rollout"]["weights"]
+            assert part == whole if size == 1 else 0 < part < 0.7 * whole
+    assert owners(tmp_path) == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
+    assert has_pictures(tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_2"
+
+
+def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
+    ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """With the numbers of a run that nothing happened to; what was lost is written down. Stopped, it leaves status 143,
+    trace and pictures, and no actor."""
+    folder, jobs = tmp_path / "run", ray_cluster.job_client()
+    overrides = [*SMALL, "driver=ray", "steps=100000", "checkpoint.every=2", "checkpoint.max_restarts=1"]
+    words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny", *overrides]
+    command = shlex.join([*words, "--run-dir", str(folder)])
+    environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
+    job = jobs.submit_job(
+        entrypoint=f"trap : TERM; {command}; echo exit status $?", runtime_env={"env_vars": environment}
+    )
+
+    def log() -> list[str]:
+        return jobs.get_job_logs(job).splitlines()
+
+    def trained() -> bool:
+        assert not jobs.get_job_status(job).is_terminal(), log()
+        return (folder / "metrics.jsonl").exists() and len(rows(folder, "train")) >= 5
+
+    until(trained, lambda: str(log()), seconds=400)
+    pids = ray_cluster.actors()
+    assert len(pids) == 2
+    jobs.stop_job(job)
+    until(lambda: jobs.get_job_status(job).is_terminal())
+    assert str(jobs.get_job_status(job)) == "STOPPED"
+    assert log()[-2:] == ["memsaver: interrupted", "exit status 143"]
+    wait_gone(pids)
+
+    loss = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
+    assert f"restart 1 of 1 from step 2: {loss}" in log()
+    (restart,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
+    assert (restart["restart"], restart["after_step"], restart["cause"]) == (1, 2, loss)
+    undisturbed: list[Any] = without_clock(rows(make_run("tiny", *SMALL, "steps=5"), until=4))
+    assert without_clock(rows(folder, until=4)) == undisturbed
+    lost = json.loads((folder / "trace-until-step-2-1.json").read_text())["traceEvents"]
+    assert "step 2" in {entry["name"] for entry in lost}
+    assert {entry["ph"] for entry in trace(folder)} >= {"X", "C"} and has_pictures(folder)
