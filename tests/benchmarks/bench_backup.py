@@ -5,95 +5,113 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import Sampler, conditions, others_write, print_table, save, timed
+from tests.benchmarks.common import (
+    GIB,
+    MIB,
+    Case,
+    Figure,
+    Figures,
+    Sampler,
+    Scale,
+    Times,
+    figures,
+    make_scale,
+    median_ms,
+    others_write,
+    parser,
+    run_cases,
+    timed,
+)
 from tests.benchmarks.rival_tms import in_its_process
 
-COUNT, MIB = 182, 45  # 8 GiB
-GIB, MEGA = 1 << 30, 1 << 20
-REPEATS, WARMUP = 5, 2
+COUNT, TENSOR = 182, 45 * MIB  # 8 GiB
+REPEATS = 5
+Run = Callable[[], object]
+
+
+def at_once(scale: Scale) -> None:
+    return
 
 
 def cycles(
     pause: Callable[[], object], resume: Callable[[], object], between: Callable[[], object] = lambda: None
-) -> dict[str, float]:
-    rows = []
-    for _ in range(WARMUP + REPEATS):
-        away = timed(pause)
+) -> Times:
+    times = Times(REPEATS)
+    for _ in times.rounds:
+        times("pause", pause)
         between()
-        rows.append((away, timed(resume)))
-    return {
-        "first pause": rows[0][0],
-        "pause": statistics.median(row[0] for row in rows[WARMUP:]),
-        "resume": statistics.median(row[1] for row in rows[WARMUP:]),
-    }
+        times("resume", resume)
+    return times
 
 
-def floor(nbytes: int = 8 * GIB) -> dict[str, float]:
-    """One copy of as many bytes between pinned memory and the device, alone and both ways at once."""
-    host = torch.empty(nbytes // 2, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    other_host, other = torch.empty_like(host, pin_memory=True), torch.empty_like(device)
-    inward = torch.cuda.Stream()
+def floor(scale: Scale) -> Figures:
+    """One copy of 8 GiB between pinned memory and the device, alone and both ways at once."""
+    half = scale.choose(4 * GIB, MIB)
+    host = torch.empty(half, dtype=torch.uint8, pin_memory=scale.on_gpu)
+    device = torch.empty(half, dtype=torch.uint8, device=scale.device)
+    other_host, other = torch.empty_like(host, pin_memory=scale.on_gpu), torch.empty_like(device)
+    inward = torch.cuda.Stream() if scale.on_gpu else None
 
     def both() -> None:
         host.copy_(device, non_blocking=True)
         with torch.cuda.stream(inward):
             other.copy_(other_host, non_blocking=True)
 
-    def median(run: Callable[[], object]) -> float:
-        return statistics.median([timed(run) for _ in range(WARMUP + REPEATS)][WARMUP:])
-
-    return {
-        "pause": 2 * median(lambda: host.copy_(device, non_blocking=True)),
-        "resume": 2 * median(lambda: device.copy_(host, non_blocking=True)),
-        "both, each way": 2 * median(both),
+    ways: dict[str, Run] = {
+        "pause": lambda: host.copy_(device, non_blocking=True),
+        "resume": lambda: device.copy_(host, non_blocking=True),
+        "both, each way": both,
     }
+    return figures({name: 2 * median_ms(way, REPEATS, 2) for name, way in ways.items()})
 
 
-def tensors_of(saver: MemorySaver, count: int = COUNT, content: str = "host") -> list[torch.Tensor]:
+def tensors_of(scale: Scale, saver: MemorySaver, count: int = COUNT, content: str = "host") -> list[torch.Tensor]:
+    nbytes = scale.choose(TENSOR, MIB)
     with saver.region("params", content=content):
-        made = [torch.empty(MIB << 20, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        made = [torch.empty(nbytes, dtype=torch.uint8, device=scale.device) for _ in range(scale.choose(count, 4))]
     for number, tensor in enumerate(made):
         tensor.fill_(number % 251)
         tensor[-1] = 255 - number % 251
     return made
 
 
-def check(made: list[torch.Tensor]) -> None:
+def check(made: list[torch.Tensor], step: int = 1) -> None:
+    """step: of the numbers of those that are left."""
     for number, tensor in enumerate(made):
-        assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
+        value = step * number % 251
+        assert bool((tensor[:-1] == value).all()) and int(tensor[-1]) == 255 - value
 
 
-def to_the_host(release: str, between: Callable[[], object] = lambda: None) -> dict[str, float]:
+def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) -> Figures:
     """between: pause and resume. "first pause": with nothing pinned."""
-    saver = MemorySaver("cuda:0")
-    made = tensors_of(saver)
+    saver = MemorySaver(scale.device)
+    made = tensors_of(scale, saver)
     saver.host_arena.trim()
     pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
-    row = cycles(pause, resume, between)
+    times = cycles(scale, pause, resume, between)
     check(made)
-    row["pinned, MiB"] = saver.host_arena.committed_bytes / MEGA
     del made
     saver.close()
-    return row
+    return figures({"first pause": times.rows["pause"][0], **times.medians})
 
 
-def clean() -> dict[str, float]:
-    saver = MemorySaver("cuda:0")
-    made = tensors_of(saver)
+def rival(*flags: str) -> Case:
+    return lambda scale: figures(in_its_process(scale, COUNT, TENSOR, "freed", "backup", *flags, repeats=REPEATS))
+
+
+def clean(scale: Scale) -> Figures:
+    saver = MemorySaver(scale.device)
+    made = tensors_of(scale, saver)
 
     def pause() -> None:
         saver.mark_clean("params", 1)
@@ -101,53 +119,51 @@ def clean() -> dict[str, float]:
 
     pause()  # compiles the digest's kernel
     saver.resume("params")
-    row = cycles(pause, lambda: saver.resume("params"))
-    del row["first pause"]
+    times = cycles(scale, pause, lambda: saver.resume("params"))
     before = saver.statistics()["copy"].nbytes
     pause()
-    row["bytes copied"] = float(saver.statistics()["copy"].nbytes - before)
+    copied = saver.statistics()["copy"].nbytes - before
     saver.resume("params")
     check(made)
     del made
     saver.close()
-    return row
+    return [*figures(times.medians), *figures({"copied": copied}, "bytes")]
 
 
-def half_freed() -> dict[str, float]:
-    saver = MemorySaver("cuda:0")
-    made = tensors_of(saver)[::2]
+def half_freed(scale: Scale) -> Figures:
+    saver = MemorySaver(scale.device)
+    made = tensors_of(scale, saver)[::2]
     live = saver.report().tags["params"].live_bytes
     saver.pause("params", release="keep")
     copied = saver.statistics()["copy"].nbytes
     saver.resume("params")
-    for number, tensor in enumerate(made):
-        assert int(tensor[0]) == 2 * number % 251
+    check(made, step=2)
     del made
     saver.close()
-    return {"live bytes": float(live), "bytes copied": float(copied)}
+    return figures({"live": live, "copied": copied}, "bytes")
 
 
-def many_cycles(count: int = 200) -> dict[str, float]:
-    """Pinned bytes after the first and the last of them, 1 GiB in 22 tensors."""
-    saver = MemorySaver("cuda:0")
-    made = tensors_of(saver, 22)
+def many_cycles(scale: Scale) -> Figures:
+    """Pinned bytes after the first and the last of 200, 1 GiB in 22 tensors."""
+    saver = MemorySaver(scale.device)
+    made = tensors_of(scale, saver, 22)
     pinned = []
-    for _ in range(count):
+    for _ in range(scale.choose(200, 3)):
         saver.pause("params")
-        pinned.append(saver.host_arena.committed_bytes / MEGA)
+        pinned.append(saver.host_arena.committed_bytes / MIB)
         saver.resume("params")
     check(made)
     del made
     saver.close()
-    return {"pinned after 1, MiB": pinned[0], f"pinned after {count}, MiB": pinned[-1]}
+    return figures({"pinned after 1": pinned[0], f"pinned after {len(pinned)}": pinned[-1]}, "MiB")
 
 
-def swap(gib: int = 16) -> dict[str, float]:
-    """Against pause and then resume of the same tags; the device's used memory is sampled during more swaps."""
-    saver = MemorySaver("cuda:0")
-    one = saver.empty(gib * GIB, torch.uint8, tag="one", content="host").fill_(1)
+def swap(scale: Scale) -> Figures:
+    """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled during more swaps."""
+    saver, nbytes = MemorySaver(scale.device), scale.choose(16 * GIB, 8 * MIB)
+    one = saver.empty(nbytes, torch.uint8, tag="one", content="host").fill_(1)
     saver.pause("one")
-    two = saver.empty(gib * GIB, torch.uint8, tag="two", content="host").fill_(2)
+    two = saver.empty(nbytes, torch.uint8, tag="two", content="host").fill_(2)
     for _ in range(2):  # from here on in pieces
         saver.swap(pause="two", resume="one")
         saver.swap(pause="one", resume="two")
@@ -160,96 +176,81 @@ def swap(gib: int = 16) -> dict[str, float]:
     in_turn = [timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
     saver.trim()
     swapped = [timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns]
-    with Sampler() as sampler:
+    with Sampler(scale.device) as sampler:
         for away, back in turns:
             saver.swap(pause=away, resume=back)
-    assert int(two[0]) == int(two[-1]) == 2 and bool((two[:: 1 << 20] == 2).all())
+    assert int(two[0]) == int(two[-1]) == 2 and bool((two[::MIB] == 2).all())
     saver.swap(pause="two", resume="one")
-    assert bool((one[:: 1 << 20] == 1).all())
+    assert bool((one[::MIB] == 1).all())
     del one, two
     saver.close()
     serial_ms, swap_ms = statistics.median(in_turn[2:]), statistics.median(swapped[2:])
-    extra = sampler.rise / MEGA
-    return {"in turn": serial_ms, "swap": swap_ms, "swap / in turn": swap_ms / serial_ms, "extra, MiB": extra}
+    return [
+        *figures({"in turn": serial_ms, "swap": swap_ms}),
+        Figure(what="swap", value=swap_ms / serial_ms, unit="x in turn"),
+        Figure(what="more of the device", value=sampler.rise / MIB, unit="MiB"),
+    ]
 
 
-def disk(directory: Path, rounds: int = 3) -> dict[str, float]:
+def disk(directory: Path, scale: Scale) -> Figures:
     """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to second."""
-    saver = MemorySaver("cuda:0", disk_dir=directory)
-    made = tensors_of(saver, content="disk")
-    rows = []
-    for _ in range(1 + rounds):
-        write, read = dd(directory)
-        rows.append({"dd writes": write, "pause": timed(lambda: saver.pause("params")), "dd reads": read})
-        rows[-1]["resume"] = timed(lambda: saver.resume("params"))
+    saver, times = MemorySaver(scale.device, disk_dir=directory), Times(3, 1)
+    made = tensors_of(scale, saver, content="disk")
+    file, nbytes = directory / "memsaver-dd", sum(tensor.numel() for tensor in made)
+    block = scale.choose(15 * MIB, MIB)
+    options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
+    out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])  # not every folder can do that
+    try:
+        for _ in times.rounds:
+            with file.open("wb") as handle:  # its space is reserved before, as ours is
+                os.posix_fallocate(handle.fileno(), 0, nbytes)
+            times("dd writes", lambda: dd("if=/dev/zero", f"of={file}", *options, *out))
+            times("dd reads", lambda: dd(f"if={file}", "of=/dev/null", *options, *back))
+            times("pause", lambda: saver.pause("params"))
+            times("resume", lambda: saver.resume("params"))
+    finally:
+        file.unlink(missing_ok=True)
     check(made)
     del made
     saver.close()
-    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    return figures(times.medians)
 
 
-def dd(directory: Path) -> tuple[float, float]:
-    """Milliseconds of `dd` with direct I/O for as many bytes, their space reserved before as ours is."""
-    file, count = directory / "memsaver-dd", COUNT * MIB // 15
-    out = ["dd", "if=/dev/zero", f"of={file}", "bs=15M", f"count={count}", "oflag=direct", "conv=notrunc"]
-    back = ["dd", f"if={file}", "of=/dev/null", "bs=15M", "iflag=direct"]
-    try:
-        with file.open("wb") as handle:
-            os.posix_fallocate(handle.fileno(), 0, COUNT * MIB << 20)
-        times = []
-        for command in (out, back):
-            started = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True)
-            times.append((time.perf_counter() - started) * 1e3)
-        return times[0], times[1]
-    finally:
-        file.unlink(missing_ok=True)
+def dd(*options: str) -> None:
+    subprocess.run(["dd", *options], check=True, capture_output=True)
 
 
-def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
-    from tests.benchmarks.plots import stacked_bars
+a_second, written = partial(others_write, nbytes=0), partial(others_write, nbytes=COUNT * TENSOR)
+CASES: dict[str, Case] = {
+    "pinned copy": floor,
+    "host, extents kept": partial(to_the_host, "keep", at_once),
+    "host, extents to the driver, resumed at once": partial(to_the_host, "driver", at_once),
+    "the same, resumed a second later": partial(to_the_host, "driver", a_second),
+    "the same, written by others meanwhile": partial(
+        to_the_host, "driver", partial(others_write, nbytes=COUNT * TENSOR)
+    ),
+    "torch_memory_saver, retain_cpu_backup": rival("retain"),
+    "torch_memory_saver": rival(),
+    "marked clean": clean,
+    "half of the blocks freed": half_freed,
+    "200 cycles": many_cycles,
+    "swap 16 GiB": swap,
+}
+DISK = "disk"
 
-    keys, left_out = ("pause", "resume"), ("disk", "torch_memory_saver")  # seconds
-    rows = {name: row for name, row in results.items() if row.keys() >= set(keys) and name not in left_out}
-    stacked_bars(path, "8 GiB kept over a pause", {name: {key: row[key] for key in keys} for name, row in rows.items()})
+
+def bar(name: str, figure: Figure) -> tuple[str, str] | None:
+    left_out = name in (DISK, "torch_memory_saver")  # seconds
+    return None if left_out or figure.what not in ("pause", "resume") else (name, figure.what)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"))
-    rival = partial(in_its_process, COUNT, MIB, REPEATS, "freed", "backup")
-    cases: dict[str, Callable[[], dict[str, float]]] = {
-        "pinned copy": floor,
-        "host, extents kept": lambda: to_the_host("keep"),
-        "host, extents to the driver, resumed at once": lambda: to_the_host("driver"),
-        "the same, resumed a second later": lambda: to_the_host("driver", lambda: others_write(0)),
-        "the same, written by others meanwhile": lambda: to_the_host("driver", lambda: others_write(COUNT * MIB << 20)),
-        "torch_memory_saver, retain_cpu_backup": lambda: in_its_process(
-            COUNT, MIB, REPEATS, "freed", "backup", "retain"
-        ),
-        "torch_memory_saver": rival,
-        "marked clean": clean,
-        "half of the blocks freed": half_freed,
-        "200 cycles": many_cycles,
-        "swap 16 GiB": swap,
-        "disk": lambda: disk(args.disk),
-    }
-    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
-    args = parser.parse_args()
-    results: dict[str, dict[str, Any]] = {}
-    for name in args.cases:
-        results[name] = cases[name]()
-        torch.cuda.empty_cache()
-        print(name, {key: round(value, 2) for key, value in results[name].items()}, flush=True)
-    print(conditions())
-    print_table(
-        [f"{COUNT} x {MIB} MiB (8 GiB) unless said otherwise", "what", "ms (or as named)"],
-        [[name, key, value] for name, row in results.items() for key, value in row.items()],
-    )
-    save(args.out, "bench_backup", results)
-    if args.out is not None:
-        draw(args.out / "bench_backup.png", results)
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, [*CASES, DISK])
+    options.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure")
+    args = options.parse_args(arguments)
+    cases, scale = {**CASES, DISK: partial(disk, args.disk)}, make_scale(args)
+    print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
+    run_cases("bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar)
 
 
 if __name__ == "__main__":

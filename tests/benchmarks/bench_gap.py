@@ -6,8 +6,6 @@ fp32 a forward in fp64 says how far each of the three is from the truth.
 
 from __future__ import annotations
 
-import argparse
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,14 @@ import torch
 from torch import Tensor
 
 from rollout import SamplingParams
-from tests.benchmarks.common import conditions, print_table, random_model, save
+from tests.benchmarks.common import Scale, make_scale, parser, random_model, report
 from trainer_bridge import Cycle, SequenceBatch, TrainerConfig, open_inprocess
 
-SAMPLES, PROMPT, ANSWER = 64, 64, 256
+SAMPLES, PROMPT = 64, 64
+
+
+def answer_tokens(scale: Scale) -> int:
+    return scale.choose(256, 4)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -49,33 +51,33 @@ def cached_decode(model: Any, ids: Tensor, temperature: float) -> Tensor:
 
 
 def rollout_and_trainer(
-    path: Path, dtype: str, inputs: list[list[int]], temperature: float
+    scale: Scale, path: Path, dtype: str, inputs: list[list[int]], temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token ids, the rollout's log-probabilities, the trainer's)."""
-    config = TrainerConfig(model_path=str(path), dtype=dtype, device="cuda:0", micro_batch_size=8)
+    config = TrainerConfig(model_path=str(path), dtype=dtype, device=str(scale.device), micro_batch_size=8)
     engine = {"kv_tokens": SAMPLES * 512, "max_running": SAMPLES, "max_context_len": 512}
     with open_inprocess(config, engine) as (trainer, rollout):
         cycle = Cycle(trainer, rollout)
         cycle.to_rollout(1)
-        sampling = SamplingParams(max_tokens=ANSWER, temperature=temperature, ignore_eos=True, seed=1)
+        sampling = SamplingParams(max_tokens=answer_tokens(scale), temperature=temperature, ignore_eos=True, seed=1)
         out = rollout.generate(inputs, sampling)
         cycle.to_score()
         answers = [list(group[0].token_ids) for group in out]
         batch = SequenceBatch(prompt_ids=inputs, response_ids=answers, temperature=temperature)
         scored = trainer.compute_log_prob(batch)
-    ids = torch.tensor([given + answer for given, answer in zip(inputs, answers, strict=True)], device="cuda")
+    ids = torch.tensor([given + answer for given, answer in zip(inputs, answers, strict=True)], device=scale.device)
     own = torch.tensor([group[0].logprobs for group in out], dtype=torch.float64)
     return ids, own, torch.tensor(scored, dtype=torch.float64)
 
 
-def measure(name: str, path: Path, dtype: str, temperature: float) -> list[dict[str, Any]]:
+def measure(scale: Scale, name: str, path: Path, dtype: str, temperature: float) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
-    rng = random.Random(0)
-    inputs = [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(SAMPLES)]
-    ids, rollout, trainer = rollout_and_trainer(path, dtype, inputs, temperature)
+    torch.manual_seed(0)
+    inputs = torch.randint(scale.choose(1000, 90), (scale.choose(SAMPLES, 4), PROMPT)).tolist()
+    ids, rollout, trainer = rollout_and_trainer(scale, path, dtype, inputs, temperature)
     torch.cuda.empty_cache()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(scale.device).eval()
     full, cached = full_forward(model, ids, temperature), cached_decode(model, ids, temperature)
     pairs = {"rollout - trainer": (rollout, trainer), "transformers, cached - full": (cached, full)}
     if dtype == "float32":
@@ -91,28 +93,25 @@ def measure(name: str, path: Path, dtype: str, temperature: float) -> list[dict[
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="a directory with a trained model, such as SmolLM2's")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples, and of all log-probabilities")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, help="a directory with a trained model, such as SmolLM2's")
+    options.add_argument("--temperature", type=float, default=1.0, help="of the samples, and of all log-probabilities")
+    args = options.parse_args(arguments)
+    scale, rows = make_scale(args), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "random"
-        random_model(path, "0.5b", torch.float32)
-        cases = [("Qwen2.5-0.5B shape, random", path)] + ([(args.model.name, args.model)] if args.model else [])
-        for name, where in cases:
+        random_model(scale, Path(folder), "0.5b", torch.float32)
+        models = [("Qwen2.5-0.5B shape, random", Path(folder))] + (
+            [(args.model.name, args.model)] if args.model else []
+        )
+        for name, where in models:
             for dtype in ("float32", "bfloat16"):
-                rows += measure(name, where, dtype, args.temperature)
+                rows += measure(scale, name, where, dtype, args.temperature)
                 torch.cuda.empty_cache()
-    print(conditions())
-    print(f"{SAMPLES} samples of {ANSWER} tokens at temperature {args.temperature:g}")
+    print(f"{SAMPLES} samples of {answer_tokens(scale)} tokens at temperature {args.temperature:g}")
     head = ["model", "dtype", "absolute difference of log-probabilities", "mean", "99.9 %", "max"]
-    print_table(
-        head, [[r["model"], r["dtype"], r["pair"]] + [f"{r[k]:.2e}" for k in ("mean", "p99.9", "max")] for r in rows]
-    )
-    save(args.out, "bench_gap", {"rows": rows})
+    cells = [[r["model"], r["dtype"], r["pair"], *(f"{r[k]:.2e}" for k in ("mean", "p99.9", "max"))] for r in rows]
+    report("bench_gap", head, cells, {"rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -6,81 +6,72 @@ are compared with a full forward of the same model.
 
 from __future__ import annotations
 
-import argparse
-import random
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from tests.benchmarks.common import conditions, median_ms, print_table, random_model, save
+from tests.benchmarks.common import Scale, make_scale, median_ms, parser, random_model, report
 
-BATCH, PROMPT, ANSWER = 256, 128, 128
-REPEATS = 3
-
-
-def prompts(vocab: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(BATCH)]
-
-
-def seconds(run: Callable[[], object]) -> float:
-    return median_ms(run, repeats=REPEATS, warmup=1) / 1e3
+COMPARED = 8  # samples
 
 
 @torch.no_grad()
 def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> float:
-    """Mean difference of the engine's log-probabilities from the model's, over 8 of the samples."""
-    ids = torch.tensor([inputs[i] + list(out[i][0].token_ids) for i in range(8)], device="cuda")
-    logp = torch.log_softmax(model(ids).logits[:, PROMPT - 1 : -1].float(), -1)
-    theirs = logp.gather(-1, ids[:, PROMPT:, None]).squeeze(-1).cpu()
-    gap = float((theirs - torch.tensor([out[i][0].logprobs for i in range(8)])).abs().mean())
+    """Mean difference of the engine's log-probabilities from the model's."""
+    completions = [group[0] for group in out[:COMPARED]]
+    ids = torch.tensor([given + list(each.token_ids) for given, each in zip(inputs, completions, strict=False)])
+    ids, prompt = ids.to(model.device), len(inputs[0])
+    logp = torch.log_softmax(model(ids).logits[:, prompt - 1 : -1].float(), -1)
+    theirs = logp.gather(-1, ids[:, prompt:, None]).squeeze(-1).cpu()
+    gap = float((theirs - torch.tensor([each.logprobs for each in completions])).abs().mean())
     assert gap < 0.05, f"the engine's log-probabilities differ by {gap} on average"
     return gap
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        model = random_model(path, "0.5b", torch.bfloat16)
-        inputs = prompts(model.config.vocab_size)
-        result: dict[str, float] = {}
-        for name, graphs in (("engine", True), ("engine without CUDA graphs", False)):
-            engine = Engine.from_pretrained(
-                path, device="cuda:0", dtype=torch.bfloat16, kv_tokens=BATCH * (PROMPT + ANSWER + 16),
-                max_running=BATCH, max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
-                prefix_cache=False,  # every round computes its prompts
-            )  # fmt: skip
-            for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-                params = SamplingParams(max_tokens=ANSWER, temperature=temperature, ignore_eos=True)
-                out = engine.generate(inputs, params)
-                result["gap"] = max(result.get("gap", 0.0), check(model, inputs, out))
-                result[f"{name}, {kind}"] = seconds(
-                    lambda params=params, engine=engine: engine.generate(inputs, params)
-                )
-            engine.saver.close()
-            del engine
-    given = torch.tensor(inputs, device="cuda")
-    options: dict[str, Any] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": True, "top_k": 0}
+def measure(scale: Scale, sizes: tuple[int, int, int], folder: Path) -> tuple[dict[str, float], float]:
+    """Milliseconds of each way, and the largest gap. sizes: prompts, and tokens of each and of its answer."""
+    batch, prompt, answer = sizes
+    milliseconds = partial(median_ms, repeats=scale.choose(3, 1), warmup=scale.choose(1, 0))
+    model = random_model(scale, folder, "0.5b", torch.bfloat16)
+    torch.manual_seed(0)
+    inputs = torch.randint(model.config.vocab_size, (batch, prompt)).tolist()
+    ms, gaps = dict[str, float](), []
+    for name, graphs in (("engine", True), ("engine without CUDA graphs", False)):
+        engine = Engine.from_pretrained(
+            folder, device=scale.device, dtype=torch.bfloat16, kv_tokens=batch * (prompt + answer + 16),
+            max_running=batch, max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
+            prefix_cache=False,  # every round computes its prompts
+        )  # fmt: skip
+        for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            generate = partial(
+                engine.generate, inputs, SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)
+            )
+            gaps.append(check(model, inputs, generate()))
+            ms[f"{name}, {kind}"] = milliseconds(generate)
+        engine.saver.close()
+        del engine, generate
+    given = torch.tensor(inputs, device=scale.device)
+    options = {"max_new_tokens": answer, "min_new_tokens": answer, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     mask = torch.ones_like(given)
-    result["transformers.generate, sampled"] = seconds(
-        lambda: model.generate(given, attention_mask=mask, pad_token_id=0, **options)
-    )
-    tokens = BATCH * ANSWER
-    rival = result["transformers.generate, sampled"]
-    print(conditions())
-    print(f"log-probabilities against a full forward in bf16: mean difference at most {result['gap']:.4f}")
-    rows = [
-        [name, time_ * 1e3, f"{tokens / time_:,.0f}", rival / time_] for name, time_ in result.items() if name != "gap"
-    ]
-    print_table(["batch 256, 128 + 128 tokens, bf16", "ms", "new tokens/s", "x transformers"], rows)
-    save(args.out, "bench_generate", result)
+    ms["transformers.generate, sampled"] = milliseconds(lambda: model.generate(given, attention_mask=mask, **options))
+    return ms, max(gaps)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__).parse_args(arguments)
+    scale = make_scale(args)
+    sizes = batch, prompt, answer = (8, 8, 4) if scale.tiny else (256, 128, 128)
+    with tempfile.TemporaryDirectory() as folder:
+        ms, gap = measure(scale, sizes, Path(folder))
+    rival = ms["transformers.generate, sampled"]
+    print(f"log-probabilities against a full forward in bf16: mean difference at most {gap:.4f}")
+    rows = [[name, each, f"{1e3 * batch * answer / each:,.0f}", rival / each] for name, each in ms.items()]
+    head = [f"batch {batch}, {prompt} + {answer} tokens, bf16", "ms", "new tokens/s", "x transformers"]
+    report("bench_generate", head, rows, {"ms": ms, "gap": gap}, args.out)
 
 
 if __name__ == "__main__":

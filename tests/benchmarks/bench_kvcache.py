@@ -5,15 +5,13 @@ Every case checks its results in the same run. Without a GPU only the host's boo
 
 from __future__ import annotations
 
-import argparse
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from tests.benchmarks.common import conditions, print_table, save
+from tests.benchmarks.common import Case, Figure, Figures, Scale, measured_copy_rate, parser, run_cases
 from tests.benchmarks.kvcache import (
     blocks,
     expand,
@@ -28,9 +26,7 @@ from tests.benchmarks.kvcache import (
     tiers,
     transfer,
 )
-from tests.benchmarks.kvcache.base import Figure, Scale, make_scale
 
-Case = Callable[[Scale], list[Figure]]
 GPU_CASES: dict[str, Case] = {
     "pages to tokens, extend": expand.extend,
     "pages to tokens, decode": expand.decode,
@@ -55,63 +51,33 @@ DRAWN = {  # units that are a share of a copy's rate
 }
 
 
-def measure(names: list[str], tiny: bool, out: Path | None = None) -> dict[str, list[Figure]]:
-    """Figures by case and device, none where a case failed. Without a GPU its cases are skipped, unless all is tiny."""
-    cpu = make_scale("cpu", tiny, out)
-    gpu = make_scale("cuda:0", tiny, out) if torch.cuda.is_available() else None
-    results: dict[str, list[Figure]] = {}
+def bound(names: list[str], cpu: Scale, gpu: Scale | None) -> dict[str, Callable[[], Figures]]:
+    """The cases that this machine has devices for. Without a GPU its cases run on the CPU if all is tiny."""
+    chosen: dict[str, Callable[[], Figures]] = {}
     for name in names:
-        scales = [gpu] if gpu is not None and name not in CPU_CASES else []
-        if name in HOST_CASES or name in CPU_CASES or (tiny and gpu is None):
-            scales.append(cpu)
-        if not scales:
-            print(f"{name}: skipped, it needs a GPU", flush=True)
-        for scale in scales:
-            where = name if scale.on_gpu else f"{name}, CPU"
-            results[where] = _figures(name, scale)
-            print(where, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[where]}, flush=True)
-    return results
+        if gpu is not None and name not in CPU_CASES:
+            chosen[name] = partial(CASES[name], gpu)
+        if name not in GPU_CASES or (cpu.tiny and gpu is None):
+            chosen[f"{name}, CPU"] = partial(CASES[name], cpu)
+    return chosen
 
 
-def _figures(name: str, scale: Scale) -> list[Figure]:
-    """None of a case that fails, which must not cost the others theirs."""
-    try:
-        if scale.on_gpu:
-            torch.cuda.empty_cache()
-        return CASES[name](scale)
-    except Exception:
-        traceback.print_exc()
-        return []
-
-
-def draw(path: Path, results: dict[str, list[Figure]]) -> None:
+def bar(name: str, figure: Figure) -> tuple[str, str] | None:
     """Everything that moves bytes, beside a copy."""
-    from tests.benchmarks.plots import stacked_bars
-
-    figures = [(f"{name}: {each.what}", each) for name, case in results.items() for each in case]
-    rows = {what: {DRAWN[each.unit]: each.value} for what, each in figures if each.unit in DRAWN}
-    if rows:
-        stacked_bars(path, "KV cache pools", rows, unit="%")
+    return (f"{name}: {figure.what}", DRAWN[figure.unit]) if figure.unit in DRAWN else None
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--tiny", action="store_true", help="sizes for a test of this script; times mean nothing")
-    args = parser.parse_args(arguments)
-    results = measure(args.cases, args.tiny, args.out)
-    print(conditions())
+    args = parser(__doc__, CASES).parse_args(arguments)
+    cpu, gpu = Scale(device=torch.device("cpu"), tiny=args.tiny, out=args.out), None
     if torch.cuda.is_available():
+        gpu = replace(cpu, device=torch.device("cuda:0"))
+        gpu = replace(gpu, copy_rate=measured_copy_rate(gpu))
         print("% of copy: of the rate of a 4 GiB device-to-device copy in the same run, bytes read and written counted")
         print("% of pinned copy: of one of as many bytes in the same direction, by turns with it")
-    head = ["case", "what", "value", "unit", "target"]
-    print_table(head, [[name, f.what, f.value, f.unit, f.target] for name, case in results.items() for f in case])
-    save(args.out, "bench_kvcache", {name: [asdict(figure) for figure in case] for name, case in results.items()})
-    if args.out is not None:
-        draw(args.out / "bench_kvcache.png", results)
-    if failed := [name for name, case in results.items() if not case]:
-        raise SystemExit(f"failed, see above: {', '.join(failed)}")
+    cases = bound(args.cases, cpu, gpu)
+    print("skipped, they need a GPU:", [name for name in args.cases if not {name, f"{name}, CPU"} & cases.keys()])
+    run_cases("bench_kvcache", cases, args.out, bar)
 
 
 if __name__ == "__main__":

@@ -5,97 +5,100 @@ Every case checks content where content is kept, and that freed memory was reall
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import statistics
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
 from memsaver import MemorySaver
-from memsaver.backends.base import Backend
-from tests.benchmarks.common import conditions, free_bytes, median_ms, others_write, print_table, save, timed
+from tests.benchmarks.common import (
+    GIB,
+    MIB,
+    Case,
+    Figure,
+    Figures,
+    Scale,
+    Times,
+    figures,
+    free_bytes,
+    make_scale,
+    median_ms,
+    others_write,
+    parser,
+    run_cases,
+    settle,
+)
+from tests.benchmarks.floors import extent_by_driver
 from tests.benchmarks.rival_tms import in_its_process
+from tests.helpers.peers import Peer
 
-COUNT, MIB = 340, 45  # 14.9 GiB
-GIB = 1 << 30
-REPEATS = 7
-
-
-def middle(values: list[float]) -> float:
-    return statistics.median(values[2:])
+COUNT, TENSOR = 340, 45 * MIB  # 14.9 GiB
 
 
-def kept() -> dict[str, float]:
+def _sizes(scale: Scale) -> tuple[int, int]:
+    """How many tensors, and bytes of each."""
+    return scale.choose(COUNT, 3), scale.choose(TENSOR, MIB)
+
+
+def _make(scale: Scale) -> list[torch.Tensor]:
+    count, nbytes = _sizes(scale)
+    return [torch.empty(nbytes, dtype=torch.uint8, device=scale.device) for _ in range(count)]
+
+
+def kept(scale: Scale) -> Figures:
     """Between pause and resume another tag maps the freed pages and overwrites every byte of them."""
-    saver = MemorySaver("cuda:0")
+    saver, times = MemorySaver(scale.device), Times()
     with saver.region("kv"):
-        tensors = [torch.empty(MIB << 20, dtype=torch.uint8, device="cuda") for _ in range(COUNT)]
+        tensors = _make(scale)
     total = saver.report().tags["kv"].committed_bytes
     other = saver.empty(total, torch.uint8, tag="other")
     saver.pause("other")
-    rows: dict[str, list[float]] = {"pause": [], "resume": []}
-    for i in range(REPEATS + 2):
-        rows["pause"].append(timed(lambda: saver.pause("kv", release="keep")))
+    for i in times.rounds:
+        times("pause", lambda: saver.pause("kv", release="keep"))
         saver.resume("other")
         assert saver.report().pool_bytes == 0, "the other tag has other pages"
         other.fill_(100 + i)
         saver.pause("other", release="keep")
-        rows["resume"].append(timed(lambda: saver.resume("kv")))
+        times("resume", lambda: saver.resume("kv"))
         assert all(bool((tensor == 100 + i).all()) for tensor in tensors), "not the overwritten pages"
         tensors[0].fill_(1)
     saver.check_integrity()
     del tensors, other
     saver.close()
-    return {key: middle(values) for key, values in rows.items()}
+    return figures(times.medians)
 
 
-def to_the_driver(fill: bool) -> dict[str, float]:
-    """fill: another allocation takes and writes all memory first, so that what comes next has to be cleared."""
-    saver = MemorySaver("cuda:0")
-    tensor = saver.empty(COUNT * MIB << 20, torch.uint8, tag="kv")
-    rows: dict[str, list[float]] = {"pause": [], "resume": []}
-    for _ in range(REPEATS + 2):
-        rows["pause"].append(timed(lambda: saver.pause("kv")))
-        others_write(free_bytes() if fill else 0)
-        rows["resume"].append(timed(lambda: saver.resume("kv")))
+def _write(fill: bool, scale: Scale) -> None:
+    """fill: another allocation takes and writes all memory, so that what comes next has to be cleared."""
+    others_write(scale, free_bytes() if fill else 0)
+
+
+def to_the_driver(fill: bool, scale: Scale) -> Figures:
+    count, nbytes = _sizes(scale)
+    saver, times = MemorySaver(scale.device), Times()
+    tensor = saver.empty(count * nbytes, torch.uint8, tag="kv")
+    for _ in times.rounds:
+        times("pause", lambda: saver.pause("kv"))
+        _write(fill, scale)
+        times("resume", lambda: saver.resume("kv"))
         tensor.fill_(1)
     del tensor
     saver.close()
-    return {key: middle(values) for key, values in rows.items()}
+    return figures(times.medians)
 
 
-def driver_floor(fill: bool) -> dict[str, float]:
-    """Unmap and release, create and map, of one extent, by the same calls and nothing else."""
-    backend: Backend = MemorySaver("cuda:0")._backend
-    nbytes = COUNT * MIB << 20
-    address = backend.reserve(nbytes)
-    rows: dict[str, list[float]] = {"pause": [], "resume": []}
-    handle = [0]
-
-    def take() -> None:
-        handle[0] = backend.create(nbytes).handle
-        backend.map(address, nbytes, handle[0])
-        backend.set_access(address, nbytes)
-
-    def give() -> None:
-        backend.unmap(address, nbytes)
-        backend.release(handle[0], nbytes)
-
-    take()
-    for _ in range(REPEATS + 2):
-        rows["pause"].append(timed(give))
-        others_write(free_bytes() if fill else 0)
-        rows["resume"].append(timed(take))
-    give()
-    backend.unreserve(address, nbytes)
-    return {key: middle(values) for key, values in rows.items()}
+def driver_floor(fill: bool, scale: Scale) -> Figures:
+    count, nbytes = _sizes(scale)
+    return figures(extent_by_driver(scale.device, count * nbytes, "resume", "pause", partial(_write, fill, scale)))
 
 
-def _other(pipe: Connection, nbytes: int) -> None:
-    saver = MemorySaver("cuda:0")
-    tensor = saver.empty(1 << 21, torch.uint8, tag="small")
+def rival(written: str, scale: Scale) -> Figures:
+    return figures(in_its_process(scale, COUNT, TENSOR, written))
+
+
+def _other(pipe: Connection, device: torch.device, nbytes: int) -> None:
+    saver = MemorySaver(device)
+    tensor = saver.empty(2 * MIB, torch.uint8, tag="small")
     theirs = None
     pipe.send(saver.pool_ticket())
     while (ticket := pipe.recv()) is not None:
@@ -103,117 +106,88 @@ def _other(pipe: Connection, nbytes: int) -> None:
             theirs = saver.empty(nbytes, torch.uint8, tag="theirs")  # takes what was handed over
         saver.resume("theirs")
         theirs.fill_(255)
-        torch.cuda.synchronize()
+        settle()
         saver.pause("theirs", release="hand_over", to=ticket)
         pipe.send(saver.report().committed_bytes)
     del tensor
 
 
-def handed_over(gib: int = 60) -> dict[str, float]:
-    """The other process writes all of it, then hands it over; timed: the resume here."""
-    nbytes = gib * GIB
-    saver = MemorySaver("cuda:0")
+def handed_over(scale: Scale) -> Figures:
+    """The other process writes all of 60 GiB, then hands it over; timed: the resume here."""
+    nbytes = scale.choose(60 * GIB, 8 * MIB)
+    saver, times = MemorySaver(scale.device), Times()
     tensor = saver.empty(nbytes, torch.uint8, tag="kv")
     saver.pause(release="keep")  # in one extent; from here on in pieces
     saver.trim()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_other, args=(theirs, nbytes), daemon=True)
-    process.start()
-    ticket = ours.recv()
+    other = Peer(_other, scale.device, nbytes)
+    ticket = other.hear(120)
     saver.resume()
-    rows: dict[str, list[float]] = {"hand over": [], "resume": []}
-    for _ in range(REPEATS + 2):
-        rows["hand over"].append(timed(lambda: saver.pause("kv", release="hand_over", to=ticket)))
-        ours.send(saver.pool_ticket())
-        assert ours.recv() <= 4 << 20, "the other process kept some"
-        rows["resume"].append(timed(lambda: saver.resume("kv")))
+    for _ in times.rounds:
+        times("hand over", lambda: saver.pause("kv", release="hand_over", to=ticket))
+        assert other.ask(saver.pool_ticket(), 60) <= 4 * MIB, "the other process kept some"
+        times("resume", lambda: saver.resume("kv"))
         assert int(tensor[0]) == int(tensor[-1]) == 255, "not the pages that it wrote"
-        tensor[:: 1 << 21].fill_(1)
+        tensor[:: 2 * MIB].fill_(1)
     saver.check_integrity()
-    ours.send(None)
-    process.join(20)
+    other.tell(None)
+    other.dies_within(20)
     del tensor
     saver.close()
-    return {key: middle(values) for key, values in rows.items()}
+    return figures(times.medians)
 
 
-def through_the_driver(gib: int = 60) -> float:
+def through_the_driver(scale: Scale) -> Figures:
     """The same memory, released by a tag that wrote it and resumed at once."""
-    saver = MemorySaver("cuda:0")
-    tensor = saver.empty(gib * GIB, torch.uint8, tag="kv")
-    times = []
-    for _ in range(5):
+    saver, times = MemorySaver(scale.device), Times(3)
+    tensor = saver.empty(scale.choose(60 * GIB, 8 * MIB), torch.uint8, tag="kv")
+    for _ in times.rounds:
         tensor.fill_(255)
         saver.pause("kv")
-        times.append(timed(lambda: saver.resume("kv")))
+        times("resume", lambda: saver.resume("kv"))
     del tensor
     saver.close()
-    return middle(times)
+    return figures(times.medians)
 
 
-def allocating() -> dict[str, float]:
+def allocating(scale: Scale) -> Figures:
     """340 tensors, made and dropped, after warm-up."""
-    saver = MemorySaver("cuda:0")
+    saver = MemorySaver(scale.device)
 
-    def make() -> None:
-        kept = [torch.empty(MIB << 20, dtype=torch.uint8, device="cuda") for _ in range(COUNT)]
-        del kept
-
-    def measured() -> float:
-        return median_ms(make, repeats=200, warmup=20)  # a millisecond each: the host's other work shows in few
+    def measured() -> float:  # a millisecond each: the host's other work shows in few
+        return median_ms(lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0))
 
     before = measured()
     with saver.region("kv"):
         inside = measured()
-    after = measured()
-    torch.cuda.empty_cache()
-    return {"plain torch before": before, "in a region": inside, "plain torch after": after}
+    return figures({"plain torch before": before, "in a region": inside, "plain torch after": measured()})
 
 
-def rival(written: str) -> dict[str, float]:
-    return in_its_process(COUNT, MIB, REPEATS, written)
-
-
-CASES = {
+CASES: dict[str, Case] = {
     "memsaver, kept": kept,
-    "torch_memory_saver, freed bytes written": lambda: rival("freed"),
-    "memsaver, driver, clean": lambda: to_the_driver(False),
-    "torch_memory_saver, clean": lambda: rival("nothing"),
-    "driver's floor, clean": lambda: driver_floor(False),
-    "memsaver, driver, filled first": lambda: to_the_driver(True),
-    "torch_memory_saver, filled first": lambda: rival("all"),
-    "driver's floor, filled first": lambda: driver_floor(True),
+    "torch_memory_saver, freed bytes written": partial(rival, "freed"),
+    "memsaver, driver, clean": partial(to_the_driver, False),
+    "torch_memory_saver, clean": partial(rival, "nothing"),
+    "driver's floor, clean": partial(driver_floor, False),
+    "memsaver, driver, filled first": partial(to_the_driver, True),
+    "torch_memory_saver, filled first": partial(rival, "all"),
+    "driver's floor, filled first": partial(driver_floor, True),
     "memsaver, 60 GiB handed over": handed_over,
-    "60 GiB through the driver": lambda: {"resume": through_the_driver()},
+    "60 GiB through the driver": through_the_driver,
     "allocating 340 tensors": allocating,
 }
 
 
-def draw(path: Path, results: dict[str, dict[str, float]]) -> None:
+def bar(name: str, figure: Figure) -> tuple[str, str] | None:
     """Pause and resume of the 14.9 GiB; without the cases that wait for the driver to clear memory."""
-    from tests.benchmarks.plots import stacked_bars
-
-    whole = {name: row for name, row in results.items() if {"pause", "resume"} <= row.keys()}
-    rows = {name: row for name, row in whole.items() if "filled" not in name}
-    stacked_bars(path, f"{COUNT} x {MIB} MiB, no backup", rows)
+    left_out = "filled" in name or "60 GiB" in name or figure.what not in ("pause", "resume")
+    return None if left_out else (name, figure.what)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    args = parser.parse_args()
-    results: dict[str, dict[str, float]] = {}
-    for name in args.cases:
-        results[name] = CASES[name]()
-        torch.cuda.empty_cache()
-        print(name, {key: round(value, 2) for key, value in results[name].items()}, flush=True)
-    print(conditions())
-    rows = [[name, key, value] for name, row in results.items() for key, value in row.items()]
-    print_table([f"{COUNT} x {MIB} MiB unless said otherwise", "operation", "ms"], rows)
-    save(args.out, "bench_memory", results)
-    if args.out is not None:
-        draw(args.out / "bench_memory.png", results)
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__, CASES).parse_args(arguments)
+    scale = make_scale(args)
+    print(f"{COUNT} tensors of {TENSOR // MIB} MiB, no backup, unless said otherwise")
+    run_cases("bench_memory", {name: partial(CASES[name], scale) for name in args.cases}, args.out, bar)
 
 
 if __name__ == "__main__":

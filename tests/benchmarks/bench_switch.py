@@ -6,14 +6,13 @@ actors) is run twice: once with everything staying on the device, which 80 GB al
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 
 from recipes.run import start_run
-from tests.benchmarks.common import conditions, print_table, save
+from tests.benchmarks.common import parser, report
 
 SYNC = ("sync_weights",)
 TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
@@ -22,9 +21,9 @@ WORK = ("generate_sequences", "compute_log_prob", "update_actor")
 CASES = {"everything stays": "[params,optim,weights,kv_cache,cuda_graph]", "everything is parked": "[]"}
 
 
-def medians(folder: Path, keep: str, steps: int) -> dict[str, float]:
+def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]:
     """Milliseconds of every stage, the median over all steps but the first two, and of the whole step."""
-    start_run("qwen2.5-0.5b", [f"cycle.keep={keep}", f"steps={steps}"], folder)
+    start_run(recipe, settings, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "train"][2:]
     names = {name for row in rows for name in row["stages"]}
@@ -32,13 +31,16 @@ def medians(folder: Path, keep: str, steps: int) -> dict[str, float]:
     return {**out, "step": statistics.median(row["step_seconds"] for row in rows) * 1e3}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=8)
-    args = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=8)
+    args = options.parse_args(arguments)
+    recipe = "tiny" if args.tiny else "qwen2.5-0.5b"
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: medians(Path(folder) / str(i), keep, args.steps) for i, (name, keep) in enumerate(CASES.items())}
+        runs = {
+            name: stage_ms(recipe, [f"cycle.keep={keep}", f"steps={args.steps}"], Path(folder) / str(i))
+            for i, (name, keep) in enumerate(CASES.items())
+        }
     rows: list[list[object]] = []
     for stage in (*TO_ROLLOUT, *TO_TRAIN, *WORK, "step"):
         rows.append([stage, *(run.get(stage, 0.0) for run in runs.values())])
@@ -53,9 +55,7 @@ def main() -> None:
     total("the sync", SYNC)
     total("to_train", TO_TRAIN)
     total("whole switch, share of the step", TO_ROLLOUT + TO_TRAIN, share=True)
-    print(conditions())
-    print_table(["stage, ms", *runs], rows)
-    save(args.out, "bench_switch", {"runs": runs})
+    report("bench_switch", ["stage, ms", *runs], rows, {"runs": runs}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,83 @@
-"""What every benchmark shares: conditions, medians, Markdown tables, model directories of real shapes."""
+"""The harness of all benchmarks: where and how large they run, clocks, floors, figures and how they come out."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+MIB, GIB = 1 << 20, 1 << 30
+REPEATS, WARMUP = 7, 2
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "vocab_size": 96,
+}
+
+
+class Skipped(Exception):
+    """A case that this machine can't run; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Where and how large the cases run. tiny: sizes for a test of the scripts, which a CPU gets through; times mean
+    nothing.
+
+    copy_rate: bytes a second of a large copy on the device in the same run, read and written bytes both counted.
+    link_rate: of the link between two devices, in each of both directions at once; 0: there is none.
+    out: folder for what a case keeps beside its figures.
+    """
+
+    device: torch.device
+    tiny: bool = False
+    copy_rate: float = 1e9
+    link_rate: float = 0.0
+    out: Path | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def choose(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    what: str
+    value: float
+    unit: str = "ms"
+    target: str = ""
+
+
+Figures = list[Figure]
+Case = Callable[[Scale], Figures]
+
+
+def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> Figures:
+    return [Figure(what=prefix + what, value=value, unit=unit) for what, value in values.items()]
+
+
+# ---------------------------------------------------------------- models
+
 
 QWEN25: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -35,6 +101,275 @@ QWEN25: dict[str, dict[str, Any]] = {
 }
 
 
+def qwen_config(size: str, **changes: Any) -> Qwen2Config:
+    shape = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "architectures": ["Qwen2ForCausalLM"]}
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return Qwen2Config(**{**shape, **ids, **rope, **QWEN25[size], **changes})
+
+
+def write_config(directory: Path, size: str, **changes: Any) -> Path:
+    """A model directory of a Qwen2.5 shape without weights."""
+    qwen_config(size, **changes).save_pretrained(directory)
+    GenerationConfig(eos_token_id=None).save_pretrained(directory)
+    return directory
+
+
+def random_model(scale: Scale, directory: Path, size: str, dtype: torch.dtype) -> Any:
+    """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in eval mode."""
+    config = AutoConfig.from_pretrained(write_config(directory, size, **(TINY if scale.tiny else {})))
+    torch.manual_seed(0)
+    with scale.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def settle(device: torch.device | None = None) -> None:
+    """Waits for the device, the current one unless named; on the CPU nothing is under way."""
+    if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
+        torch.cuda.synchronize(device)
+
+
+def timed(run: Callable[[], object], device: torch.device | None = None) -> float:
+    """Milliseconds, from an idle device to an idle device."""
+    settle(device)
+    started = time.perf_counter()
+    run()
+    settle(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def median_ms(
+    run: Callable[[], object], repeats: int = 10, warmup: int = 3, device: torch.device | None = None
+) -> float:
+    return statistics.median([timed(run, device) for _ in range(warmup + repeats)][warmup:])
+
+
+class Times:
+    """Milliseconds by name, over rounds of which the first ones are for warming up."""
+
+    def __init__(self, repeats: int = REPEATS, warmup: int = WARMUP) -> None:
+        self.rows: dict[str, list[float]] = defaultdict(list)
+        self.rounds, self._warmup = range(repeats + warmup), warmup
+
+    def __call__(self, name: str, run: Callable[[], object]) -> None:
+        self.rows[name].append(timed(run))
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values[self._warmup :]) for name, values in self.rows.items()}
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each key."""
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def host_us(run: Callable[[], object], before: Callable[[], object] = lambda: None, repeats: int = 50) -> float:
+    """Median time of `run` on the host in microseconds; `before` is called before each and not counted."""
+    times = []
+    for _ in range(repeats + 5):
+        before()
+        started = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times[5:])
+
+
+def device_us(scale: Scale, run: Callable[[], object], launches: int = 25) -> float:
+    """Time that one `run` takes on the device in microseconds, the median of several rounds of `launches` runs.
+
+    The runs queue up behind a sleeping kernel, so that no time of the host lies between them. RuntimeError if they
+    never queue up: `run` waits for the device, or launches more than the queue holds.
+    """
+    if not scale.on_gpu:
+        return timed(run) * 1e3  # once: the interpreter is slow, and its times mean nothing
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    cycles = 20_000_000  # 10 ms at 2 GHz, more where the clock is slower
+    while len(times) < REPEATS:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(launches):
+            run()
+        queued = not start.query()
+        end.record()
+        end.synchronize()
+        if queued:
+            times.append(start.elapsed_time(end) * 1e3 / launches)
+        elif (cycles := 2 * cycles) > 10_000_000_000:
+            raise RuntimeError("the runs do not queue up on the device: they wait for it, or are too many")
+    return statistics.median(times)
+
+
+def check_no_wait(scale: Scale, run: Callable[[], object]) -> None:
+    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile. Warm it up before."""
+    if not scale.on_gpu:
+        run()
+        return
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # 0.2 s
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake.query(), "the call came back after the device was done: it waited"
+    torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------- floors, and the device's memory
+
+
+def measured_copy_rate(scale: Scale) -> float:
+    """Of one large copy: the floor of every other."""
+    source = torch.ones(scale.choose(4 * GIB, MIB), dtype=torch.uint8, device=scale.device)
+    target = torch.zeros_like(source)
+    ms = median_ms(lambda: target.copy_(source), device=scale.device)
+    assert torch.equal(source, target)
+    return 2 * source.numel() / (ms / 1e3)
+
+
+def share(scale: Scale, what: str, nbytes: int, us: float, target: str = "") -> Figures:
+    """Time and share of the copy rate of an operation that reads and writes `nbytes` together."""
+    return [
+        Figure(what=what, value=us, unit="us"),
+        Figure(what=what, value=100 * nbytes / (us / 1e6) / scale.copy_rate, unit="% of copy", target=target),
+    ]
+
+
+def free_bytes() -> int:
+    """Bytes of the device that another can take, less some for itself; few where there is none."""
+    return torch.cuda.mem_get_info()[0] - 2 * GIB if torch.cuda.is_available() else MIB
+
+
+def others_write(scale: Scale, nbytes: int) -> None:
+    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
+    if scale.tiny or not scale.on_gpu:
+        return
+    if not nbytes:
+        time.sleep(1.0)
+        return
+    torch.full((nbytes,), 255, dtype=torch.uint8, device=scale.device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+class Sampler:
+    """Used bytes of a GPU every half millisecond, from a thread; nothing rises on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._used: list[int] = []
+        self._device = device
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._used.append(total - free)
+            time.sleep(5e-4)
+
+    def __enter__(self) -> Sampler:
+        if self._device.type == "cuda":
+            self._thread.start()
+            while not self._used:
+                time.sleep(1e-3)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._used:
+            self._thread.join()
+
+    @property
+    def rise(self) -> int:
+        return max(self._used) - self._used[0] if self._used else 0
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help="folder for full results as JSON, and for pictures")
+    made.add_argument("--tiny", action="store_true", help="sizes for a test of this script; times mean nothing")
+    if names := list(cases):
+        made.add_argument("--cases", nargs="+", choices=names, default=names)
+    return made
+
+
+def make_scale(args: argparse.Namespace) -> Scale:
+    """On the GPU; SystemExit without one, unless all is tiny."""
+    if not torch.cuda.is_available() and not args.tiny:
+        raise SystemExit("no GPU; --tiny runs this script on the CPU")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return Scale(device=device, tiny=args.tiny, out=args.out)
+
+
+Bar = Callable[[str, Figure], tuple[str, str] | None]
+"""(case, figure) -> which bar of the picture, and which part of it; None: in none."""
+
+
+def run_cases(
+    script: str, cases: Mapping[str, Callable[[], Figures]], out: Path | None, bar: Bar | None = None
+) -> None:
+    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails costs no other its
+    figures; SystemExit names it at the end."""
+    results: dict[str, Figures] = {}
+    failed = []
+    for name, case in cases.items():
+        print(f"{name} ...", flush=True)
+        try:
+            torch.cuda.empty_cache()
+            results[name] = case()
+        except Skipped as why:
+            print(f"{name}: skipped, {why}", flush=True)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+        else:
+            print(name, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[name]}, flush=True)
+    both = [(name, figure) for name, case in results.items() for figure in case]
+    head = ["case", "what", "value", "unit", "target"]
+    saved = {name: [asdict(figure) for figure in case] for name, case in results.items()}
+    report(script, head, [[name, f.what, f.value, f.unit, f.target] for name, f in both], saved, out)
+    if out is not None and bar is not None:
+        _draw(out / f"{script}.png", script, [(place, figure) for name, figure in both if (place := bar(name, figure))])
+    if failed:
+        raise SystemExit(f"failed, see above: {', '.join(failed)}")
+
+
+def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure]]) -> None:
+    from tests.benchmarks.plots import stacked_bars
+
+    rows: dict[str, dict[str, float]] = defaultdict(dict)
+    for (name, part), figure in placed:
+        rows[name][part] = figure.value
+    if rows:
+        stacked_bars(path, title, rows, unit=placed[0][1].unit.split()[0])
+
+
+def report(
+    script: str, head: Sequence[str], rows: Sequence[Sequence[object]], results: Mapping[str, Any], out: Path | None
+) -> None:
+    """Conditions and a Markdown table, printed; full results as JSON under the folder that the caller named."""
+    print(conditions())
+    print_table(head, rows)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{script}.json").write_text(json.dumps({"conditions": conditions(), **results}, indent=1))
+
+
 def conditions() -> str:
     """Date, hardware and versions, in one line."""
     packages = ("triton", "transformers", "ray")
@@ -50,125 +385,13 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def write_config(directory: Path, size: str, **changes: Any) -> Path:
-    """A model directory of a Qwen2.5 shape without weights."""
-    from transformers import GenerationConfig, Qwen2Config
-
-    shape = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "architectures": ["Qwen2ForCausalLM"]}
-    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    Qwen2Config(**{**shape, **ids, **rope, **QWEN25[size], **changes}).save_pretrained(directory)
-    GenerationConfig(eos_token_id=None).save_pretrained(directory)
-    return directory
-
-
-def random_model(directory: Path, size: str, dtype: torch.dtype) -> Any:
-    """A model of that shape with random weights on the GPU, saved to `directory`, in eval mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(write_config(directory, size))
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(directory)
-    return model.eval()
-
-
-def median_ms(run: Callable[[], object], repeats: int = 10, warmup: int = 3) -> float:
-    """Median wall time of `run` in milliseconds, the device being idle before and after."""
-    times = []
-    for i in range(warmup + repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        if i >= warmup:
-            times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Milliseconds, the device's work included."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3
-
-
-def free_bytes() -> int:
-    """Bytes of the device that another can take, less some for itself."""
-    return torch.cuda.mem_get_info()[0] - (2 << 30)
-
-
-def others_write(nbytes: int) -> None:
-    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
-    if not nbytes:
-        time.sleep(1.0)
-        return
-    torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-class Sampler:
-    """Used bytes of the device, the current one unless named, every half millisecond, from a thread."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.used: list[int] = []
-        self._device = device or torch.cuda.current_device()  # of this thread: a new one begins with the first device
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            free, total = torch.cuda.mem_get_info(self._device)
-            self.used.append(total - free)
-            time.sleep(5e-4)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        while not self.used:
-            time.sleep(1e-3)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def rise(self) -> int:
-        return max(self.used) - self.used[0]
-
-
-def copy_bandwidth(nbytes: int = 4 << 30) -> float:
-    """Bytes a second, read and write counted, of one large device-to-device copy: the floor of every other copy."""
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").fill_(1)
-    target = torch.empty_like(source)
-    return 2 * nbytes / (median_ms(lambda: target.copy_(source)) / 1e3)
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, printed and returned."""
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-    text = "\n".join(lines)
-    print(text, flush=True)
-    return text
+    print("\n".join(lines), flush=True)
 
 
 def _cell(value: object) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 1
-        else f"{value:,.1f}"
-        if isinstance(value, float)
-        else str(value)
-    )
-
-
-def save(out: Path | None, name: str, result: dict[str, Any]) -> None:
-    """Full results as JSON under the folder that the caller named."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps({"conditions": conditions(), **result}, indent=1))
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1 else f"{value:,.1f}"
+    return str(value)

@@ -6,10 +6,11 @@ import statistics
 
 import torch
 
-from kvcache import BlockManager, KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
-from tests.benchmarks.kvcache.base import Figure, Scale, check_no_wait, host_us
+from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from tests.benchmarks.common import Figure, Figures, Scale, check_no_wait, host_us, settle
+from tests.benchmarks.kvcache.pools import PAGE_SIZE, make_pool
 
-PAGE_SIZE, CONTEXT = 16, 4096
+CONTEXT = 4096
 
 
 class LedgerOnly(BlockManager):
@@ -24,8 +25,7 @@ class DecodeBatch:
 
     def __init__(self, kind: type[BlockManager], batch: int, device: torch.device) -> None:
         size = batch * CONTEXT
-        shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": torch.float16}
-        pool = MHATokenToKVPool(KVCacheConfig(size=size, page_size=PAGE_SIZE, device=device, **shape))  # type: ignore[arg-type]
+        pool = make_pool(device, size, num_layers=1, num_kv_heads=1, head_dim=1)
         allocator = PagedTokenToKVPoolAllocator(size, PAGE_SIZE, device)
         self.manager = kind(ReqToTokenPool(batch, CONTEXT, device), allocator, pool)
         self.handles = [handle for _ in range(batch) if (handle := self.manager.admit()) is not None]
@@ -39,7 +39,7 @@ class DecodeBatch:
         self.loc = self.manager.extend(self.handles, self.lens)
 
 
-def decode_bookkeeping(scale: Scale) -> list[Figure]:
+def decode_bookkeeping(scale: Scale) -> Figures:
     """BlockManager.extend of 256 sequences by a token each, in turn with and without the device's part."""
     batch, repeats, rounds = scale.choose(256, 6), scale.choose(200, 3), scale.choose(7, 1)
     whole, ledger = (DecodeBatch(kind, batch, scale.device) for kind in (BlockManager, LedgerOnly))
@@ -47,8 +47,8 @@ def decode_bookkeeping(scale: Scale) -> list[Figure]:
     for _ in range(rounds):
         for state, medians in times.items():
             medians.append(host_us(state.step, before=state.next_lens, repeats=repeats))
-            if scale.on_gpu:
-                torch.cuda.synchronize()
+            settle()
+    assert ledger.loc is not None and not len(ledger.loc), "the ledger's part alone fills the device's, too"
     figures = [
         Figure(what="extend", value=statistics.median(times[whole]), unit="us", target="< 200"),
         Figure(what="extend, nothing for the device", value=statistics.median(times[ledger]), unit="us"),

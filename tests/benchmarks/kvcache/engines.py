@@ -12,17 +12,7 @@ from typing import Any
 import torch
 
 from rollout import Engine
-from tests.benchmarks.common import write_config
-from tests.benchmarks.kvcache.base import Scale
-
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 199,
-}
+from tests.benchmarks.common import TINY, Scale, write_config
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from kvcache import PagedTokenToKVPoolAllocator
 from kvcache.allocators.base import Int64Array
 from kvcache.ops.expand import expand_pages
-from tests.benchmarks.kvcache.base import Figure, Scale, check_no_wait, device_us, host_us
+from tests.benchmarks.common import Figure, Figures, Scale, check_no_wait, device_us
 
 PAGE_SIZES = (1, 16, 64)
 
@@ -59,39 +59,27 @@ class Growth:
         assert loc is not None
         return loc
 
-    def free(self) -> None:
-        """Gives back what `alloc` took, so that the next call takes the same pages."""
-        self.allocator.free_pages(self.pages)
 
-
-def _measure(scale: Scale, growth: Growth, target: str) -> list[Figure]:
+def _measure(scale: Scale, growth: Growth, target: str) -> Figures:
     arguments, expected = growth.arguments(scale), torch.from_numpy(growth.expected()).to(scale.device)
     for impl in ("triton", "torch"):
         assert torch.equal(expand_pages(*arguments, impl=impl), expected), impl  # type: ignore[arg-type]
     assert torch.equal(growth.alloc(), expected), "alloc"
-    growth.free()
+    growth.allocator.free_pages(growth.pages)  # so that the next call takes the same ones
     check_no_wait(scale, growth.alloc)
     out, name = torch.empty_like(expected), f"page size {growth.ps}"
+    runs = {
+        "kernel": lambda: expand_pages(*arguments, impl="triton"),
+        "torch operations": lambda: expand_pages(*arguments, impl="torch"),
+        "floor: fill of the ids": lambda: out.fill_(1),
+    }
     return [
-        Figure(
-            what=f"{name}, kernel",
-            value=device_us(scale, lambda: expand_pages(*arguments, impl="triton")),
-            unit="us",
-            target=target,
-        ),
-        Figure(
-            what=f"{name}, torch operations",
-            value=device_us(scale, lambda: expand_pages(*arguments, impl="torch")),
-            unit="us",
-        ),
-        Figure(what=f"{name}, floor: fill of the ids", value=device_us(scale, lambda: out.fill_(1)), unit="us"),
-        Figure(
-            what=f"{name}, the allocator's call on the host", value=host_us(growth.alloc, before=growth.free), unit="us"
-        ),
+        Figure(what=f"{name}, {way}", value=device_us(scale, run), unit="us", target=target if way == "kernel" else "")
+        for way, run in runs.items()
     ]
 
 
-def extend(scale: Scale) -> list[Figure]:
+def extend(scale: Scale) -> Figures:
     """256 requests of uneven lengths gain 65,536 tokens."""
     n, tokens = scale.choose(256, 5), scale.choose(65536, 200)
     cuts = np.sort(np.random.default_rng(1).choice(np.arange(1, tokens), n - 1, replace=False))
@@ -99,7 +87,7 @@ def extend(scale: Scale) -> list[Figure]:
     return [figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 15")]
 
 
-def decode(scale: Scale) -> list[Figure]:
+def decode(scale: Scale) -> Figures:
     """1,024 requests gain a token each."""
     gains = np.ones(scale.choose(1024, 6), dtype=np.int64)
     return [figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 10")]

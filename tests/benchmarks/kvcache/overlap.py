@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 
 from rollout import Engine, KVTiers, SamplingParams
+from tests.benchmarks.common import Figure, Figures, Scale, Times, figures
 from tests.benchmarks.kvcache import trace
-from tests.benchmarks.kvcache.base import REPEATS, Figure, Scale, elapsed_ms, medians
 from tests.benchmarks.kvcache.engines import random_engine
-from tests.helpers.tiers import blocks_of
+from tests.helpers.rollout.tiers import blocks_of
 
 ANSWER = 8  # tokens that are compared
 LOAD, COMPUTE, BOTH = "load alone", "compute alone", "load and compute in one step"
 Prompts = Iterator[list[int]]
 
 
-def overlap(scale: Scale) -> list[Figure]:
+def overlap(scale: Scale) -> Figures:
     """A prefix on the host with new tokens behind it, answers compared with those of an engine without tiers."""
     tiers = KVTiers(host_ratio=1.5, write_policy="write_back")  # no copies out in the steps that are measured
     with _engine(scale, None) as plain:
@@ -39,15 +39,14 @@ def overlap(scale: Scale) -> list[Figure]:
         engine.wake_up(["kv_cache"])
         assert _answer(engine, first, ANSWER) == expected, "other tokens than without tiers"
         assert engine.stats.loaded_tokens == len(prefix)
-        figures = [Figure(what="answer as without tiers", value=float(ANSWER), unit="tokens")]
-        figures += _times(scale, engine, prefix, prompts)
+        found = _times(scale, engine, prefix, prompts)
         if scale.on_gpu:
             try:
-                figures += _trace(scale, engine, next(prompts))
+                found += _trace(scale, engine, next(prompts))
             except Exception as error:  # such as kernels that have other names
-                error.add_note(f"measured before: {figures}")
+                error.add_note(f"measured before: {found}")
                 raise
-    return figures
+    return found
 
 
 def _engine(scale: Scale, tiers: KVTiers | None) -> AbstractContextManager[Engine]:
@@ -79,30 +78,26 @@ def _answer(engine: Engine, prompt: list[int], tokens: int = 1) -> list[int]:
     return completion.token_ids
 
 
-def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) -> list[Figure]:
+def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) -> Figures:
     """By turns. Steps from the call of `generate` to its answer, loads by the events of their stream."""
-    blocks, before = blocks_of(engine), engine.stats
-    times: dict[str, list[float]] = {LOAD: [], COMPUTE: [], BOTH: []}
-    rounds = REPEATS + 2
-    for _ in range(rounds):
+    blocks, before, times = blocks_of(engine), engine.stats, Times()
+    for _ in times.rounds:
         blocks.park(keep=True)  # what a sleep does before it gives memory back
-        times[BOTH].append(elapsed_ms(scale, partial(_answer, engine, next(prompts))))
+        times(BOTH, partial(_answer, engine, next(prompts)))
         blocks.park(keep=True)
         load = blocks.tiers.match_prefix(prefix).transfer
         load.synchronize()
-        times[LOAD].append(load.seconds * 1e3)
-        times[COMPUTE].append(elapsed_ms(scale, partial(_answer, engine, next(prompts))))
-    loaded, computed = (
-        getattr(engine.stats, key) - getattr(before, key) for key in ("loaded_tokens", "computed_tokens")
-    )
-    assert (loaded, computed) == (rounds * len(prefix), 2 * rounds * _lengths(scale)[1]), "other steps than meant"
-    ms = medians(times)
-    figures = [Figure(what=key, value=value, unit="ms") for key, value in ms.items()]
+        times.rows[LOAD].append(load.seconds * 1e3)
+        times(COMPUTE, partial(_answer, engine, next(prompts)))
+    rounds, now = len(times.rounds), engine.stats
+    assert now.loaded_tokens - before.loaded_tokens == rounds * len(prefix), "other steps than meant"
+    assert now.computed_tokens - before.computed_tokens == 2 * rounds * _lengths(scale)[1], "other steps than meant"
+    ms = times.medians
     share = ms[BOTH] / (ms[LOAD] + ms[COMPUTE])
-    return [*figures, Figure(what="in one step, of one after the other", value=share, unit="x", target="< 1")]
+    return [*figures(ms), Figure(what="in one step, of one after the other", value=share, unit="x", target="< 1")]
 
 
-def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> list[Figure]:
+def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> Figures:
     """AssertionError unless most layers are loaded while an earlier one is computed; the trace is kept even then."""
     blocks_of(engine).park(keep=True)
     layers = engine.model.num_layers
@@ -112,8 +107,7 @@ def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> list[Figure]:
         loads, computes = trace.read(path, layers)
         if scale.out is not None:
             trace.draw(scale.out / "load_overlap.png", loads, computes)
-            trace.shrink(path)
-    figures = trace.figures(loads, computes)
-    beside = figures[0].value
+    found = trace.figures(loads, computes)
+    beside = found[0].value
     assert scale.tiny or beside >= layers // 2, f"only {beside:.0f} of {layers} layers were loaded beside compute"
-    return figures
+    return found

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvcache import PagedTokenToKVPoolAllocator, RadixCache
 from tests.benchmarks import rival_sglang
-from tests.benchmarks.kvcache.base import Figure, Scale
+from tests.benchmarks.common import Figures, Scale, figures
 
 VOCABULARY = 150_000
 TAIL = 64  # tokens of an answer
@@ -58,22 +58,6 @@ def _tokens(dice: np.random.Generator, count: int) -> Ids:
     return dice.integers(0, VOCABULARY, count, dtype=np.int32)
 
 
-class Cache(Protocol):
-    def key(self, tokens: Ids) -> array[int]: ...
-
-    def slots(self, tokens: int) -> Any: ...
-
-    def match(self, key: array[int]) -> int: ...
-
-    def match_slots(self, key: array[int]) -> Any: ...
-
-    def insert(self, key: array[int], slots: Any) -> int: ...
-
-    def inserted(self, slots: Any, known: int) -> None: ...
-
-    def evict(self, tokens: int) -> int: ...
-
-
 class Ours:
     """RadixCache on a real ledger of pages."""
 
@@ -106,49 +90,39 @@ class Ours:
         return self.cache.evict(tokens)
 
 
-def radix(scale: Scale) -> list[Figure]:
+Cache = Ours | rival_sglang.SGLangRadix
+
+
+def radix(scale: Scale) -> Figures:
     """Medians of 50 rounds of 8 matches, 8 inserts and an eviction of 100 leaves; page sizes 1 and 16. One thread."""
     found = rival_sglang.find()
     if found is None:
         print("radix: sglang is neither installed nor a wheel on PYTHONPATH, so it is not measured", flush=True)
-    threads, figures = torch.get_num_threads(), list[Figure]()
+    threads, done = torch.get_num_threads(), Figures()
     torch.set_num_threads(1)
     for page_size in (1, 16):
         load = Workload(scale.choose(41_000, 150), scale.choose(64, 8), scale.choose(50_000, 640) // TAIL * TAIL)
         ours = Ours((len(load.prompts) + BURST) * load.length + 2 * load.leaves * TAIL, page_size)
-        mine, *rivals = _rounds(
-            [ours] if found is None else [ours, rival_sglang.load(found, page_size)], load, scale.choose(50, 2)
-        )
+        caches: list[Cache] = [ours] if found is None else [ours, rival_sglang.load(found, page_size)]
+        mine, *rivals = ({what: statistics.median(times) for what, times in each.items()}
+                         for each in _rounds(caches, load, scale.choose(50, 2)))  # fmt: skip
         ours.cache.check_integrity()
-        figures += _of_ours(f"page size {page_size}", mine)
+        name = f"page size {page_size}, "
+        done += figures(mine, prefix=name)
         for theirs in rivals:
-            figures += _compared(f"page size {page_size}", mine, theirs)
-        del ours
+            done += _compared(name, mine, theirs)
+        del ours, caches
         gc.collect()
     torch.set_num_threads(threads)
-    return figures
+    return done
 
 
-def _of_ours(name: str, mine: Times) -> list[Figure]:
-    figures = []
-    for what, times in mine.items():
-        target = "< 1" if what == "evict" else ""
-        figures.append(Figure(what=f"{name}, {what}", value=statistics.median(times), unit="ms", target=target))
-        figures.append(Figure(what=f"{name}, {what}, worst", value=max(times), unit="ms"))
-    return figures
-
-
-def _compared(name: str, mine: Times, theirs: Times) -> list[Figure]:
+def _compared(name: str, mine: dict[str, float], theirs: dict[str, float]) -> Figures:
     """Theirs, and how many times as long it takes, each and one after the other."""
-    rival, figures = f"sglang {rival_sglang.version()}", list[Figure]()
-    for what, times in theirs.items():
-        median = statistics.median(times)
-        ratio = median / statistics.median(mine[what])
-        figures.append(Figure(what=f"{name}, {what}, {rival}", value=median, unit="ms"))
-        figures.append(Figure(what=f"{name}, {what}", value=ratio, unit="x sglang", target=">= 5"))
-    together = sum(map(statistics.median, theirs.values())) / sum(map(statistics.median, mine.values()))
-    figures.append(Figure(what=f"{name}, match, insert and evict", value=together, unit="x sglang", target=">= 5"))
-    return figures
+    ratios = {what: ms / mine[what] for what, ms in theirs.items()}
+    ratios["match, insert and evict"] = sum(theirs.values()) / sum(mine[what] for what in theirs)
+    rival = f"{name}sglang {rival_sglang.version()}, "
+    return figures(theirs, prefix=rival) + figures(ratios, "x sglang", name)
 
 
 def _rounds(caches: Sequence[Cache], load: Workload, rounds: int) -> list[Times]:

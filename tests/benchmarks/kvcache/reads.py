@@ -10,43 +10,47 @@ from kvcache import KVCacheConfig, KVPool, MLACacheConfig, MLATokenToKVPool
 from kvcache.config import FP4_DTYPE, TokenConfig
 from rollout.model.layer_kv import FP4KV, FP8KV
 from rollout.ops.attention import BatchShape, KVReader, StoredKV, attend, plan_attention
-from tests.benchmarks.kvcache.base import Figure, Scale, device_us, share, shuffled_slots
-from tests.benchmarks.kvcache.rows import pool_of
+from tests.benchmarks.common import Figures, Scale, device_us, share
+from tests.benchmarks.kvcache.pools import PAGE_SIZE, pool_config, pool_of, shuffled_slots
 
-PAGE_SIZE, LAYERS, LAYER = 16, 4, 2
+LAYERS, LAYER = 4, 2
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of Llama-3.1-8B
 RANK, ROPE, SCALE = 512, 64, 0.07  # of DeepSeek-V3
 
 
-def read(scale: Scale) -> list[Figure]:
+def read(scale: Scale) -> Figures:
     """A decode step's attention in one layer, 64 requests with 4,096 tokens each on scattered pages."""
-    figures = []
+    found = []
     for name, config in _configs(scale).items():
-        for heads in (16, 128) if isinstance(config, MLACacheConfig) else (HEADS,):
-            what = f"{name}, {heads} query heads" if isinstance(config, MLACacheConfig) else name
-            figures += _measure(scale, what, config, heads)
-    return figures
+        if isinstance(config, MLACacheConfig):
+            for heads in (16, 128):
+                found += _measure(scale, f"{name}, {heads} query heads", config, heads)
+        else:
+            found += _measure(scale, name, config, HEADS)
+    return found
 
 
 def _configs(scale: Scale) -> dict[str, TokenConfig]:
     size = scale.choose(64, 3) * scale.choose(4096, 48)
-    common = {"num_layers": LAYERS, "size": size, "page_size": PAGE_SIZE, "device": scale.device}
-    plain = KVCacheConfig(num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16, **common)  # type: ignore[arg-type]
+    plain = pool_config(scale.device, size, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM)
     return {
         "bf16, layer-major": plain,
         "bf16, slot-major": replace(plain, slot_major=True),
         "fp8_e4m3": replace(plain, dtype=torch.float8_e4m3fn),
         "fp4_e2m1": replace(plain, dtype=FP4_DTYPE),
         "bf16, latent": MLACacheConfig(
+            num_layers=LAYERS,
+            size=size,
+            page_size=PAGE_SIZE,
+            dtype=torch.bfloat16,
+            device=scale.device,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
-            dtype=torch.bfloat16,
-            **common,  # type: ignore[arg-type]
         ),
     }
 
 
-def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> list[Figure]:
+def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> Figures:
     pool, slots = _filled(scale, config)
     batch, length = scale.choose(64, 3), scale.choose(4096, 48)
     table = torch.cat([slots.new_zeros(1, length), slots.view(batch, length)]).int()
@@ -65,7 +69,7 @@ def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> list[F
 
 def _filled(scale: Scale, config: TokenConfig) -> tuple[KVPool, torch.Tensor]:
     """A pool with random rows in one layer, and its slots in random pages."""
-    slots = shuffled_slots(scale, config.size, PAGE_SIZE, config.size // PAGE_SIZE)
+    slots = shuffled_slots(scale.device, config.size, config.size // PAGE_SIZE)
     torch.manual_seed(0)
     rows = [torch.randn(config.size, *shape, device=scale.device).bfloat16() for shape in config.rows.values()]
     if isinstance(config, MLACacheConfig):

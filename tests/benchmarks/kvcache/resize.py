@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool
+from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.benchmarks.kvcache.base import GIB, MIB, REPEATS, Figure, Scale, elapsed_ms, medians
+from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times
+from tests.benchmarks.floors import extent_by_driver
+from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
-PAGE_SIZE, LAYERS = 16, 28  # the Qwen2.5-7B shape: 56 KiB a token
 TOKENS = 64  # that the graph writes and reads
 
 
-def resize(scale: Scale) -> list[Figure]:
+def resize(scale: Scale) -> Figures:
     nbytes = 10 * MIB if scale.tiny else 10 * GIB
     saver = MemorySaver(scale.device)
-    ours, moved = _cycles(scale, saver, _pool(scale, saver, 2 * nbytes), nbytes)
+    tokens = 2 * nbytes // (LAYERS * 2 * HEADS * DIM * 2) // PAGE_SIZE * PAGE_SIZE
+    pool = make_pool(scale.device, tokens, saver, slot_major=True)
+    ours, moved = _cycles(scale, saver, pool, nbytes)
     saver.close()
     assert scale.tiny or moved >= nbytes, "less was given back than asked for"
-    floor = _floor(scale, moved)
-    figures = [Figure(what="bytes", value=moved / GIB, unit="GiB")]
+    floor = extent_by_driver(scale.device, moved, "grow", "shrink", partial(_settle, scale))
+    found = [Figure(what="bytes", value=moved / GIB, unit="GiB")]
     for key in ours:
-        figures += [
-            Figure(what=key, value=ours[key], unit="ms"),
-            Figure(what=f"{key}, the driver's calls alone", value=floor[key], unit="ms"),
-            Figure(what=f"{key}, beside them", value=ours[key] - floor[key], unit="ms", target="< 20"),
+        found += [
+            Figure(what=key, value=ours[key]),
+            Figure(what=f"{key}, the driver's calls alone", value=floor[key]),
+            Figure(what=f"{key}, beside them", value=ours[key] - floor[key], target="< 20"),
         ]
-    return figures
+    return found
 
 
 def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: int) -> tuple[dict[str, float], int]:
@@ -37,25 +41,17 @@ def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: in
     full, half = pool.size, nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE  # and the padding page
     step = _Step(scale, pool)
     whole = saver.report().committed_bytes
-    times: dict[str, list[float]] = {"shrink": [], "grow": []}
-    for _ in range(REPEATS + 2):
-        times["shrink"].append(elapsed_ms(scale, lambda: pool.resize(half)))
+    times = Times()
+    for _ in times.rounds:
+        times("shrink", lambda: pool.resize(half))
         left = saver.report().committed_bytes
         step.check(PAGE_SIZE, pool.size)
         _settle(scale)
-        times["grow"].append(elapsed_ms(scale, lambda: pool.resize(full)))
+        times("grow", lambda: pool.resize(full))
         assert pool.size == full and saver.report().committed_bytes == whole
         step.check(half, full)
     saver.check_integrity()
-    return medians(times), whole - left
-
-
-def _pool(scale: Scale, saver: MemorySaver, nbytes: int) -> MHATokenToKVPool:
-    shape = {"num_kv_heads": 4, "head_dim": 128, "dtype": torch.bfloat16, "page_size": PAGE_SIZE}
-    row = LAYERS * 2 * 4 * 128 * 2
-    size = nbytes // row // PAGE_SIZE * PAGE_SIZE
-    config = KVCacheConfig(num_layers=LAYERS, size=size, device=scale.device, slot_major=True, **shape)  # type: ignore[arg-type]
-    return MHATokenToKVPool(config, saver)
+    return times.medians, whole - left
 
 
 class _Step:
@@ -63,7 +59,7 @@ class _Step:
 
     def __init__(self, scale: Scale, pool: MHATokenToKVPool) -> None:
         self.loc = torch.arange(PAGE_SIZE, PAGE_SIZE + TOKENS, device=scale.device)
-        self.rows = torch.zeros(TOKENS, 4, 128, dtype=torch.bfloat16, device=scale.device)
+        self.rows = torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16, device=scale.device)
         self.pool, self.got, self.number = pool, torch.zeros(0, device=scale.device), 0
         self._run = _captured(scale, self._step)
 
@@ -93,32 +89,6 @@ def _captured(scale: Scale, run: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def _floor(scale: Scale, nbytes: int) -> dict[str, float]:
-    """Create and map, unmap and release, of one extent, by the same calls and nothing else."""
-    saver = MemorySaver(scale.device)
-    backend = saver._backend
-    address = backend.reserve(nbytes)
-    handle = [0]
-
-    def grow() -> None:
-        handle[0] = backend.create(nbytes).handle
-        backend.map(address, nbytes, handle[0])
-        backend.set_access(address, nbytes)
-
-    def shrink() -> None:
-        backend.unmap(address, nbytes)
-        backend.release(handle[0], nbytes)
-
-    times: dict[str, list[float]] = {"shrink": [], "grow": []}
-    for _ in range(REPEATS + 2):
-        times["grow"].append(elapsed_ms(scale, grow))
-        times["shrink"].append(elapsed_ms(scale, shrink))
-        _settle(scale)
-    backend.unreserve(address, nbytes)
-    saver.close()
-    return medians(times)
 
 
 def _settle(scale: Scale) -> None:

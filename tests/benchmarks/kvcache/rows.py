@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache import MHATokenToKVPool
 from kvcache.config import FP4_DTYPE
 from kvcache.ops.quant import dequantise_fp4, quantise_fp4, quantise_fp8
-from tests.benchmarks.kvcache.base import MIB, Figure, Scale, device_us, share, shuffled_slots
+from tests.benchmarks.common import MIB, Figures, Scale, device_us, share
+from tests.benchmarks.kvcache.pools import DIM, PAGE_SIZE, make_pool, shuffled_slots
 
-HEADS, DIM, PAGE_SIZE = 8, 128, 16
+HEADS = 8
 ROW = 2 * HEADS * DIM * 2  # bytes of a token's bf16 key and value in one layer
 CHECKED = 1024  # tokens that are compared with a reference
 
 
-def make_pool(scale: Scale, dtype: torch.dtype, pages: int, layers: int = 1) -> MHATokenToKVPool:
-    config = KVCacheConfig(
-        num_layers=layers,
-        size=pages * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        dtype=dtype,
-        device=scale.device,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-    )
-    return pool_of(config)
-
-
-def pool_of(config: KVCacheConfig) -> MHATokenToKVPool:
-    return (MHATokenToKVPoolFP4 if config.dtype == FP4_DTYPE else MHATokenToKVPool)(config)
+def make(scale: Scale, tokens: int, **changes: Any) -> tuple[MHATokenToKVPool, torch.Tensor]:
+    """A pool of twice as many slots, all of them in pages of random order."""
+    pool = make_pool(scale.device, 2 * tokens, **{"num_layers": 1, "num_kv_heads": HEADS, **changes})
+    return pool, shuffled_slots(scale.device, 2 * tokens, 2 * tokens // PAGE_SIZE)
 
 
 def random_rows(scale: Scale, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,13 +38,12 @@ def sizes(scale: Scale, *mibs: int) -> list[tuple[str, int]]:
     return [(f"{mib} MiB", mib * MIB // ROW) for mib in mibs]
 
 
-def write(scale: Scale) -> list[Figure]:
+def write(scale: Scale) -> Figures:
     """The fused write against one index_copy_ after the other, and against both on two streams."""
-    figures = []
+    found = []
     for name, tokens in sizes(scale, 1, 256, 1024):
-        pages = 2 * tokens // PAGE_SIZE
-        pool, loc = make_pool(scale, torch.bfloat16, pages), shuffled_slots(scale, tokens, PAGE_SIZE, pages)
-        k, v = random_rows(scale, tokens)
+        pool, slots = make(scale, tokens)
+        loc, (k, v) = slots[:tokens], random_rows(scale, tokens)
         for way, run in _ways(scale, pool, loc, k, v).items():
             for buffer in pool.get_kv_buffer(0):
                 buffer.zero_()
@@ -60,8 +51,8 @@ def write(scale: Scale) -> list[Figure]:
             got = pool.get_rows(0, loc)
             assert torch.equal(got[0], k) and torch.equal(got[1], v), way
             target = ">= 85" if way == "fused" and tokens * ROW >= 256 * MIB else ""
-            figures += share(scale, f"{name}, {way}", 2 * tokens * ROW, device_us(scale, run, 20), target)
-    return figures
+            found += share(scale, f"{name}, {way}", 2 * tokens * ROW, device_us(scale, run, 20), target)
+    return found
 
 
 def _ways(
@@ -88,59 +79,48 @@ def _ways(
     return ways
 
 
-def move(scale: Scale) -> list[Figure]:
+def move(scale: Scale) -> Figures:
     """Pages moved in four layers, against indexing by torch."""
-    figures, layers = [], 4
+    found, layers = [], 4
     for name, tokens in sizes(scale, 256, 1024):
         count = tokens // layers
-        pages = 2 * count // PAGE_SIZE
-        pool = make_pool(scale, torch.bfloat16, pages, layers)
-        both = shuffled_slots(scale, 2 * count, PAGE_SIZE, pages)
+        pool, both = make(scale, count, num_layers=layers)
         src, tgt = both[:count], both[count:]
         for layer in range(layers):
             pool.set_kv_buffer(layer, src, *random_rows(scale, count))
         parts = [buffer for layer in range(layers) for buffer in pool.get_kv_buffer(layer)]
-
-        def by_torch(parts: list[torch.Tensor] = parts, src: torch.Tensor = src, tgt: torch.Tensor = tgt) -> None:
-            for part in parts:
-                part.index_copy_(0, tgt, part.index_select(0, src))
-
-        def moved(pool: MHATokenToKVPool = pool, src: torch.Tensor = src, tgt: torch.Tensor = tgt) -> None:
-            pool.move_kv_cache(tgt, src)
-
-        for way, run in (("move_kv_cache", moved), ("torch, gather and scatter", by_torch)):
+        ours = partial(pool.move_kv_cache, tgt, src), ">= 85"
+        ways = {"move_kv_cache": ours, "torch, gather and scatter": (partial(_move_by_torch, parts, tgt, src), "")}
+        for way, (run, target) in ways.items():
             for part in parts:
                 part.index_fill_(0, tgt, 0)
             run()
             assert all(torch.equal(part[tgt], part[src]) for part in parts), way
-            target = ">= 85" if run is moved else ""
-            figures += share(scale, f"{name}, {way}", 2 * count * layers * ROW, device_us(scale, run, 10), target)
-    return figures
+            found += share(scale, f"{name}, {way}", 2 * count * layers * ROW, device_us(scale, run, 10), target)
+    return found
 
 
-def quantised(scale: Scale) -> list[Figure]:
+def _move_by_torch(parts: list[torch.Tensor], tgt: torch.Tensor, src: torch.Tensor) -> None:
+    for part in parts:
+        part.index_copy_(0, tgt, part.index_select(0, src))
+
+
+def quantised(scale: Scale) -> Figures:
     """bf16 rows into fp8 and FP4 pools and back; bytes read and written both counted, as they are stored."""
-    figures = []
+    found = []
     for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("fp4_e2m1", FP4_DTYPE)):
         for size, tokens in sizes(scale, 256, 1024):
-            pages = 2 * tokens // PAGE_SIZE
-            pool, loc = make_pool(scale, dtype, pages), shuffled_slots(scale, tokens, PAGE_SIZE, pages)
-            k, v = random_rows(scale, tokens)
-
-            def fill(pool: MHATokenToKVPool = pool, loc: torch.Tensor = loc, rows: tuple[torch.Tensor, ...] = (k, v)):  # type: ignore[no-untyped-def]
-                pool.set_kv_buffer(0, loc, *rows)
-
-            def read(pool: MHATokenToKVPool = pool, loc: torch.Tensor = loc) -> object:
-                return pool.get_rows(0, loc)
-
+            pool, slots = make(scale, tokens, dtype=dtype)
+            loc, rows = slots[:tokens], random_rows(scale, tokens)
+            fill, read = partial(pool.set_kv_buffer, 0, loc, *rows), partial(pool.get_rows, 0, loc)
             fill()
-            for rows, got in zip((k, v), pool.get_rows(0, loc), strict=True):
+            for given, got in zip(rows, read(), strict=True):
                 for part in (slice(0, CHECKED), slice(-CHECKED, None)):
-                    assert torch.equal(got[part], _rounded(rows[part], dtype)), name
+                    assert torch.equal(got[part], _rounded(given[part], dtype)), name
             nbytes = tokens * (ROW + pool.bytes_per_token)
-            figures += share(scale, f"{name}, {size}, set_kv_buffer", nbytes, device_us(scale, fill, 20), ">= 70")
-            figures += share(scale, f"{name}, {size}, get_rows", nbytes, device_us(scale, read, 20), ">= 70")
-    return figures
+            found += share(scale, f"{name}, {size}, set_kv_buffer", nbytes, device_us(scale, fill, 20), ">= 70")
+            found += share(scale, f"{name}, {size}, get_rows", nbytes, device_us(scale, read, 20), ">= 70")
+    return found
 
 
 def _rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,20 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache import (
-    BlockManager,
-    KVCacheConfig,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
-    RadixCache,
-    ReqToTokenPool,
-)
+from kvcache import BlockManager, PagedTokenToKVPoolAllocator, RadixCache, ReqToTokenPool
 from rollout.prefix import PrefixBlocks
 from rollout.samples import Sample
 from rollout.scheduler import Scheduler
 from rollout.types import SamplingParams
+from tests.benchmarks.kvcache.pools import PAGE_SIZE, make_pool
 
-PAGE_SIZE = 16
 LONGEST = 2048  # tokens of a prompt, and of an answer
 STOP, WORD = 0, 1
 SIGMA = 0.8  # of the log-normal lengths
@@ -77,8 +70,7 @@ def usage(prefixes: PrefixBlocks, running: Sequence[Sample]) -> Usage | None:
 
 
 def make_scheduler(kv_tokens: int, max_running: int, prefix_cache: bool) -> Scheduler:
-    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": torch.float16}
-    pool = MHATokenToKVPool(KVCacheConfig(size=kv_tokens, page_size=PAGE_SIZE, device="cpu", **shape))  # type: ignore[arg-type]
+    pool = make_pool(torch.device("cpu"), kv_tokens, num_layers=1, num_kv_heads=1, head_dim=1)
     allocator = PagedTokenToKVPoolAllocator(kv_tokens, PAGE_SIZE, "cpu")
     blocks = BlockManager(ReqToTokenPool(max_running, 2 * LONGEST, "cpu"), allocator, pool)
     prefixes = PrefixBlocks(blocks, RadixCache(allocator) if prefix_cache else None)

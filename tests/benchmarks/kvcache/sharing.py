@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rollout import Engine, SamplingParams
+from tests.benchmarks.common import Case, Figure, Figures, Scale, figures
 from tests.benchmarks.kvcache import serving
-from tests.benchmarks.kvcache.base import Figure, Scale
 from tests.benchmarks.kvcache.serving import PAGE_SIZE, Request, Usage, lengths
 
 TRACES = {"Alpaca": (19, 58), "ShareGPT": (161, 338)}  # mean tokens of prompts and answers
@@ -25,7 +25,7 @@ WIDTHS = (2, 4, 6)
 Seen = list[Usage]
 
 
-def fill(scale: Scale) -> list[Figure]:
+def fill(scale: Scale) -> Figures:
     """2,000 requests, 250 prompts with 8 answers each, all lengths log-normal with median 300."""
     dice = np.random.default_rng(0)
     prompts = lengths(dice, 300, scale.choose(250, 3))
@@ -34,35 +34,33 @@ def fill(scale: Scale) -> list[Figure]:
     scheduler = serving.make_scheduler(scale.choose(131_072, 8192), scale.choose(256, 16), prefix_cache=False)
     seen = _watch(scheduler, requests)
     filled = [100 * each.filled for each in seen]
-    share = "slots in use that hold a token, mean of all steps"
-    return [
-        Figure(what=share, value=statistics.mean(filled), unit="%", target=">= 96"),
-        Figure(what="the same, over all steps together", value=_together(seen), unit="%"),
-        Figure(what="the same, least of any step", value=min(filled), unit="%"),
-        Figure(what="pages saved by sharing, mean of all steps", value=_saved(seen), unit="%"),
-        Figure(what="steps", value=float(len(seen)), unit="steps"),
-        Figure(what="preemptions", value=float(scheduler.preemptions), unit="samples"),
-    ]  # fmt: skip
+    mean = Figure(
+        what="slots in use that hold a token, mean of all steps",
+        value=statistics.mean(filled),
+        unit="%",
+        target=">= 96",
+    )
+    more = {"the same, over all steps together": _together(seen), "the same, least of any step": min(filled)}
+    counts = {"steps": len(seen), "samples preempted": scheduler.preemptions}
+    return [mean, *figures(more, "%"), *figures(counts, "")]
 
 
-def parallel(scale: Scale) -> list[Figure]:
+def parallel(scale: Scale) -> Figures:
     """n answers of each prompt."""
-    figures = []
+    saved = {}
     for trace, (prompt, answer) in TRACES.items():
         for n in WIDTHS:
             dice = np.random.default_rng(n)
             prompts = lengths(dice, _median(prompt), scale.choose(200, 4))
             requests = [Request(prompt=_words(dice, k), answers=lengths(dice, _median(answer), n)) for k in prompts]
             scheduler = serving.make_scheduler(65_536, 96, prefix_cache=False)
-            target = "paper: 12" if n == max(WIDTHS) and trace == "Alpaca" else ""
-            saved = _saved(_watch(scheduler, requests))
-            figures.append(Figure(what=f"{trace}, {n} answers a prompt", value=saved, unit="% saved", target=target))
-    return figures
+            saved[f"{trace}, {n} answers a prompt"] = _saved(_watch(scheduler, requests))
+    return figures(saved, "% saved")
 
 
-def shared_prefix(scale: Scale) -> list[Figure]:
+def shared_prefix(scale: Scale) -> Figures:
     """All prompts begin alike, as few-shot prompts do; the prefix cache finds what an earlier request computed."""
-    figures = []
+    found = []
     for prefix in (80, 341):
         dice = np.random.default_rng(prefix)
         common, rest = _words(dice, prefix), lengths(dice, 30, scale.choose(300, 6))
@@ -70,24 +68,21 @@ def shared_prefix(scale: Scale) -> list[Figure]:
         scheduler = serving.make_scheduler(65_536, 64, prefix_cache=True)
         saved = _saved(_watch(scheduler, requests))
         computed = 100 * scheduler.stats.prefix_hit_tokens / sum(len(each.prompt) for each in requests)
-        figures.append(Figure(what=f"prefix of {prefix} tokens", value=saved, unit="% saved"))
-        figures.append(Figure(what=f"prefix of {prefix} tokens, prompt tokens found", value=computed, unit="%"))
-    return figures
+        found += figures({"saved": saved, "prompt tokens found": computed}, "%", f"prefix of {prefix} tokens, ")
+    return found
 
 
-def beam(scale: Scale) -> list[Figure]:
+def beam(scale: Scale) -> Figures:
     """Beam search in the engine, a random model of two layers: which branches live is its own choice."""
     from tests.helpers.models import save_tiny
 
-    figures = []
+    saved = {}
     with tempfile.TemporaryDirectory() as directory:
         save_tiny(Path(directory), "qwen3", head_dim=16)
-        for trace, (prompt, answer) in TRACES.items():
+        for trace, means in TRACES.items():
             for width in WIDTHS:
-                target = "paper: 55" if width == max(WIDTHS) and trace == "Alpaca" else ""
-                saved = _saved(_search(Path(directory), scale, (prompt, answer), width))
-                figures.append(Figure(what=f"{trace}, beam width {width}", value=saved, unit="% saved", target=target))
-    return figures
+                saved[f"{trace}, beam width {width}"] = _saved(_search(Path(directory), scale, means, width))
+    return figures(saved, "% saved")
 
 
 def _search(directory: Path, scale: Scale, means: tuple[int, int], width: int) -> Seen:
@@ -135,7 +130,7 @@ def _words(dice: np.random.Generator, count: int, vocabulary: int = 150_000) -> 
     return dice.integers(2, vocabulary, count).tolist()
 
 
-CASES: dict[str, Callable[[Scale], list[Figure]]] = {
+CASES: dict[str, Case] = {
     "filled slots": fill,
     "saved, parallel sampling": parallel,
     "saved, beam search": beam,

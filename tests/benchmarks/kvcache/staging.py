@@ -8,13 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcache import KVCacheConfig, MHATokenToKVPool
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import pool_layers
 from memsaver.ops.dispatch import Impl
-from tests.benchmarks.kvcache.base import MIB, Figure, Scale, device_us, share, shuffled_slots
+from tests.benchmarks.common import MIB, Figures, Scale, device_us, share
+from tests.benchmarks.kvcache.pools import DIM, LAYERS, PAGE_SIZE, make_pool, shuffled_slots
 
-LAYERS, HEADS, DIM, PAGE_SIZE = 28, 4, 128, 16
 Heads = tuple[int, int]  # first one, how many
 # all that a source holds (as from 4 ranks to 2), and half of them (from 2 to 4)
 GATHERED: dict[str, Heads] = {"all heads": (0, 4), "half of the heads": (2, 2)}
@@ -25,7 +24,7 @@ SCATTERED: dict[str, list[Heads]] = {
 }
 
 
-def staging(scale: Scale) -> list[Figure]:
+def staging(scale: Scale) -> Figures:
     """Gather and scatter of as many staged bytes, the pages of 16 tokens in random order."""
     figures = []
     for size in ("tiny",) if scale.tiny else ("256 MiB", "1024 MiB"):
@@ -41,16 +40,13 @@ def _filled(scale: Scale, size: str, heads: int) -> tuple[Tensor, Tensor, Tensor
     layers = scale.choose(LAYERS, 2)
     token = layers * 2 * heads * DIM * 2  # bytes
     tokens = 32 if scale.tiny else int(size.split()[0]) * MIB // token // PAGE_SIZE * PAGE_SIZE
-    config = KVCacheConfig(
-        num_layers=layers, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.bfloat16,
-        size=2 * tokens, page_size=PAGE_SIZE, device=scale.device,
-    )  # fmt: skip
+    pool = make_pool(scale.device, 2 * tokens, num_layers=layers)
     torch.manual_seed(0)
-    k, v = (part.view(torch.int16).random_(-(2**15), 2**15) for part in pool_layers(MHATokenToKVPool(config)))
-    return k, v, shuffled_slots(scale, tokens, PAGE_SIZE, 2 * tokens // PAGE_SIZE)
+    k, v = (part.view(torch.int16).random_(-(2**15), 2**15) for part in pool_layers(pool))
+    return k, v, shuffled_slots(scale.device, tokens, 2 * tokens // PAGE_SIZE)
 
 
-def _gather(scale: Scale, size: str, name: str, heads: Heads) -> list[Figure]:
+def _gather(scale: Scale, size: str, name: str, heads: Heads) -> Figures:
     first, count = heads
     k, v, loc = _filled(scale, size, count)
     staged = torch.empty(staged_bytes(k, v, len(loc), count), dtype=torch.uint8, device=scale.device)
@@ -64,7 +60,7 @@ def _gather(scale: Scale, size: str, name: str, heads: Heads) -> list[Figure]:
     return _measure(scale, name, len(staged), run, check)
 
 
-def _scatter(scale: Scale, size: str, name: str, heads: Sequence[Heads]) -> list[Figure]:
+def _scatter(scale: Scale, size: str, name: str, heads: Sequence[Heads]) -> Figures:
     writers = Writers.of(heads, scale.device)
     k, v, loc = _filled(scale, size, writers.total)
     nbytes = staged_bytes(k, v, len(loc), writers.total)
@@ -84,7 +80,7 @@ def _scatter(scale: Scale, size: str, name: str, heads: Sequence[Heads]) -> list
     return _measure(scale, name, nbytes, run, check)
 
 
-def _measure(scale: Scale, name: str, nbytes: int, run: Callable[..., None], check: Callable[[], None]) -> list[Figure]:
+def _measure(scale: Scale, name: str, nbytes: int, run: Callable[..., None], check: Callable[[], None]) -> Figures:
     """`check`s what was done by either implementation, and undoes some of it."""
     figures = []
     ways: list[tuple[Impl, str, int, str]] = [("triton", name, 10, ">= 90"), ("torch", f"{name}, by torch", 3, "")]

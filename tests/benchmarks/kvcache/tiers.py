@@ -10,56 +10,44 @@ from typing import get_args
 
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool
+from kvcache import MHATokenToKVPool
 from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, Transfer, page_hashes
 from kvcache.tiers.host import Layout
-from tests.benchmarks.kvcache.base import GIB, MIB, REPEATS, Figure, Scale, elapsed_ms, medians
+from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures
+from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
-LAYERS, HEADS, DIM, PAGE_SIZE = 28, 4, 128, 16
 PAGE_BYTES = LAYERS * PAGE_SIZE * 2 * HEADS * DIM * 2
 DISK = "/var/tmp"  # /tmp may be in memory
 OUT, IN = "plain copy out", "plain copy in"
 WAYS = {"back up": OUT, "load": IN, "load, a call a layer": IN}  # ours -> the copy that it is measured by
 
 
-def host(scale: Scale) -> list[Figure]:
+def host(scale: Scale) -> Figures:
     """Half of a pool's pages out to scattered places of the host, and in from there to the pool's other half.
 
     "load" is one call with a launch and an event a layer, as the engine has it. Rates are from call to idle device,
     each in turn with a plain copy of as many bytes.
     """
-    figures = []
+    found = []
     sizes = {"tiny": 4 * PAGE_BYTES} if scale.tiny else {"256 MiB": 256 * MIB, "1 GiB": GIB}
     for name, nbytes in sizes.items():
         for layout in get_args(Layout):
-            figures += _host(scale, f"{name}, {layout}", layout, nbytes // PAGE_BYTES)
-    return figures
+            found += _host(scale, f"{name}, {layout}", layout, nbytes // PAGE_BYTES)
+    return found
 
 
-def _host(scale: Scale, name: str, layout: Layout, pages: int) -> list[Figure]:
-    config = KVCacheConfig(
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        size=2 * pages * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        dtype=torch.bfloat16,
-        device=scale.device,
-    )
-    ways = Ways(MHATokenToKVPool(config), layout, pages)
+def _host(scale: Scale, name: str, layout: Layout, pages: int) -> Figures:
+    ways = Ways(make_pool(scale.device, 2 * pages * PAGE_SIZE), layout, pages)
     ways.check()
     nbytes = pages * PAGE_BYTES
-    runs = {**_plain_copies(scale, nbytes), **ways.runs()}
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for _ in range(REPEATS + 2):
+    runs, times = {**_plain_copies(scale, nbytes), **ways.runs()}, Times()
+    for _ in times.rounds:
         for key, run in runs.items():
-            times[key].append(elapsed_ms(scale, run))
-    ms = medians(times)
-    figures = [Figure(what=f"{name}, {key}", value=nbytes / GIB / (ms[key] / 1e3), unit="GiB/s") for key in runs]
-    return figures + [
-        Figure(what=f"{name}, {key}", value=100 * ms[copy] / ms[key], unit="% of pinned copy", target=">= 90")
-        for key, copy in WAYS.items()
-    ]
+            times(key, run)
+    ms = times.medians
+    rates = {key: nbytes / GIB / (ms[key] / 1e3) for key in runs}
+    shares = {key: 100 * ms[copy] / ms[key] for key, copy in WAYS.items()}
+    return figures(rates, "GiB/s", f"{name}, ") + figures(shares, "% of pinned copy", f"{name}, ")
 
 
 class Ways:
@@ -108,7 +96,7 @@ def _plain_copies(scale: Scale, nbytes: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def disk(scale: Scale) -> list[Figure]:
+def disk(scale: Scale) -> Figures:
     """One thread puts pages and gets them."""
     pages = scale.choose(300, 4)
     content = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8)
@@ -124,9 +112,5 @@ def disk(scale: Scale) -> list[Figure]:
         end = time.perf_counter()
         tier.close()
     assert torch.equal(content, back)
-    size = pages * PAGE_BYTES / GIB
-    what = f"pages of {PAGE_BYTES / MIB:.1f} MiB"
-    return [
-        Figure(what=f"{what}, put", value=size / (middle - begin), unit="GiB/s"),
-        Figure(what=f"{what}, get", value=size / (end - middle), unit="GiB/s"),
-    ]
+    size, name = pages * PAGE_BYTES / GIB, f"pages of {PAGE_BYTES / MIB:.1f} MiB, "
+    return figures({"put": size / (middle - begin), "get": size / (end - middle)}, "GiB/s", name)

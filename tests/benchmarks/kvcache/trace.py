@@ -6,7 +6,6 @@ which is the next layer's first (no norms of query and key heads).
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.kvcache.base import MIB, Figure
+from tests.benchmarks.common import Figure, Figures
 
 LOAD, NORM = "copy_rows_kernel", "_rms_norm"
-LARGEST = 10 * MIB  # of a trace that is kept as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +73,17 @@ def beside(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> list[set[int]
     ]
 
 
-def figures(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> list[Figure]:
+def figures(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> Figures:
     """First of all: how many layers were loaded while an earlier one was computed. The first has none before it."""
-    earlier, unit = beside(loads, computes), f"of {len(loads) - 1} layers"
-    following = sum(load.layer - 1 in each for load, each in zip(loads, earlier, strict=True))
     both = [*loads, *computes]
     load, compute = (sum(each.end - each.start for each in kernels) for kernels in (loads, computes))
     whole = max(each.end for each in both) - min(each.start for each in both)
+    count, unit = sum(map(bool, beside(loads, computes))), f"of {len(loads) - 1} layers"
     return [
-        Figure(what="trace, loaded beside the compute of an earlier layer", value=sum(map(bool, earlier)), unit=unit),
-        Figure(what="trace, beside that of the layer before", value=following, unit=unit),
-        Figure(what="trace, kernels of loads", value=load, unit="ms"),
-        Figure(what="trace, kernels of compute", value=compute, unit="ms"),
-        Figure(what="trace, first to last of both", value=whole, unit="ms"),
+        Figure(what="trace, loaded beside the compute of an earlier layer", value=count, unit=unit),
+        Figure(what="trace, kernels of compute", value=compute),
         Figure(what="trace, first to last, of both sums", value=whole / (load + compute), unit="x", target="< 1"),
     ]
-
-
-def shrink(path: Path) -> None:
-    """Packs a large trace, as Chrome and Perfetto read it, too."""
-    if path.stat().st_size > LARGEST:
-        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
 
 
 def draw(path: Path, loads: Sequence[Kernel], computes: Sequence[Kernel]) -> None:

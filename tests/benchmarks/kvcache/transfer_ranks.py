@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvcache import KVCacheConfig, MHATokenToKVPool
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import HeadSlice, head_writers, heads_per_rank, pool_layers
 from memsaver import MemorySaver, Ticket, attach
 from rollout.split import MappedReader, MappedWriter
-from tests.benchmarks.kvcache.base import Scale, shuffled_slots
-
-HEADS, PAGE_SIZE, WARMUP = 4, 16, 2  # Qwen2.5-7B has 4 KV heads
+from tests.benchmarks.common import WARMUP, settle
+from tests.benchmarks.kvcache.pools import HEADS, PAGE_SIZE, make_pool, shuffled_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +41,9 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Way:
-    """What a rank saw. ms: of each round, from barrier to barrier; work: of this rank's part of it alone, in ms.
-    requests, nbytes: that it sent in one round."""
+    """What a rank saw. ms: of each round, from barrier to barrier. requests, nbytes: that it sent in one round."""
 
     ms: list[float] = field(default_factory=list)
-    work: list[float] = field(default_factory=list)
     requests: float = 0
     nbytes: float = 0
 
@@ -70,12 +66,6 @@ def _nothing() -> None:
     return
 
 
-def _ms(step: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    step()
-    return (time.perf_counter() - started) * 1e3
-
-
 class Rank:
     """A process's pool; both kinds of rank take part in the same rounds in the same order."""
 
@@ -89,14 +79,12 @@ class Rank:
         self.heads = heads_per_rank(ranks, HEADS)
         self.saver = MemorySaver(self.device)
         pages = 2 * plan.long // PAGE_SIZE + ranks  # other slots in writers than in readers
-        config = KVCacheConfig(
-            num_layers=plan.layers, num_kv_heads=self.heads, head_dim=plan.head_dim, dtype=torch.bfloat16,
-            size=pages * PAGE_SIZE, page_size=PAGE_SIZE, device=self.device,
+        self.pool = make_pool(
+            self.device, pages * PAGE_SIZE, self.saver,
+            num_layers=plan.layers, num_kv_heads=self.heads, head_dim=plan.head_dim,
         )  # fmt: skip
-        self.pool = MHATokenToKVPool(config, self.saver)
         self.k, self.v = pool_layers(self.pool)
-        scale = Scale(device=self.device, tiny=False, bandwidth=0.0)
-        self.slots = shuffled_slots(scale, plan.long, PAGE_SIZE, pages)
+        self.slots = shuffled_slots(self.device, plan.long, pages)
         self.seen: Seen = {}
 
     def rounds(self, way: str, send: Callable[[], None] = _nothing, receive: Callable[[], None] = _nothing) -> None:
@@ -105,17 +93,12 @@ class Rank:
         for i in range(WARMUP + self.plan.rounds):
             dist.barrier()
             started = time.perf_counter()
-            work = _ms(send)
+            send()
             dist.barrier()
-            work += _ms(receive)
+            receive()
             dist.barrier()
             if i >= WARMUP:
                 self.seen[way].ms.append((time.perf_counter() - started) * 1e3)
-                self.seen[way].work.append(work)
-
-    def settle(self) -> None:
-        if self.plan.on_gpu:
-            torch.cuda.synchronize(self.device)
 
     def content(self, part: int) -> Tensor:
         """Keys (0) or values (1) of the long prompt as int16 `[L, tokens, heads, D]`: each row is another one."""
@@ -225,7 +208,7 @@ def _copies(me: Rank, peer: Peer, tokens: int) -> list[tuple[Tensor, Tensor]]:
 def _copy_each(me: Rank, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     for to, of in copies:
         to.copy_(of)
-    me.settle()
+    settle(me.device)
 
 
 # ---------------------------------------------------------------- readers
@@ -248,7 +231,7 @@ def read(me: Rank) -> Seen:
     def receive(tokens: int) -> None:
         staged = ring[: staged_bytes(me.k, me.v, tokens, writers.total)]
         scatter_staged(staged, me.k, me.v, me.slots[:tokens], writers)
-        me.settle()
+        settle(me.device)
 
     for tokens in (plan.long, plan.short):
         me.rounds(f"staged {tokens}", receive=partial(receive, tokens))
@@ -268,7 +251,7 @@ def _check(me: Rank, tokens: int) -> None:
         assert torch.equal(rows[:, me.slots[:tokens]], me.content(part)[:, :tokens])
         rows[:, me.slots[:tokens]] = 0
         assert not rows.any(), "something was written elsewhere"
-    me.settle()
+    settle(me.device)
 
 
 def _exchange(plan: Plan, mine: Target | None) -> list[Target]:

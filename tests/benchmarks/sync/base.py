@@ -1,26 +1,26 @@
-"""What the cases of `bench_sync.py` share: sizes, contents and their check, clocks, figures."""
+"""What the cases of `bench_sync.py` share: sizes, contents and their check, figures beside floors, processes."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-import time
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.benchmarks.common import Sampler
+from tests.benchmarks.common import GIB, MIB, TINY, Figure, Figures, Sampler, Scale, figures, settle
 from tests.benchmarks.sync.shapes import Shape, Shapes, count, qwen_shapes
+from tests.helpers.peers import Failed, Gone, Peer, server
+from tests.helpers.ranks import start_ranks
 
-GIB = 1 << 30
 TARGET = torch.bfloat16  # of every engine
-
-
-class Skipped(Exception):
-    """A case that this machine can't run; says why."""
+WARMUP, RANKS = 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,69 +53,54 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
-    """Where and how large the cases run. tiny: sizes for a test of the scripts, whose times mean nothing.
+class SyncScale(Scale):
+    """sources: one run of each case for each. bucket: bytes of staging that bucketed rivals take. seconds: how long a
+    case may take before its processes are killed."""
 
-    sources: one run of each case for each. bucket: bytes of staging that bucketed rivals take. seconds: how long a case
-    may take before its processes are killed.
-    """
-
-    on_gpu: bool
-    tiny: bool
     sources: tuple[Source, ...]
-    warmup: int = 2
-    repeats: int = 5
-    bucket: int = 2 * GIB
+    repeats: int
+    bucket: int
     seconds: float = 60.0
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.on_gpu else "gloo"
-
-    def device(self, number: int = 0) -> torch.device:
-        return torch.device("cuda", number) if self.on_gpu else torch.device("cpu")
+    def place(self, rank: int = 0) -> torch.device:
+        return torch.device("cuda", rank) if self.on_gpu else self.device
 
 
-def make_scale(on_gpu: bool, tiny: bool, layers: Sequence[int] = (28, 14), repeats: int = 5) -> Scale:
+def sync_scale(scale: Scale, layers: Sequence[int], repeats: int) -> SyncScale:
     """layers: of the bf16 and of the fp32 source, at the 7B shape."""
-    dtypes = ("bfloat16", "float32")
-    if tiny:
-        small = tuple(Source(dtype=dtype, shapes=qwen_shapes("tiny")) for dtype in dtypes)
-        return Scale(on_gpu=on_gpu, tiny=True, sources=small, warmup=1, repeats=1, bucket=5000)
-    pairs = zip(dtypes, layers, strict=True)
-    sources = tuple(Source(dtype=dtype, shapes=qwen_shapes("7b", number)) for dtype, number in pairs)
-    return Scale(on_gpu=on_gpu, tiny=False, sources=sources, repeats=repeats)
+    changes = [TINY if scale.tiny else {"num_hidden_layers": number} for number in layers]
+    pairs = zip(("bfloat16", "float32"), changes, strict=True)
+    sources = tuple(Source(dtype=dtype, shapes=qwen_shapes("7b", **each)) for dtype, each in pairs)
+    return SyncScale(
+        device=scale.device,
+        tiny=scale.tiny,
+        out=scale.out,
+        sources=sources,
+        repeats=scale.choose(repeats, 1),
+        bucket=scale.choose(2 * GIB, 5000),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Bytes a second of the same run. copy: of a device's memory, read and written both counted; link: in each of both
-    directions at once; 0 where there is no link."""
+def synced(
+    scale: SyncScale,
+    what: str,
+    ms: float,
+    copied: int = 0,
+    linked: int = 0,
+    rise: int | None = None,
+    parts: Mapping[str, float] | None = None,
+) -> Figures:
+    """One way to do one sync, beside the floor of what must be moved, on the device and over the link at once.
 
-    copy: float
-    link: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One way to do one sync.
-
-    ms: median. copied: bytes that its floor reads and writes on a device; linked: takes in over the link. rise: bytes
-    of the device in use, all processes together, at most beyond those before; None: not looked at. parts: ms of its
-    phases, medians each.
+    copied: bytes that its floor reads and writes on a device; linked: takes in over the link. rise: bytes of the device
+    in use, all processes together, at most beyond those before; None: not looked at. parts: ms of its phases.
     """
-
-    what: str
-    ms: float
-    copied: int = 0
-    linked: int = 0
-    rise: int | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-    def floor_ms(self, rates: Rates) -> float:
-        """Of what must be moved, on the device and over the link at once."""
-        link = self.linked / rates.link if self.linked and rates.link else 0.0
-        return max(self.copied / rates.copy, link) * 1e3
+    found = [Figure(what=what, value=ms)]
+    if floor := 1e3 * max(copied / scale.copy_rate, linked / scale.link_rate if linked else 0.0):
+        found += [Figure(what=what, value=floor, unit="ms, floor"), Figure(what=what, value=ms / floor, unit="x floor")]
+    if rise is not None:
+        found.append(Figure(what=what, value=rise / MIB, unit="MiB of the device more"))
+    return found + figures(parts or {}, "ms of it", f"{what}: ")
 
 
 # ---------------------------------------------------------------- contents
@@ -144,42 +129,63 @@ def check(target: Mapping[str, Tensor], source: Source) -> None:
         assert torch.equal(tensor.view(torch.int16), expected.view(torch.int16)), f"{name} was not synced"
 
 
-# ---------------------------------------------------------------- clocks
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def elapsed_ms(device: torch.device, run: Callable[[], object]) -> float:
-    """From an idle device to an idle device."""
-    settle(device)
-    started = time.perf_counter()
-    run()
-    settle(device)
-    return (time.perf_counter() - started) * 1e3
-
-
-def median_ms(scale: Scale, device: torch.device, run: Callable[[], object]) -> float:
-    times = [elapsed_ms(device, run) for _ in range(scale.warmup + scale.repeats)]
-    return statistics.median(times[scale.warmup :])
-
-
-def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key."""
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-
-
-@contextlib.contextmanager
-def memory_rise(device: torch.device) -> Iterator[list[int]]:
-    """The list holds, once the block is left, by how many bytes the device's use rose; nothing without a GPU."""
-    seen: list[int] = []
-    if device.type != "cuda":
-        yield seen
-        return
+def rise_of(device: torch.device, run: Callable[[], object]) -> int:
+    """Bytes by which the device's use rose while it ran."""
     settle(device)
     torch.cuda.empty_cache()
     with Sampler(device) as sampler:
-        yield seen
-    seen.append(sampler.rise)
+        run()
+        settle(device)
+    return sampler.rise
+
+
+# ---------------------------------------------------------------- processes
+
+
+def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
+    """What each process returned. None outlives this, and its device memory is free again; ExceptionGroup with what
+    became of those that raised, died, or had no answer in time."""
+    found, failures = [], list[Exception]()
+    try:
+        for peer in peers:
+            try:
+                found.append(peer.hear(5.0 if failures else seconds))
+            except (Failed, Gone, AssertionError) as error:
+                failures.append(error)
+    finally:
+        for peer in peers:
+            peer.kill()
+        for peer in peers:
+            peer.process.join()
+    if failures:
+        raise ExceptionGroup("processes of the case", failures)
+    return found
+
+
+def _answer(pipe: Connection, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    pipe.send(run(*args))
+    pipe.poll(60)  # until all were heard: who leaves first takes connections and shared memory along
+
+
+def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:
+    """In one process: its device memory is free again afterwards."""
+    return answers([Peer(_answer, run, args)], scale.seconds)[0]
+
+
+def pair(scale: SyncScale, trainer: Callable[..., Any], engine: Callable[..., Any], *args: Any) -> list[Any]:
+    """`run(pipe, *args)` of both, the pipe to the other."""
+    ends = server.Pipe()
+    try:
+        peers = [Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)]
+    finally:
+        for end in ends:
+            end.close()  # theirs alone: one hears when the other is gone
+    return answers(peers, scale.seconds)
+
+
+def ranks(scale: SyncScale, run: Callable[..., Any], *args: Any) -> list[Any]:
+    """`run(rank, scale, *args)` in a default group of NCCL, a GPU each, or of gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if scale.on_gpu else "gloo"
+        start = partial(start_ranks, seconds=scale.seconds, backend=backend)
+        return answers(start(run, RANKS, Path(folder) / "store", scale, *args), scale.seconds)

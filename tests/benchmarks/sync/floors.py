@@ -4,82 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tests.benchmarks.sync.base import TARGET, Figure, Rates, Scale, median_ms, settle
-from tests.benchmarks.sync.processes import alone
+from tests.benchmarks.common import Figures, measured_copy_rate, median_ms, settle
+from tests.benchmarks.sync.base import RANKS, TARGET, WARMUP, SyncScale, alone, synced
 from tests.benchmarks.sync.shapes import moves
 
-COPY_BYTES = 4 << 30  # of the copy that gives the rate, as in all of the project's floors
+WAYS = {  # what the second of two ranks needs of the first one's shard
+    "2 shards -> 2 replicas": ("replica", False),
+    "2 shards -> TP 2, not aligned": ("tp", False),
+    "2 shards -> TP 2, aligned": ("tp", True),
+}
 
 
-def rates(scale: Scale, gpus: int) -> tuple[Rates, list[Figure]]:
-    """Rates of the run, and one large copy or cast of each source; with two GPUs also what the link takes."""
-    copy, figures = alone(_one_device, scale, seconds=scale.seconds)
-    if gpus < 2:
-        return Rates(copy=copy), figures
-    link, linked = alone(_two_devices, scale, seconds=scale.seconds)
-    return Rates(copy=copy, link=link), figures + linked
+def with_rates(scale: SyncScale, gpus: int) -> tuple[SyncScale, Figures]:
+    """Rates of the run; with two GPUs also what the link takes: bytes a second in each of both directions at once, of
+    the largest exchange, and figures of all of them at the first source's shapes in bf16."""
+    scale = replace(scale, copy_rate=alone(scale, measured_copy_rate, scale))
+    print(f"copy of 4 GiB: {scale.copy_rate / 1e12:.2f} TB/s, read and write counted")
+    if gpus < RANKS:
+        return scale, []
+    rows: list[tuple[str, float, int, int]] = alone(scale, _exchanges, scale)
+    _, ms, linked, _ = rows[0]
+    scale = replace(scale, link_rate=linked / (ms / 1e3))
+    print(f"link: {scale.link_rate / 1e9:.0f} GB/s each way")
+    return scale, [
+        figure
+        for name, ms, linked, beside in rows
+        for figure in synced(scale, name, ms, linked=linked, copied=2 * beside)
+    ]
 
 
-def _one_device(scale: Scale) -> tuple[float, list[Figure]]:
-    """(bytes a second read and written by one large copy, figures)."""
-    rate = _copy_rate(scale)
-    return rate, [_large(scale, each.dtype, each.params) for each in scale.sources]
-
-
-def _copy_rate(scale: Scale) -> float:
-    device = scale.device()
-    nbytes = 1 << 16 if scale.tiny else COPY_BYTES
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    ms = median_ms(scale, device, lambda: target.copy_(source))
-    assert torch.equal(source, target)
-    return 2 * nbytes / (ms / 1e3)
-
-
-def _large(scale: Scale, dtype: str, params: int) -> Figure:
-    """One call of torch for the whole model."""
-    device = scale.device()
-    if scale.on_gpu:
-        torch.cuda.empty_cache()
-    source = torch.ones(params, dtype=getattr(torch, dtype), device=device)
-    target = torch.zeros(params, dtype=TARGET, device=device)
-    ms = median_ms(scale, device, lambda: target.copy_(source))
-    assert bool((target == 1).all())
-    copied = params * (source.element_size() + target.element_size())
-    return Figure(what=f"one large copy_, {dtype} -> bfloat16, {params / 1e9:.2f} G", ms=ms, copied=copied)
-
-
-# ---------------------------------------------------------------- two GPUs
-
-
-def _two_devices(scale: Scale) -> tuple[float, list[Figure]]:
-    """(bytes a second over the link in each of both directions at once, figures); the first source's shapes in bf16."""
-    figures, link = [], 0.0
-    for what, needs, aligned in (
-        ("2 shards -> 2 replicas", "replica", False),
-        ("2 shards -> TP 2, not aligned", "tp", False),
-        ("2 shards -> TP 2, aligned", "tp", True),
-    ):
-        local, linked = (n * TARGET.itemsize for n in moves(scale.sources[0].shapes, 2, needs, aligned))
+def _exchanges(scale: SyncScale) -> list[tuple[str, float, int, int]]:
+    """(name, ms, bytes over the link, bytes copied beside)"""
+    rows = []
+    for what, (needs, aligned) in WAYS.items():
+        local, linked = (n * TARGET.itemsize for n in moves(scale.sources[0].shapes, RANKS, needs, aligned))
         for beside in (0, local):
-            ms = exchange_ms(scale, linked, beside)
-            link = link or linked / (ms / 1e3)  # of the first, the largest
-            name = f"{what}: {linked / 1e9:.2f} GB each way" + (
-                f", {beside / 1e9:.2f} GB copied meanwhile" if beside else ""
-            )
-            figures.append(Figure(what=name, ms=ms, linked=linked, copied=2 * beside))
-    return link, figures
+            meanwhile = f", {beside / 1e9:.2f} GB copied meanwhile" if beside else ""
+            ms = _exchange_ms(scale, linked, beside)
+            rows.append((f"{what}: {linked / 1e9:.2f} GB each way{meanwhile}", ms, linked, beside))
+    return rows
 
 
-def exchange_ms(scale: Scale, linked: int, local: int) -> float:
+def _exchange_ms(scale: SyncScale, linked: int, local: int) -> float:
     """Both devices take `linked` bytes in from one another, all at once, and copy `local` bytes beside."""
-    devices = [scale.device(0), scale.device(1)]
-    if scale.on_gpu:
-        torch.cuda.empty_cache()
+    devices = [scale.place(rank) for rank in range(RANKS)]
+    torch.cuda.empty_cache()
     steps: list[Callable[[], object]] = []
     filled: list[Tensor] = []
     for mine, theirs in ((0, 1), (1, 0)):
@@ -91,7 +65,7 @@ def exchange_ms(scale: Scale, linked: int, local: int) -> float:
             step()
         settle(devices[1])
 
-    ms = median_ms(scale, devices[0], run)
+    ms = median_ms(run, scale.repeats, WARMUP, devices[0])
     for device in devices:
         settle(device)
     assert all(bool((target == 7).all()) for target in filled), "not all bytes came"

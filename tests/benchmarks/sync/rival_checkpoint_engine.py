@@ -1,7 +1,7 @@
-"""checkpoint-engine (PyPI) where it is installed: a ParameterServer beside an engine on each GPU.
+"""checkpoint-engine (PyPI) where it is installed: a ParameterServer beside an engine on one GPU.
 
 One sync is `register_checkpoint` (the trainer's tensors to pinned host memory), `gather_metas`, `update` (back to the
-device in buckets, broadcast, a CUDA IPC handle, the engine copies). Each server registers its share of the names.
+device in buckets, broadcast, a CUDA IPC handle, the engine copies).
 """
 
 from __future__ import annotations
@@ -14,58 +14,25 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.benchmarks.sync.base import (
-    Figure,
-    Scale,
-    Skipped,
-    Source,
-    check,
-    content,
-    make_target,
-    medians,
-    memory_rise,
-    settle,
-)
-from tests.benchmarks.sync.processes import pairs
+from tests.benchmarks.common import GIB, Figures, Skipped, medians, settle
+from tests.benchmarks.sync.base import Source, SyncScale, check, make_source, make_target, pair, rise_of, synced
 
 NAME = "model"
 ROUNDS = 3  # after one: pinning the host's memory takes most of that one
 
 
-def absent() -> bool:
-    return importlib.util.find_spec("checkpoint_engine") is None
-
-
-def one_gpu(scale: Scale) -> list[Figure]:
-    return _measure(scale, 1)
-
-
-def two_gpus(scale: Scale) -> list[Figure]:
-    return _measure(scale, 2)
-
-
-def _measure(scale: Scale, gpus: int) -> list[Figure]:
+def one_gpu(scale: SyncScale) -> Figures:
     """Of the first source: it copies bytes and casts nothing. ``Skipped`` where it is not installed."""
-    if absent() or not scale.on_gpu:
-        raise Skipped("checkpoint-engine is absent" if absent() else "it needs a GPU")
-    source, port = scale.sources[0], _free_port()
-    seen = pairs(_server, _engine, gpus, port, scale, source, seconds=scale.seconds, count=gpus)[:gpus]
-    rounds = zip(*(each["rows"] for each in seen), strict=True)
-    parts = medians([{key: max(row[key] for row in rows) for key in rows[0]} for rows in rounds])  # slowest server
-    linked = source.params * 2 * (gpus - 1) // gpus
-    return [
-        Figure(
-            what=f"{source}: checkpoint-engine, {gpus} GPU" + "s" * (gpus > 1),
-            ms=parts.pop("ms"),
-            copied=source.copied,
-            linked=linked,
-            rise=max(each["rise"] for each in seen),
-            parts={**parts, "the first one": max(each["first"] for each in seen)},
-        )
-    ]
+    absent = importlib.util.find_spec("checkpoint_engine") is None
+    if absent or not scale.on_gpu:
+        raise Skipped("checkpoint-engine is absent" if absent else "it needs a GPU")
+    source = scale.sources[0]
+    (rows, first, rise), _ = pair(scale, _server, _engine, _free_port(), scale, source)
+    parts = medians(rows)
+    name, ms = f"{source}: checkpoint-engine", parts.pop("ms")
+    return synced(scale, name, ms, source.copied, rise=rise, parts={**parts, "the first one": first})
 
 
 def _free_port() -> int:
@@ -75,41 +42,34 @@ def _free_port() -> int:
         return port
 
 
-# ---------------------------------------------------------------- servers
-
-
-def _server(pipe: Connection, rank: int, gpus: int, port: int, scale: Scale, source: Source) -> dict[str, Any]:
-    device = scale.device(rank)
+def _server(pipe: Connection, port: int, scale: SyncScale, source: Source) -> tuple[list[dict[str, float]], float, int]:
+    """Milliseconds of the rounds, of the first one, and the rise of the device's use in that."""
+    device = scale.place()
     torch.cuda.set_device(device)
-    tensors = {
-        name: content(name, shape, device).to(source.torch_dtype)
-        for number, (name, shape) in enumerate(source.shapes.items())
-        if number % gpus == rank
-    }
-    server = _start(rank, gpus, port, scale)
+    tensors = make_source(source, device)
+    server = _start(port, scale)
     assert pipe.recv() == "ready"
-    with memory_rise(device) as rise:
-        first = _sync(server, pipe, tensors)
+    first: list[dict[str, float]] = []
+    rise = rise_of(device, lambda: first.append(_sync(server, pipe, tensors)))
     rows = []
     for _ in range(ROUNDS):
         server.unregister_checkpoint(NAME)  # its pinned memory stays
         rows.append(_sync(server, pipe, tensors))
     pipe.send(None)
-    dist.barrier()
-    dist.destroy_process_group()
-    return {"rows": rows, "rise": rise[0], "first": first["ms"]}
+    assert pipe.recv() == "checked"
+    return rows, first[0]["ms"], rise
 
 
-def _start(rank: int, gpus: int, port: int, scale: Scale) -> Any:
+def _start(port: int, scale: SyncScale) -> Any:
     """In its own process: the library reads the environment."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(scale.bucket / 2**30)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(scale.bucket / GIB)
     from checkpoint_engine import ParameterServer, ps
     from loguru import logger
 
     logger.disable("checkpoint_engine")  # some lines a bucket
     ps.get_ip = lambda: "127.0.0.1"  # it asks the network, and a host without one may not know its own name
-    server = ParameterServer(rank=rank, world_size=gpus, auto_pg=False, master_addr="127.0.0.1", master_port=port)
+    server = ParameterServer(rank=0, world_size=1, auto_pg=False, master_addr="127.0.0.1", master_port=port)
     server.init_process_group()  # kept: by default it makes one for each update
     return server
 
@@ -128,15 +88,11 @@ def _sync(server: Any, pipe: Connection, tensors: dict[str, Tensor]) -> dict[str
     return {"ms": (times[-1] - times[0]) * 1e3, **parts}
 
 
-# ---------------------------------------------------------------- engines
-
-
-def _engine(pipe: Connection, rank: int, gpus: int, port: int, scale: Scale, source: Source) -> int:
-    """How many parameters were checked."""
+def _engine(pipe: Connection, port: int, scale: SyncScale, source: Source) -> None:
     import zmq
     from checkpoint_engine import update_weights_from_ipc
 
-    device = scale.device(rank)
+    device = scale.place()
     torch.cuda.set_device(device)
     target = make_target(source, device)
     settle(device)
@@ -148,7 +104,7 @@ def _engine(pipe: Connection, rank: int, gpus: int, port: int, scale: Scale, sou
     context = zmq.Context()
     pipe.send("ready")
     while (paths := pipe.recv()) is not None:
-        update_weights_from_ipc(context, paths[rank][1], rank, run=load)
+        update_weights_from_ipc(context, paths[0][1], 0, run=load)
         pipe.send("updated")
     check(target, source)
-    return len(target)
+    pipe.send("checked")

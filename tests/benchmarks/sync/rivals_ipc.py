@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,105 +18,89 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tests.benchmarks.common import Figures, settle, timed
 from tests.benchmarks.sync.base import (
     TARGET,
-    Figure,
-    Scale,
+    WARMUP,
     Source,
+    SyncScale,
     check,
     make_source,
     make_target,
-    medians,
-    memory_rise,
-    settle,
+    pair,
+    rise_of,
+    synced,
 )
-from tests.benchmarks.sync.processes import pairs
-from tests.benchmarks.sync.shapes import Shape, Shapes
+from tests.benchmarks.sync.shapes import Shapes
 
 Message = list[tuple[Any, list[tuple[str, int]]]]
 """Handles, and of each the parameters in it with the number of their first element."""
-Row = dict[str, float]
-Send = Callable[[Connection, Scale, dict[str, Tensor]], Row]
-"""One sync: ms of its phases, the engine's included."""
+Send = Callable[[Connection, SyncScale, dict[str, Tensor]], None]
+"""One sync."""
 END = b""
 
 
-def per_tensor(scale: Scale) -> list[Figure]:
+def per_tensor(scale: SyncScale) -> Figures:
     """`update_weights_from_tensor`: the engine maps every parameter of the trainer and copies it."""
-    return [_measure("a CUDA IPC handle a tensor", _send_each, scale, source) for source in scale.sources]
+    return _measure("a CUDA IPC handle a tensor", _send_each, scale)
 
 
-def buckets(scale: Scale) -> list[Figure]:
+def buckets(scale: SyncScale) -> Figures:
     """As verl and slime: packed into a bucket of the engine's dtype, shared, copied out, one bucket after the other."""
-    name = f"buckets of {scale.bucket / 2**30:.3g} GiB over CUDA IPC"
-    return [_measure(name, _send_buckets, scale, source) for source in scale.sources]
+    return _measure(f"buckets of {scale.bucket / 2**30:.3g} GiB over CUDA IPC", _send_buckets, scale)
 
 
-def _measure(name: str, send: Send, scale: Scale, source: Source) -> Figure:
-    seen, checked = pairs(_trainer, _engine, send, scale, source, seconds=scale.seconds)
-    assert checked == len(source.shapes)
-    parts = medians(seen["rows"])
-    rise = {"rise": seen["rise"]}
-    return Figure(what=f"{source}: {name}", ms=parts.pop("ms"), copied=source.copied, parts=parts, **rise)
+def _measure(name: str, send: Send, scale: SyncScale) -> Figures:
+    found = []
+    for source in scale.sources:
+        (ms, rise), _ = pair(scale, _trainer, _engine, send, scale, source)
+        found += synced(scale, f"{source}: {name}", ms, source.copied, rise=rise)
+    return found
 
 
 # ---------------------------------------------------------------- the trainer
 
 
-def _trainer(pipe: Connection, number: int, send: Send, scale: Scale, source: Source) -> dict[str, Any]:
-    """rise: of the first sync, which has nothing cached."""
-    device = scale.device()
+def _trainer(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> tuple[float, int]:
+    """Median ms, and the device's rise in the first sync, which has nothing cached."""
+    device = scale.place()
     tensors = make_source(source, device)
     settle(device)
     assert pipe.recv() == "ready"
-    with memory_rise(device) as rise:
-        _round(pipe, send, scale, tensors)
-    rows = [_round(pipe, send, scale, tensors) for _ in range(scale.warmup + scale.repeats)]
+
+    def sync() -> None:
+        send(pipe, scale, tensors)
+
+    rise = rise_of(device, sync)
+    times = [timed(sync, device) for _ in range(WARMUP + scale.repeats)]
     pipe.send_bytes(END)
-    return {"rows": rows[scale.warmup :], "rise": rise[0] if rise else None}
+    assert pipe.recv() == "checked"
+    return statistics.median(times[WARMUP:]), rise
 
 
-def _round(pipe: Connection, send: Send, scale: Scale, tensors: dict[str, Tensor]) -> Row:
-    started = time.perf_counter()
-    row = send(pipe, scale, tensors)
-    return {"ms": (time.perf_counter() - started) * 1e3, **row}
+def _send_each(pipe: Connection, scale: SyncScale, tensors: dict[str, Tensor]) -> None:
+    _ask(pipe, [(reduce_tensor(tensor), [(name, 0)]) for name, tensor in tensors.items()])
 
 
-def _send_each(pipe: Connection, scale: Scale, tensors: dict[str, Tensor]) -> Row:
-    started = time.perf_counter()
-    message: Message = [(reduce_tensor(tensor), [(name, 0)]) for name, tensor in tensors.items()]
-    data = bytes(ForkingPickler.dumps(message))
-    handles = (time.perf_counter() - started) * 1e3
-    return {"handles": handles, **_ask(pipe, data)}
-
-
-def _send_buckets(pipe: Connection, scale: Scale, tensors: dict[str, Tensor]) -> Row:
+def _send_buckets(pipe: Connection, scale: SyncScale, tensors: dict[str, Tensor]) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     largest = max(math.prod(shape) for shape in shapes.values())
-    device = next(iter(tensors.values())).device
-    row = {"pack": 0.0, "handles": 0.0, "open": 0.0, "copy": 0.0, "close": 0.0}
     for names in split(shapes, scale.bucket):
-        started = time.perf_counter()
         # of one size, so that torch gives the same memory each time
-        bucket = torch.empty(max(scale.bucket // TARGET.itemsize, largest), dtype=TARGET, device=device)
-        starts = _pack(bucket, [(name, tensors[name]) for name in names])
-        settle(device)
-        packed = time.perf_counter()
-        data = bytes(ForkingPickler.dumps([(reduce_tensor(bucket), starts)]))
-        answer = {"pack": (packed - started) * 1e3, "handles": (time.perf_counter() - packed) * 1e3, **_ask(pipe, data)}
-        row = {key: value + answer[key] for key, value in row.items()}
+        bucket = torch.empty(max(scale.bucket // TARGET.itemsize, largest), dtype=TARGET, device=scale.place())
+        starts, first = [], 0
+        for name in names:  # one after the other, cast
+            bucket[first : first + tensors[name].numel()].copy_(tensors[name].view(-1))
+            starts.append((name, first))
+            first += tensors[name].numel()
+        settle(scale.place())
+        _ask(pipe, [(reduce_tensor(bucket), starts)])
         del bucket
-    return row
 
 
-def _pack(bucket: Tensor, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    """One after the other, cast; the first element of each."""
-    starts, first = [], 0
-    for name, tensor in named:
-        bucket[first : first + tensor.numel()].copy_(tensor.view(-1))
-        starts.append((name, first))
-        first += tensor.numel()
-    return starts
+def _ask(pipe: Connection, message: Message) -> None:
+    pipe.send_bytes(bytes(ForkingPickler.dumps(message)))
+    assert pipe.recv() == "copied"
 
 
 def split(shapes: Shapes, nbytes: int) -> Iterator[list[str]]:
@@ -134,37 +118,26 @@ def split(shapes: Shapes, nbytes: int) -> Iterator[list[str]]:
         yield names
 
 
-def _ask(pipe: Connection, data: bytes) -> Row:
-    pipe.send_bytes(data)
-    answer: Row = pipe.recv()
-    return answer
-
-
 # ---------------------------------------------------------------- the engine
 
 
-def _engine(pipe: Connection, number: int, send: Send, scale: Scale, source: Source) -> int:
-    """How many parameters were checked."""
-    device = scale.device()
+def _engine(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> None:
+    device = scale.place()
     target = make_target(source, device)
     settle(device)
     pipe.send("ready")
     while (data := pipe.recv_bytes()) != END:
-        pipe.send(_take(data, target, source.shapes, device))
+        _take(data, target)
+        pipe.send("copied")
     check(target, source)
-    return len(target)
+    pipe.send("checked")
 
 
-def _take(data: bytes, target: dict[str, Tensor], shapes: dict[str, Shape], device: torch.device) -> Row:
-    started = time.perf_counter()
+def _take(data: bytes, target: dict[str, Tensor]) -> None:
+    """Maps, copies and lets go."""
     message: Message = pickle.loads(data)
     mapped = [(rebuild(*arguments).view(-1), parts) for (rebuild, arguments), parts in message]
-    opened = time.perf_counter()
     for flat, parts in mapped:
         for name, first in parts:
-            target[name].copy_(flat[first : first + target[name].numel()].view(shapes[name]))
-    settle(device)
-    copied = time.perf_counter()
-    del mapped, message, flat
-    closed = time.perf_counter()
-    return {"open": (opened - started) * 1e3, "copy": (copied - opened) * 1e3, "close": (closed - copied) * 1e3}
+            target[name].copy_(flat[first : first + target[name].numel()].view(target[name].shape))
+    settle()

@@ -7,32 +7,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.benchmarks.sync.base import Figure, Scale, Source, check, make_source, make_target, median_ms, settle
-from tests.benchmarks.sync.processes import alone
+from tests.benchmarks.common import Figures, median_ms, settle
+from tests.benchmarks.sync.base import WARMUP, Source, SyncScale, alone, check, make_source, make_target, synced
 
 Way = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
 """(targets, sources) -> what copies all."""
 
 
-def copies(scale: Scale) -> list[Figure]:
-    return [figure for source in scale.sources for figure in alone(_copies, scale, source, seconds=scale.seconds)]
+def copies(scale: SyncScale) -> Figures:
+    return [figure for source in scale.sources for figure in alone(scale, _copies, scale, source)]
 
 
-def _copies(scale: Scale, source: Source) -> list[Figure]:
-    device = scale.device()
+def _copies(scale: SyncScale, source: Source) -> Figures:
+    device = scale.place()
     sources, targets = make_source(source, device), make_target(source, device)
-    figures = []
+    found = []
     for name, way in WAYS.items():
-        if name == "copy_ in a CUDA graph" and not scale.on_gpu:
+        if way is _graph and not scale.on_gpu:
             continue
         for target in targets.values():
             target.zero_()
         settle(device)
         run = way(list(targets.values()), list(sources.values()))
-        ms = median_ms(scale, device, run)
+        ms = median_ms(run, scale.repeats, WARMUP, device)
         check(targets, source)
-        figures.append(Figure(what=f"{source}: {name}, one process", ms=ms, copied=source.copied))
-    return figures
+        found += synced(scale, f"{source}: {name}, one process", ms, source.copied)
+    return found
 
 
 def _per_tensor(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
