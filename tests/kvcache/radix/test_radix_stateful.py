@@ -1,54 +1,99 @@
-"""RadixCache against a brute-force prefix set: every cached page-aligned prefix, one by one, with its page."""
+"""Both prefix caches against a brute-force prefix set: every cached page-aligned prefix, one by one, with its page, and
+with its state where the model has some."""
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache import PagedTokenToKVPoolAllocator, RadixCache
+from kvcache import MambaRadixCache, PagedTokenToKVPoolAllocator, RadixCache
 from kvcache.radix.node import RadixNode
 from kvcache.radix.policies import POLICIES
 from tests.helpers.effort import rounds
+from tests.helpers.kvcache.radix import Slots
 
-PAGES = 24
+PAGES, STATES = 24, 6
 SALTS = [None, "lora"]
-Prefix = tuple[int, str | None, tuple[int, ...]]  # version, salt, tokens
+Key = tuple[int, ...]
+Prefix = tuple[int, str | None, Key]  # version, salt, tokens
 
 
 class Model:
     """The real cache, and `prefixes`: for each cached prefix the page that holds its last tokens."""
 
+    steps: ClassVar[dict[str, float]] = {
+        "insert": 8,
+        "match": 4,
+        "lock": 4,
+        "unlock": 3,
+        "evict": 2,
+        "raise": 0.4,
+        "reset": 0.05,
+    }
+
     def __init__(self, page_size: int, policy: str) -> None:
         self.ps = page_size
         self.ledger = PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, "cpu")
-        self.real = RadixCache(self.ledger, policy)
+        self.real: Any = self.make(policy)
         self.prefixes: dict[Prefix, int] = {}
         self.locks: list[tuple[Prefix, RadixNode]] = []
         self.seen: Counter[str] = Counter()
 
-    def aligned(self, version: int, salt: str | None, key: tuple[int, ...]) -> list[Prefix]:
+    def make(self, policy: str) -> Any:
+        return RadixCache(self.ledger, policy)
+
+    def step(self, dice: random.Random, weights: Sequence[float]) -> None:
+        step = dice.choices(list(self.steps), weights)[0]
+        salt = dice.choice(SALTS)
+        if step == "insert":
+            self.insert(self.key(dice), salt, dice.choice([0, 0, 0, 1]))
+        elif step == "match" or (step == "lock" and len(self.locks) < 8):
+            self.match(self.key(dice), salt, step == "lock")
+        elif step == "unlock" and self.locks:
+            self.real.dec_lock_ref(self.locks.pop(dice.randrange(len(self.locks)))[1])
+        elif step == "evict":
+            self.evict(dice.randint(0, dice.choice([2, PAGES]) * self.ps))
+        elif step == "states":
+            self.evict_states(dice.randint(0, 2))
+        elif step == "raise":
+            self.real.raise_version(self.real.version + dice.randint(1, 3))
+        elif step == "reset":
+            self.reset()
+        self.check()
+
+    def key(self, dice: random.Random) -> Key:
+        """Of few prefixes, that sometimes part in the middle of a page or end there."""
+        key = [token for token in dice.choices((0, 1), k=dice.randint(0, 4)) for _ in range(self.ps)]
+        key += [2] * dice.choice([0, 0, 0, dice.randint(0, self.ps)])
+        if key and dice.random() < 0.1:
+            key[dice.randrange(len(key))] = 3
+        return tuple(key)
+
+    def aligned(self, version: int, salt: str | None, key: Key) -> list[Prefix]:
         return [(version, salt, key[:n]) for n in range(self.ps, len(key) + 1, self.ps)]
 
     def locked(self) -> set[Prefix]:
         return {prefix for at, _ in self.locks for prefix in self.aligned(*at)}
 
-    def in_tree(self) -> dict[Prefix, int]:
-        """What the real cache holds, by walking it."""
-        found: dict[Prefix, int] = {}
+    def in_tree(self) -> tuple[dict[Prefix, int], dict[Prefix, int]]:
+        """Pages and states that the real cache holds, by walking it."""
+        pages: dict[Prefix, int] = {}
+        states: dict[Prefix, int] = {}
         for generation in self.real.generations():
             for node in generation.nodes():
                 above = [*node.path()][::-1]
-                key = tuple(int(t) for n in above for t in n.key)
-                assert above[0].parent is not None
-                named = self.aligned(generation.version, above[0].parent.extra_key, key)
-                pages = [int(p) for n in above for p in n.pages]
-                found |= dict(zip(named, pages, strict=True))
-        return found
+                assert above[0].parent is not None and node.lock_ref >= node.own_lock_ref
+                named = self.aligned(
+                    generation.version, above[0].parent.extra_key, tuple(int(t) for n in above for t in n.key)
+                )
+                pages |= dict(zip(named, [int(p) for n in above for p in n.pages], strict=True))
+                if node.state:
+                    states[named[-1]] = node.state
+        return pages, states
 
-    def insert(self, key: tuple[int, ...], salt: str | None, age: int) -> None:
+    def insert(self, key: Key, salt: str | None, age: int) -> None:
         version = max(0, self.real.version - age)
         whole = len(key) // self.ps
         if self.ledger.available_pages < whole:
@@ -57,120 +102,164 @@ class Model:
         if pages is None:
             self.seen["full of locked pages"] += 1
             return
-        kept = self.real.insert(key, pages, version=version, extra_key=salt)
+        kept = self.put(key, pages, version, salt)
         self.ledger.free_pages(pages[: kept // self.ps])
         if version < self.real.version:
             assert kept == whole * self.ps
             return
-        new = [i for i, p in enumerate(self.aligned(version, salt, key)) if p not in self.prefixes]
+        named = self.aligned(version, salt, key)
+        new = [i for i, prefix in enumerate(named) if prefix not in self.prefixes]
         assert kept == (whole - len(new)) * self.ps
-        for i in new:
-            self.prefixes[self.aligned(version, salt, key)[i]] = int(pages[i])
+        self.prefixes |= {named[i]: int(pages[i]) for i in new}
 
-    def match(self, key: tuple[int, ...], salt: str | None, lock: bool) -> None:
-        named = self.aligned(self.real.version, salt, key)
-        expected = [self.prefixes[p] for p in named if p in self.prefixes]
+    def put(self, key: Key, pages: Any, version: int, salt: str | None) -> int:
+        return self.real.insert(key, pages, version=version, extra_key=salt)
+
+    def match(self, key: Key, salt: str | None, lock: bool) -> None:
         match = self.real.match_prefix(key, extra_key=salt)
-        assert match.pages.tolist() == expected
+        expected = self.found(self.aligned(self.real.version, salt, key))
+        assert match.pages.tolist() == [self.prefixes[prefix] for prefix in expected]
         assert match.length == len(expected) * self.ps
+        self.check_match(match, expected)
         self.seen["hits"] += bool(expected)
         if lock:
             self.real.inc_lock_ref(match.node)
             self.locks.append(((self.real.version, salt, key[: match.length]), match.node))
 
-    def unlock(self, index: int) -> None:
-        if self.locks:
-            self.real.dec_lock_ref(self.locks.pop(index % len(self.locks))[1])
+    def found(self, named: list[Prefix]) -> list[Prefix]:
+        return [prefix for prefix in named if prefix in self.prefixes]
+
+    def check_match(self, match: Any, expected: list[Prefix]) -> None:
+        pass
 
     def evict(self, tokens: int) -> None:
         before, free = self.prefixes, self.ledger.available_pages
+        rest = before.keys() - self.locked()
         dropped = self.real.evict(tokens)
-        self.prefixes = self.in_tree()
+        self.adopt()
         gone = before.keys() - self.prefixes.keys()
         assert dropped == len(gone) * self.ps == (self.ledger.available_pages - free) * self.ps
-        assert not gone & self.locked()
-        self.seen["old ones evicted"] += any(p[0] < self.real.version for p in gone)
+        assert dropped >= min(tokens, len(rest) * self.ps)
+        self.seen["old ones evicted"] += self.check_order(gone, rest)
         self.seen["locks in the way"] += dropped < tokens and bool(self.locked())
-        rest = self.prefixes.keys() - self.locked()
-        assert dropped >= tokens or not rest
-        stale = {p for p in rest if p[0] < self.real.version}
-        assert not stale or all(p[0] < self.real.version for p in gone), "a current entry went before an old one"
+
+    def adopt(self) -> None:
+        """Takes over what eviction has left; locks must have held."""
+        before, (self.prefixes, _) = self.prefixes, self.in_tree()
+        assert self.prefixes.items() <= before.items() and self.locked() <= self.prefixes.keys()
+
+    def check_order(self, gone: set[Prefix], could: set[Prefix]) -> bool:
+        """Entries of older versions go first; whether some went."""
+        old = {version for version, _, _ in gone if version < self.real.version}
+        left = {version for version, _, _ in could - gone if version < self.real.version}
+        assert not left or all(version <= min(left) for version, _, _ in gone), "one went before an older one"
+        return bool(old)
+
+    def reset(self) -> None:
+        if self.locked():
+            with pytest.raises(ValueError, match="locked"):
+                self.real.reset()
+            return
+        self.real.reset()
+        self.prefixes = {}
 
     def check(self) -> None:
         self.real.check_integrity()
         self.ledger.check_integrity()
-        assert self.in_tree() == self.prefixes
+        assert self.in_tree()[0] == self.prefixes
         assert self.real.protected_size == len(self.locked()) * self.ps
         assert self.real.total_size == len(self.prefixes) * self.ps
         assert self.ledger.available_pages + len(self.prefixes) == PAGES
 
 
-KEYS = st.lists(st.integers(0, 1), max_size=12).map(tuple)
+class Hybrid(Model):
+    """And `states`: the slot of each prefix that has a state."""
 
+    steps: ClassVar[dict[str, float]] = {**Model.steps, "states": 3}
 
-class RadixMachine(RuleBasedStateMachine):
-    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(list(POLICIES)))
-    def build(self, page_size: int, policy: str) -> None:
-        self.model = Model(page_size, policy)
+    def make(self, policy: str) -> MambaRadixCache:
+        self.slots = Slots(STATES)
+        self.states: dict[Prefix, int] = {}
+        return MambaRadixCache(self.ledger, self.slots, policy)
 
-    @rule(key=KEYS, salt=st.sampled_from(SALTS), age=st.sampled_from([0, 0, 0, 1]))
-    def insert(self, key: tuple[int, ...], salt: str | None, age: int) -> None:
-        self.model.insert(key, salt, age)
+    def insert(self, key: Key, salt: str | None, age: int) -> None:
+        key = key[: len(key) // self.ps * self.ps]
+        if not self.slots.open:
+            self.evict_states(1)
+        if key and self.slots.open:
+            super().insert(key, salt, age)
 
-    @rule(key=KEYS, salt=st.sampled_from(SALTS), lock=st.booleans())
-    def match(self, key: tuple[int, ...], salt: str | None, lock: bool) -> None:
-        self.model.match(key, salt, lock)
+    def put(self, key: Key, pages: Any, version: int, salt: str | None) -> int:
+        state = self.slots.take()
+        assert state is not None
+        done = self.real.insert(key, pages, state, version=version, extra_key=salt)
+        prefix = (version, salt, key)
+        assert done.state_taken == (version == self.real.version and prefix not in self.states)
+        if done.state_taken:
+            self.states[prefix] = state
+        else:
+            self.slots.free([state])
+        return done.length
 
-    @rule(index=st.integers(0, 20))
-    def unlock(self, index: int) -> None:
-        self.model.unlock(index)
+    def found(self, named: list[Prefix]) -> list[Prefix]:
+        usable = [i for i, prefix in enumerate(named, 1) if prefix in self.states]
+        return named[: usable[-1]] if usable else []
 
-    @rule(tokens=st.integers(0, 30))
-    def evict(self, tokens: int) -> None:
-        self.model.evict(tokens)
+    def check_match(self, match: Any, expected: list[Prefix]) -> None:
+        assert match.state == (self.states[expected[-1]] if expected else None)
 
-    @rule(by=st.integers(1, 3))
-    def raise_version(self, by: int) -> None:
-        self.model.real.raise_version(self.model.real.version + by)
+    def held(self) -> set[Prefix]:
+        return {prefix for prefix, _ in self.locks if prefix[2]}
 
-    @rule()
+    def evict_states(self, count: int) -> None:
+        before, free = self.states, len(self.slots.open)
+        rest = before.keys() - self.held()
+        dropped = self.real.evict_states(count)
+        assert dropped == min(count, len(rest)) == len(self.slots.open) - free
+        self.adopt()
+        self.check_order(before.keys() - self.states.keys(), rest)
+
+    def adopt(self) -> None:
+        super().adopt()
+        before, (_, self.states) = self.states, self.in_tree()
+        assert self.states.items() <= before.items() and self.held() <= self.states.keys()
+        self.seen["tombstones"] += sum(not n.state for g in self.real.generations() for n in g.nodes())
+
     def reset(self) -> None:
-        if self.model.locked():
-            with pytest.raises(ValueError, match="locked"):
-                self.model.real.reset()
-            return
-        self.model.real.reset()
-        self.model.prefixes = {}
+        super().reset()
+        if not self.prefixes:
+            self.states = {}
 
-    @invariant()
-    def cache_equals_the_prefix_set(self) -> None:
-        self.model.check()
-
-
-TestRadixMachine = pytest.mark.soak(RadixMachine.TestCase)
-TestRadixMachine.settings = settings(
-    max_examples=rounds(100, 3000), stateful_step_count=40, derandomize=True, deadline=None
-)
+    def check(self) -> None:
+        super().check()
+        assert self.in_tree()[1] == self.states
+        assert len(self.slots.open) + len(self.states) == STATES
+        assert self.real.protected_states == len(self.held())
 
 
+MODELS = [Model, Hybrid]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("page_size", [1, 2, 3])
-def test_a_long_random_walk(page_size: int) -> None:
-    """What Hypothesis rarely reaches: a cache that is full, with many locks, over several versions."""
+def test_a_long_random_walk(page_size: int, kind: type[Model]) -> None:
+    """A cache that is full, with many locks, over several versions."""
     dice = random.Random(page_size)
-    model = Model(page_size, "lru")
-    for _ in range(1500):
-        step = dice.choices(["insert", "match", "unlock", "evict", "raise"], [8, 8, 3, 2, 1])[0]
-        key = tuple(dice.randint(0, 2) for _ in range(dice.randint(0, 6 * page_size)))
-        salt = dice.choice(SALTS)
-        if step == "insert":
-            model.insert(key, salt, dice.choice([0, 0, 0, 1]))
-        elif step == "match":
-            model.match(key, salt, lock=len(model.locks) < 8 and dice.random() < 0.5)
-        elif step == "unlock":
-            model.unlock(dice.randint(0, 99))
-        elif step == "evict":
-            model.evict(dice.randint(0, PAGES * page_size))
-        elif dice.random() < 0.3:
-            model.real.raise_version(model.real.version + 1)
-        model.check()
-    assert min(model.seen[what] for what in ("hits", "old ones evicted", "locks in the way")) >= 10, model.seen
+    model = kind(page_size, "lru")
+    for _ in range(rounds(1000, 50_000)):
+        model.step(dice, list(model.steps.values()))
+    assert min(model.seen[what] for what in ("hits", "old ones evicted", "locks in the way")) >= 5, model.seen
+    assert kind is Model or model.seen["tombstones"] > 50
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", MODELS)
+def test_short_walks_of_any_mixture(kind: type[Model]) -> None:
+    """What long walks rarely reach: rules left out of a run, and all policies."""
+    for seed in range(rounds(60, 3000)):
+        dice = random.Random(seed)
+        model = kind(dice.randint(1, 3), dice.choice(list(POLICIES)))
+        weights = [weight * dice.choice([0, 0.3, 1, 3]) for weight in model.steps.values()]
+        for _ in range(40):
+            model.step(dice, [1 + weights[0], *weights[1:]])
