@@ -31,7 +31,7 @@ from trainer_bridge.tags import ADAPTERS, PARAMS
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
-_BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
+BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
 
 
 def build_model(
@@ -68,7 +68,7 @@ def build_model(
     _rebuild_buffers(model, device)
     head = _output_name(model) if value_head else None
     if files is None:
-        _randomise_weights(model, config.seed, drawn_as)
+        randomise_weights(model, config.seed, drawn_as)
     else:
         _load_weights(model, files, made_here={head} if head else set())
     if head:
@@ -263,7 +263,7 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
             shard.copy_(files.box(name, *shard_box(param)))
 
 
-def _randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
+def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
     """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
     ranks share or that is drawn in another dtype.
 
@@ -301,7 +301,7 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
     """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
     shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
-    rows = max(1, _BLOCK_ELEMENTS // math.prod(rest))
+    rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
     for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
         block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
         mine = box.intersect(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class Peer:
     """A process that runs ``target(pipe, *args)``. What is asked of it has an end: it answers, fails, or is gone."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        self._pipe, theirs = server.Pipe()
+        self.pipe, theirs = server.Pipe()
         self.process = server.Process(target=_run, args=(target, theirs, args), daemon=True)
         self.process.start()
         theirs.close()
@@ -51,19 +52,20 @@ class Peer:
 
     def tell(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # gone: the next hear() says so
-            self._pipe.send(message)
+            self.pipe.send(message)
 
-    def hear(self, seconds: float = 30.0) -> Any:
+    def hear(self, seconds: float = 120.0) -> Any:
         try:
-            assert self._pipe.poll(seconds), f"process {self.pid} gave no answer for {seconds:g} s"
-            answer = self._pipe.recv()
+            assert self.pipe.poll(seconds), f"process {self.pid} gave no answer for {seconds:g} s"
+            answer = self.pipe.recv()
         except (EOFError, ConnectionError) as error:
-            raise Gone(str(self.pid)) from error
+            self.process.join(1)
+            raise Gone(f"process {self.pid} has ended, exit code {self.process.exitcode}") from error
         if isinstance(answer, Failed):
             raise answer
         return answer
 
-    def ask(self, message: Any, seconds: float = 30.0) -> Any:
+    def ask(self, message: Any, seconds: float = 120.0) -> Any:
         self.tell(message)
         return self.hear(seconds)
 
@@ -85,12 +87,13 @@ class Peer:
         except (Gone, AssertionError):
             pass
         finally:
-            self._pipe.close()
+            self.pipe.close()
             self.process.close()
 
 
 def _run(target: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()  # where it was, should a signal end it
     try:
         target(pipe, *args)
     except BaseException:

@@ -74,7 +74,7 @@ def test_every_placement_is_cast_written_and_digested(
 def test_what_is_said_to_be_written_is_written_and_no_more(
     impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast_copy_module, "_PART_BYTES", 7000)
+    monkeypatch.setattr(cast_copy_module, "PART_BYTES", 7000)
     given, target, seen = placements(SIZES, torch.bfloat16, torch.bfloat16, device), target_on(device), []
 
     def look(done: int, total: int) -> None:
@@ -103,8 +103,8 @@ def test_a_hook_that_raises_leaves_the_rest_unwritten_and_the_next_run_whole(imp
 
 
 def test_batches_are_bounded_and_one_begins_at_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast_copy_module, "_PART_BYTES", 100)
-    parts = cast_copy_module._parts
+    monkeypatch.setattr(cast_copy_module, "PART_BYTES", 100)
+    parts = cast_copy_module.parts
     assert parts([]) == []
     assert parts([500]) == [(0, 1)]
     assert parts([1, 1]) == [(0, 1), (1, 2)]
@@ -165,7 +165,7 @@ def test_boxes_of_any_shape_are_written_like_slices(
     numbers = torch.arange(source.numel()).view(shape)[box].flatten().tolist()
     total = sum(element(1000 + i, b & (1 << 8 * dtype.itemsize) - 1) for i, b in zip(numbers, bits, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cast_copy_module, "_CHUNK", chunk)
+        patch.setattr(cast_copy_module, "CHUNK", chunk)
         target = target_on("cpu")
         copy = CastCopy(box_placements(source, box, out, at, dtype, offset), "torch")
         assert copy.run(target) == total % 2**64
@@ -223,8 +223,8 @@ def test_misfits_are_refused_before_anything_is_written() -> None:
 
 
 def test_long_tensors_are_cast_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast_copy_module, "_CHUNK", 8)
-    monkeypatch.setattr(cast_copy_module, "_CHUNK_CUDA", 8)
+    monkeypatch.setattr(cast_copy_module, "CHUNK", 8)
+    monkeypatch.setattr(cast_copy_module, "CHUNK_CUDA", 8)
     source, target = torch.randn(9, 3), torch.empty(9, 3, dtype=torch.bfloat16)
     assert cast_copy(target, source, 100) == digest(source.bfloat16(), 100)
     assert torch.equal(target, source.bfloat16())

@@ -13,7 +13,7 @@ from torch import Tensor
 from memsaver.ops.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from tests.helpers.trainer_bridge.drawn import DEVICES, DTYPES, model_of, shards_of
-from tests.helpers.trainer_bridge.layouts import manifests
+from tests.helpers.trainer_bridge.layouts import box_of, manifests
 from trainer_bridge.plan import Copy, Plan, SourceShard, Target, itemsize, make_plan, torch_dtype
 
 
@@ -28,19 +28,15 @@ class Case:
     stored: dict[str, str]
 
     def local(self, shard: SourceShard) -> Tensor:
-        return self.tensors[shard.name][_index(shard.start, shard.shape)].contiguous()
+        return self.tensors[shard.name][box_of(shard)].contiguous()
 
     def held_at(self, name: str, place: str) -> Tensor:
         """Which elements some rank on the device holds, one by one."""
         held = torch.zeros(self.tensors[name].shape, dtype=torch.bool)
         for shard in self.shards:
             if shard.name == name and self.places[shard.rank] == place:
-                held[_index(shard.start, shard.shape)] = True
+                held[box_of(shard)] = True
         return held
-
-
-def _index(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 @st.composite
@@ -73,7 +69,7 @@ class Pages:
     def write(self, copy: Copy, source: Tensor) -> None:
         size = itemsize(copy.dtype)
         place = self.data.view(torch_dtype(copy.dtype)).as_strided(copy.shape, copy.strides, copy.offset // size)
-        box = source[_index(copy.start, copy.shape)]
+        box = source[box_of(copy)]
         assert box.shape == copy.shape
         place.copy_(box)
         spread = [stride * size for stride in copy.strides]
@@ -85,7 +81,7 @@ class Pages:
         self.numbers.as_strided(copy.shape, spread, copy.offset).copy_(number)
 
     def holds(self, piece: ParamSlice, full: Tensor) -> None:
-        size, strides, box = itemsize(piece.dtype), strides_of(piece), _index(piece.start, piece.shape)
+        size, strides, box = itemsize(piece.dtype), strides_of(piece), box_of(piece)
         dtype = torch_dtype(piece.dtype)
         found = self.data.view(dtype).as_strided(piece.shape, strides, piece.offset // size)
         assert torch.equal(found, full[box].to(dtype)), piece
@@ -126,7 +122,7 @@ def test_every_target_byte_is_written_once_with_the_right_value_and_the_least_ov
             for byte in range(size):
                 spread = [stride * size for stride in strides_of(piece)]
                 expected.as_strided(piece.shape, spread, piece.offset + byte).add_(1)
-            held = case.held_at(name, target.place)[_index(piece.start, piece.shape)]
+            held = case.held_at(name, target.place)[box_of(piece)]
             crossing += int((~held).sum()) * size
         assert torch.equal(page.written, expected)
         assert int(expected.max()) == 1

@@ -18,7 +18,7 @@ from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
 from trainer_bridge import model as model_module
-from trainer_bridge.model import _randomise_weights
+from trainer_bridge.model import randomise_weights
 
 Make = Callable[..., Trainer]
 PAD = 5
@@ -91,12 +91,12 @@ def test_filling_the_shards_takes_no_other_memory(device: str, tmp_path: Path, m
     model = make_trainer(describe(tmp_path, hidden_size=256), random_init=True, device=device).model
     if device == "cpu":
         with torch.profiler.profile(profile_memory=True) as profile:
-            _randomise_weights(model, seed=1)
+            randomise_weights(model, seed=1)
         used = sum(max(0, event.cpu_memory_usage) for event in profile.events())
     else:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        _randomise_weights(model, seed=1)
+        randomise_weights(model, seed=1)
         used = torch.cuda.max_memory_allocated() - before
     assert used < 4096 < 4 * min(param.numel() for param in model.parameters() if param.ndim > 1)
 
@@ -142,7 +142,7 @@ def test_an_engine_without_weights_says_so_until_a_sync(model_path: str, tmp_pat
 
 def worker(rank: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
     """This rank's shards and their (start, shape) in the whole."""
-    model_module._BLOCK_ELEMENTS = BLOCK
+    model_module.BLOCK_ELEMENTS = BLOCK
     columns = {"model.layers.1.mlp.down_proj.weight": 1}
     once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
     assert_same_bits(clones(once), clones(again))
@@ -160,7 +160,7 @@ def test_two_ranks_draw_the_model_of_one(tmp_path: Path, make_trainer: Make, mon
     path = describe(tmp_path / "model", vocab_size=97)
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
-    monkeypatch.setattr(model_module, "_BLOCK_ELEMENTS", BLOCK)
+    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", BLOCK)
     alone = clones(make_trainer(path, random_init=True))
     seen = dict.fromkeys(alone, 0)
     for shards, boxes in results(start_ranks(worker, 2, tmp_path / "store", path)):

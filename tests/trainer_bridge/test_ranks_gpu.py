@@ -72,7 +72,7 @@ def test_every_engine_serves_what_the_ranks_hold_together(size: int, aligned: bo
     assert first["tokens"] == second["tokens"] and first["linked"] == second["linked"]
     alone = Engine.from_pretrained(path, device="cuda:0", kv_tokens=256)
     assert first["tokens"][0] == tokens(alone)
-    alone._store.load(first["weights"].items(), "the trainer")
+    alone.store.load(first["weights"].items(), "the trainer")
     assert first["tokens"][1] == tokens(alone)
     norms = sum(each.numel() * 4 for name, each in first["weights"].items() if "norm" in name)
     assert not aligned or set(first["linked"]) == {norms}, "more than the norms went over the link"

@@ -19,9 +19,9 @@ from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
-from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM
-from tests.helpers.trainer_bridge.stored_weights import StoredWeights, box_of, digest_of
-from tests.helpers.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, box, layouts, steps, whole
+from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of
+from tests.helpers.trainer_bridge.stored_weights import StoredWeights, digest_of
+from tests.helpers.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, layouts, steps, whole
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from trainer_bridge.derived import DerivedCopies, LowRank
 from trainer_bridge.errors import SyncError
@@ -41,7 +41,7 @@ class Trainer:
     def load(self, values: Whole) -> None:
         lora = {}
         for shard in self.shards:
-            index = box(shard)
+            index = box_of(shard)
             self.rank.sources[shard.name].copy_(values.base[shard.name][index])
             if shard.name in values.a:
                 a, b = values.a[shard.name][:, index[1]], values.b[shard.name][index[0]]
@@ -117,18 +117,16 @@ class World:
         return step if defined else dataclasses.replace(step, some=None)
 
     def sync(self, number: int, step: Step) -> Any:
-        sync = self.trainers[number].rank.sync
-        assert sync is not None
-        consensus: Any = sync._consensus
-        fault = step.fault
+        rank, fault = self.trainers[number].rank, step.fault
+        assert rank.sync is not None
 
         def strike(stage: str, moment: str) -> None:
             if fault is not None and (stage, moment) == (fault.stage, fault.moment) and self.struck(fault) == number:
                 raise OSError("cosmic ray")
 
-        consensus.hook = strike
+        rank.consensus.hook = strike
         try:
-            return sync.sync(self.version + 1, shadow=step.shadow, names=step.some)
+            return rank.sync.sync(self.version + 1, shadow=step.shadow, names=step.some)
         except Exception as error:
             return error
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers.ranks import results, start_ranks
+from tests.helpers.trainer_bridge.layouts import box_of
 from trainer_bridge.plan import SourceShard
 from trainer_bridge.sources import dtensor_shards
 
@@ -102,7 +103,7 @@ def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
         for rank, held in enumerate(ranks):
             shard, local = shards[rank], held[layout][name].local
             assert all(other == shards[other.rank] for other in held[layout][name].shards), "ranks disagree"
-            box = tuple(slice(a, a + n) for a, n in zip(shard.start, shard.shape, strict=True))
+            box = box_of(shard)
             assert (shard.global_shape, shard.dtype, shard.shape) == (whole.shape, "float32", local.shape)
             assert torch.equal(whole[box], local), (name, rank)
             holders[box] += 1

@@ -13,9 +13,9 @@ from memsaver.ops.dispatch import Impl, use_triton
 from memsaver.ops.segments import Segment, SegmentTable
 from memsaver.ops.strided import blocks
 
-_CHUNK = 1 << 20  # elements cast at once: bounds the temporary
-_CHUNK_CUDA = 1 << 22
-_PART_BYTES = 1 << 30
+CHUNK = 1 << 20  # elements cast at once: bounds the temporary
+CHUNK_CUDA = 1 << 22
+PART_BYTES = 1 << 30
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 OnPart = Callable[[int, int], None]
@@ -68,7 +68,7 @@ class CastCopy:
             _check(each)
         self._placements = tuple(placements)
         self._end = max((each.end for each in placements), default=0)
-        self._parts = _parts([each.nbytes for each in placements])
+        self._parts = parts([each.nbytes for each in placements])
         self._value: int | None = None  # by torch
         self._table: SegmentTable | None = None
         self._launched = False
@@ -141,7 +141,7 @@ def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int 
         target, source = target.view(1, -1), source.view(1, -1)
     source, pitch, total = source.detach(), index_pitch or 0, 0
     rows, width = source.shape
-    for down, across in blocks(rows, width, _CHUNK if source.device.type == "cpu" else _CHUNK_CUDA):
+    for down, across in blocks(rows, width, CHUNK if source.device.type == "cpu" else CHUNK_CUDA):
         cast = source[down, across].to(target.dtype)
         target[down, across].copy_(cast)
         first = index_base + down.start * pitch + across.start
@@ -152,15 +152,15 @@ def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int 
 def all_finite(source: Tensor) -> bool:
     """No NaN and no infinity among the elements; contiguous, any float dtype."""
     flat = source.detach().view(-1)
-    chunks = (flat[first : first + _CHUNK_CUDA] for first in range(0, flat.numel(), _CHUNK_CUDA))
+    chunks = (flat[first : first + CHUNK_CUDA] for first in range(0, flat.numel(), CHUNK_CUDA))
     return all(bool(torch.isfinite(chunk).all()) for chunk in chunks)
 
 
-def _parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of placements, each of at most _PART_BYTES or of one placement; one of them starts at half of all."""
+def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of placements, each of at most PART_BYTES or of one placement; one of them starts at half of all."""
     parts, first, nbytes = [], 0, 0
     for i, size in enumerate(sizes):
-        if i > first and (i == len(sizes) // 2 or nbytes + size > _PART_BYTES):
+        if i > first and (i == len(sizes) // 2 or nbytes + size > PART_BYTES):
             parts.append((first, i))
             first, nbytes = i, 0
         nbytes += size

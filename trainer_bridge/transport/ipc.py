@@ -27,7 +27,7 @@ class IpcTicket:
 
         ValueError: the GPU is not visible here. The maker of the ticket itself cannot map it.
         """
-        return _mapped(self)
+        return map_once(self)
 
 
 def ipc_ticket(tensor: Tensor) -> IpcTicket:
@@ -39,7 +39,7 @@ def ipc_ticket(tensor: Tensor) -> IpcTicket:
 
 
 @lru_cache(maxsize=16)  # torch counts how often a ticket is opened
-def _mapped(ticket: IpcTicket) -> Tensor:
+def map_once(ticket: IpcTicket) -> Tensor:
     for index in range(torch.cuda.device_count()):
         if device_key(torch.device("cuda", index)) == ticket.device_key:
             arguments = list(ticket.arguments)

@@ -25,7 +25,7 @@ class Wire:
         """device: where messages lie. All ranks of the group make it together: NCCL's communicator is made here,
         because a first exchange among some of the ranks would hang."""
         self.name, self.device = name, device
-        self._group = group
+        self.group = group
         if name == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -33,9 +33,9 @@ class Wire:
         """Begin to send a tensor to a rank, and to fill one from another (uint8, contiguous, on the wire's device)."""
         operations = []
         if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent[0], group=self._group, group_peer=sent[1]))
+            operations.append(dist.P2POp(dist.isend, sent[0], group=self.group, group_peer=sent[1]))
         if taken is not None:
-            operations.append(dist.P2POp(dist.irecv, taken[0], group=self._group, group_peer=taken[1]))
+            operations.append(dist.P2POp(dist.irecv, taken[0], group=self.group, group_peer=taken[1]))
         peers = sorted({each[1] for each in (sent, taken) if each is not None})
         try:
             return Posted(dist.batch_isend_irecv(operations), peers)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsaver.places import place_of
+from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.consensus import group_consensus
@@ -122,9 +123,8 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
     tensors, covered = full(device), torch.zeros_like(target.arena)
     if changed:
         tensors["proj"] += 0.5 * torch.arange(7.0, device=device).view(7, 1)
-    for number, p in target._meant():
-        box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
-        if not torch.equal(target.read(number), tensors[p.name][box].to(torch_dtype(p.dtype))):
+    for number, p in target.meant():
+        if not torch.equal(target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))):
             return False
         covered[p.offset : p.offset + target.read(number).nbytes] = 1  # slices of these layouts are runs
     return bool((target.arena[covered == 0] == 0xA5).all())

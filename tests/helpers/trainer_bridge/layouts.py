@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollout.model.params import Group, Param, one, stack
 from rollout.model.sharding import decoder_splits, shard_groups
@@ -21,6 +23,17 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def piece(name: str, offset: int, shape: tuple[int, ...], dtype: str = "float32", **changes: object) -> ParamSlice:
     fields = {"global_shape": shape, "start": (0,) * len(shape), "index_base": 0, **changes}
     return ParamSlice(name=name, offset=offset, shape=shape, dtype=dtype, **fields)  # type: ignore[arg-type]
+
+
+def box_of(part: Any) -> tuple[slice, ...]:
+    """Where a slice, shard or copy lies in the whole parameter."""
+    return tuple(slice(first, first + size) for first, size in zip(part.start, part.shape, strict=True))
+
+
+def bits_of(tensor: Tensor) -> list[int]:
+    size = tensor.element_size()
+    flat = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[size]).flatten().tolist()
+    return [value & (1 << 8 * size) - 1 for value in flat]
 
 
 def manifest(*slices: ParamSlice, nbytes: int | None = None, aliases: dict[str, str] | None = None) -> Manifest:

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsaver import MemorySaver
+from memsaver import MemorySaver, attach
 from rollout.model.params import Group
 from rollout.tags import WEIGHTS_SHADOW
 from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from rollout.update import WeightUpdate
 from rollout.weights import WeightStore
 from tests.helpers.digests import element
-
-UNTOUCHED = 0xA5
-_BITS = {2: torch.int16, 4: torch.int32}
+from tests.helpers.trainer_bridge.layouts import bits_of, box_of
+from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 
 class StoredWeights:
@@ -47,7 +46,8 @@ class StoredWeights:
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         offer = self.update.begin(version, shadow, names)
         if shadow and names is None:
-            self.update._shadow.arena.fill_(UNTOUCHED)
+            with attach(offer.ticket) as lease:
+                lease.tensor((lease.nbytes,), torch.uint8).fill_(UNTOUCHED)
         return offer
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
@@ -77,14 +77,7 @@ class StoredWeights:
         return flat.as_strided(piece.shape, [stride * size for stride in strides], piece.offset + byte)
 
 
-def box_of(piece: ParamSlice) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(piece.start, piece.shape, strict=True))
-
-
 def digest_of(piece: ParamSlice, whole: Tensor) -> int:
     """Of the slice's elements, numbered in the whole parameter, by the digest's definition; modulo 2**64."""
-    bits = whole.contiguous().view(_BITS[whole.element_size()])[box_of(piece)].flatten().tolist()
-    numbers = torch.arange(whole.numel()).view(whole.shape)[box_of(piece)].flatten().tolist()
-    mask = (1 << 8 * whole.element_size()) - 1
-    values = (element(piece.index_base + number, each & mask) for number, each in zip(numbers, bits, strict=True))
-    return sum(values) % 2**64
+    numbers = torch.arange(whole.numel()).view(whole.shape)[box_of(piece)].flatten() + piece.index_base
+    return sum(map(element, numbers.tolist(), bits_of(whole[box_of(piece)]))) % 2**64

@@ -112,7 +112,3 @@ def whole(layout: Layout, seed: int, lora: Sequence[str] = ()) -> Whole:
     a = {name: torch.randn(LORA_RANK, layout.shapes[name][1], generator=generator) for name in lora}
     b = {name: torch.randn(layout.shapes[name][0], LORA_RANK, generator=generator) for name in lora}
     return Whole(base, a, b)
-
-
-def box(shard: SourceShard) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(shard.start, shard.shape, strict=True))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from memsaver.ops.digest import digest
 from memsaver.places import place_of
 from rollout.boxes import write_boxes
 from rollout.types import (
@@ -25,6 +24,8 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
+from tests.helpers.digests import element
+from tests.helpers.trainer_bridge.layouts import bits_of, box_of
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
@@ -74,7 +75,7 @@ class PageTarget:
         read = self.digest()
         if receipt.digest != read:
             raise ValueError(f"digest {receipt.digest} is {read} here")
-        assert receipt.nbytes == sum(self.read(i).nbytes for i, _ in self._meant())
+        assert receipt.nbytes == sum(self.read(i).nbytes for i, _ in self.meant())
         self.state = "verified"
         return VerifyReceipt(version=receipt.version, digest=read, seconds=0.0)
 
@@ -103,16 +104,16 @@ class PageTarget:
         return (self.layout.nbytes - offset) // dtype.itemsize * dtype.itemsize
 
     def digest(self) -> int:
+        """By the digest's definition."""
         total = 0
-        for number, p in self._meant():
+        for number, p in self.meant():
             numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
-            box = tuple(slice(first, first + n) for first, n in zip(p.start, p.shape, strict=True))
-            flat = self.read(number).reshape(-1).cpu()
-            for at, index in enumerate(numbers[box].reshape(-1).tolist()):
-                total += digest(flat[at : at + 1], p.index_base + index)
+            total += sum(
+                map(element, (p.index_base + numbers[box_of(p)]).flatten().tolist(), bits_of(self.read(number)))
+            )
         return total % 2**64
 
-    def _meant(self) -> list[tuple[int, ParamSlice]]:
+    def meant(self) -> list[tuple[int, ParamSlice]]:
         return [(i, p) for i, p in enumerate(self.layout.slices) if self.only is None or p.name in self.only]
 
     def untouched(self) -> bool:
@@ -128,13 +129,14 @@ class PageTarget:
 
 @dataclasses.dataclass
 class Rank:
-    """What one trainer rank has."""
+    """What one trainer rank has. sync, consensus: made by `in_ranks`."""
 
     sources: Mapping[str, Tensor]
     targets: Sequence[Any] = ()
     place: str = "here"
     derived: Mapping[str, LowRank] = dataclasses.field(default_factory=dict)
     sync: WeightSync | None = None
+    consensus: Any = None
 
 
 def in_ranks(
@@ -151,11 +153,12 @@ def in_ranks(
     def body(number: int, rank: Rank) -> None:
         try:
             mine = [shard for shard in shards if shard.rank == number]
+            rank.consensus = consensus(store, number, len(ranks), timeout=timeout)
             rank.sync = WeightSync(
                 mine,
                 lambda: rank.sources,
                 rank.targets,
-                consensus(store, number, len(ranks), timeout=timeout),
+                rank.consensus,
                 place=rank.place,
                 derived=lambda: rank.derived,
             )

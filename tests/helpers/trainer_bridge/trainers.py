@@ -89,7 +89,7 @@ class Nursery:
         ends = [multiprocessing.Pipe() for _ in range(2)]
         self._peer.tell(setting)
         for _, theirs in ends:
-            send_handle(self._peer._pipe, theirs.fileno(), self._peer.pid)
+            send_handle(self._peer.pipe, theirs.fileno(), self._peer.pid)
             theirs.close()
         return TrainerRank(self._peer.hear(), ends[0][0], ends[1][0], target, lock)
 

@@ -75,7 +75,7 @@ def test_a_foreign_engine_gets_its_weights() -> None:
         for tensor in tensors.values():
             tensor.mul_(-2)
     assert engine.version == 2 and [each.kind for each in sync.transports] == ["pages"]
-    ipc._mapped.cache_clear()
+    ipc.map_once.cache_clear()
     assert engine.peer.ask("end") == "ended"
     engine.peer.kill()
 
@@ -85,7 +85,7 @@ def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
         mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack())
-    monkeypatch.setattr(ipc, "_mapped", lambda given: pages[1:] if given is not ticket else pages)
+    monkeypatch.setattr(ipc, "map_once", lambda given: pages[1:] if given is not ticket else pages)
     assert mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack()) is pages
     other = WeightOffer(version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0"))
     with pytest.raises(ValueError, match=f"the rollout shares {LAYOUT.nbytes - 1} bytes"):

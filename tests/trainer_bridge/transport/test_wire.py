@@ -37,5 +37,5 @@ def test_nccl_between_gpus_that_are_apart(
     monkeypatch.setattr(wire.dist, "new_group", lambda ranks, backend, timeout: made)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda tensor, group: warmed.append(group))
     found = make_wire(given, {0, 1}, places, CPU, host=host)
-    assert (found.name, found._group is made) == (name, beside)
+    assert (found.name, found.group is made) == (name, beside)
     assert warmed == ([given] if name == "nccl" else [])
