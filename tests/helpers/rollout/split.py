@@ -1,0 +1,136 @@
+"""Ranks of two engines in processes of their own, over one gloo group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout import Completion, SamplingParams
+from rollout.split import (
+    DecodeEngine,
+    GroupReader,
+    GroupWriter,
+    MappedReader,
+    MappedWriter,
+    PrefillEngine,
+    Writer,
+    accept,
+    dial,
+)
+
+KEY = b"tests"
+MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
+TOKEN = 2 * 2 * 4 * 16 * 4  # bytes: keys and values of 2 layers, 4 KV heads of 16 fp32 elements
+CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_tokens": 48}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
+    generate. nap: the decode engine's cache sleeps once, with prompts under way."""
+
+    path: str
+    prefill: int
+    decode: int
+    mapped: bool
+    ring_bytes: int
+    calls: Sequence[tuple[list[list[int]], SamplingParams | list[SamplingParams]]]
+    prefill_config: dict[str, Any] = field(default_factory=dict)
+    decode_config: dict[str, Any] = field(default_factory=dict)
+    on_loss: Any = "recompute"
+    nap: bool = False
+
+
+def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
+    """What this rank saw of each topology: None where it had no part."""
+    groups = [_groups(split) for split in splits]
+    return [_take_part(rank, split, *groups[i], f"{sockets}/{i}") for i, split in enumerate(splits)]
+
+
+def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:
+    """One topology, tensor-parallel rank n of either side on `devices[n]`; the sides' groups are of `backend`."""
+    device = torch.device(devices[rank if rank < split.prefill else rank - split.prefill])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL, which takes the current one
+    placed = replace(
+        split,
+        prefill_config=split.prefill_config | {"device": device},
+        decode_config=split.decode_config | {"device": device},
+    )
+    return _take_part(rank, placed, *_groups(split, backend), f"{sockets}/0")
+
+
+def _take_part(rank: int, split: Split, prefill: Any, decode: Any, sockets: str) -> Any:
+    addresses = [f"{sockets}.{peer}" for peer in range(split.decode)]
+    if rank < split.prefill:
+        return serve(split, prefill, addresses, make_writer(split))
+    if rank < split.prefill + split.decode:
+        return generate(split, decode, addresses[rank - split.prefill])
+    return None
+
+
+def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    prefill = dist.new_group(list(range(split.prefill)), backend=backend)
+    decode = dist.new_group(list(range(split.prefill, split.prefill + split.decode)), backend=backend)
+    return prefill, decode  # type: ignore[return-value]
+
+
+def make_writer(split: Split) -> Writer:
+    ranks = list(range(split.prefill, split.prefill + split.decode))
+    return MappedWriter() if split.mapped else GroupWriter(ranks)
+
+
+def serve(split: Split, group: Any, addresses: list[str], writer: Writer, version: int = 0) -> dict[str, Any]:
+    engine = PrefillEngine.from_pretrained(
+        split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
+    )
+    engine.store.define(version)
+    engine.connect(dial(addresses, KEY, timeout=200), writer)
+    engine.serve()
+    engine.check_integrity()
+    return {"requests": writer.requests, "bytes": writer.nbytes, "stats": asdict(engine.stats)}
+
+
+def generate(
+    split: Split, group: Any, address: str, sources: list[int] | None = None, timeout: float = 60.0
+) -> dict[str, Any]:
+    """sources: the prefill ranks' numbers among all processes; None: the first ones."""
+    engine = DecodeEngine.from_pretrained(
+        split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
+    )
+    reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
+    engine.connect(
+        accept(address, split.prefill, KEY), reader, ring_bytes=split.ring_bytes, on_loss=split.on_loss, timeout=timeout
+    )
+    flights: list[int] = []
+    error = None
+    answers = []
+
+    def on_progress(done: int, total: int, tokens: int) -> None:
+        flights.append(len(engine.inbox.transfers))
+        if split.nap and len(flights) == 1:
+            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.wake_up()
+
+    try:
+        for prompts, params in split.calls:
+            answers.append(engine.generate(prompts, params, on_progress))
+            engine.check_integrity()
+    except RuntimeError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    reason = engine.unavailable_reason()
+    engine.close()
+    return {
+        "answers": answers, "split": engine.split, "stats": asdict(engine.stats), "in_flight": max(flights, default=0),
+        "error": error, "reason": reason, "outstanding": engine.inbox.allocator.outstanding,
+        "preemptions": engine.scheduler.preemptions,
+    }  # fmt: skip
+
+
+def tokens(answers: list[list[list[Completion]]]) -> list[Any]:
+    """[call][prompt][sample]"""
+    return [[[sample.token_ids for sample in request] for request in call] for call in answers]

@@ -1,0 +1,69 @@
+"""Engines with a prefix cache, a small pool, and tiers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.pools.token import TokenPool
+from rollout import Engine, KVTiers
+from rollout.tiered_blocks import TieredBlocks
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.poison import fill
+
+PAGE = 4
+
+
+def make(path: Path, **fields: Any) -> Engine:
+    """Without tiers."""
+    return Engine.from_pretrained(path, **{"kv_tokens": 512, "page_size": PAGE, **fields})
+
+
+def tiered(
+    path: Path, kv_tokens: int = 128, device: str = "cpu", engine: dict[str, Any] | None = None, **tiers: Any
+) -> Engine:
+    """An engine with a small pool and a host that has room for all, unless told otherwise."""
+    fields = {"host_ratio": 8.0} | tiers if "host_bytes" not in tiers else tiers
+    return make(path, kv_tokens=kv_tokens, device=device, tiers=KVTiers(**fields), **(engine or {}))
+
+
+def blocks_of(engine: Engine) -> TieredBlocks:
+    assert isinstance(engine.prefixes, TieredBlocks)
+    return engine.prefixes
+
+
+def lose_device(engine: Engine) -> None:
+    """What a pause and a resume may leave, but for page 0."""
+    assert isinstance(engine.kv_pool, TokenPool)
+    fill(engine.kv_pool, slice(PAGE, None))
+
+
+def conversations() -> list[list[int]]:
+    """Prompts that share beginnings of 0, 30, 61 and 64 tokens, one of them twice."""
+    (base,) = random_prompts((64,), seed=1)
+    tails = random_prompts((5, 9, 3, 20), seed=2)
+    return [base[:n] + tail for n, tail in zip((0, 30, 61, 64), tails, strict=True)] + [base, base]
+
+
+@contextmanager
+def failing(owner: Any, what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The owner's method `what` raises in its call number `at`, which comes within."""
+    steps, right = iter(range(at)), getattr(owner, what)
+
+    def fail(*args: Any) -> Any:
+        if next(steps, None) is None:
+            raise ZeroDivisionError
+        return right(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(owner, what, fail)
+        yield
+
+
+def out_of_memory(*arguments: object) -> Any:
+    raise torch.OutOfMemoryError("no room")

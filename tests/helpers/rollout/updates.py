@@ -1,0 +1,131 @@
+"""Engines whose weights are replaced: trainers in miniature, who write other random models of one layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from memsaver import MemorySaver, Ticket, attach
+from memsaver.ops.digest import digest
+from memsaver.ops.strided import row_major
+from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
+from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from tests.helpers.models import build_tiny, greedy
+from tests.helpers.rollout.answers import GREEDY, random_prompts
+
+TINY: dict[str, Any] = {"head_dim": 16, "tie_word_embeddings": True}
+PROMPTS = random_prompts((3, 50, 20))
+
+
+@lru_cache(maxsize=16)
+def tiny(seed: int) -> PreTrainedModel:
+    return build_tiny("qwen3", seed, **TINY)
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return [samples[0].token_ids for samples in engine.generate(PROMPTS, GREEDY)]
+
+
+def expected(seed: int) -> list[list[int]]:
+    """The answers of model `seed`."""
+    return [greedy(tiny(seed), prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+def addresses(engine: Engine) -> list[int]:
+    return [engine.store.tensor(piece.name).data_ptr() for piece in engine.manifest.slices]
+
+
+def shadow_bytes(engine: Engine) -> int:
+    tag = engine.report().tags.get(WEIGHTS_SHADOW)
+    return 0 if tag is None else tag.committed_bytes
+
+
+# ---------------------------------------------------------------- by copies
+
+
+def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
+    """Writes the parameters of model `seed` through a lease. wrong: what the receipt says instead of the truth."""
+    parameters = dict(tiny(seed).named_parameters())
+    total, nbytes = 0, 0
+    with attach(offer.ticket) as lease:
+        for piece in offer.manifest.slices:
+            if offer.names is not None and piece.name not in offer.names:
+                continue
+            target = lease.tensor(piece.shape, getattr(torch, piece.dtype), piece.offset)
+            target.copy_(parameters[piece.name].detach())
+            total += digest(target, piece.index_base)
+            nbytes += target.nbytes
+    fields = {"version": offer.version, "layout_hash": offer.manifest.layout_hash, "digest": total % 2**64}
+    return WriteReceipt(**{**fields, "nbytes": nbytes, **wrong})  # type: ignore[arg-type]
+
+
+def update(engine: Engine, version: int, seed: int, **how: Any) -> CommitReceipt:
+    """A whole update to the parameters of model `seed`. how: of `begin_update`."""
+    engine.verify_update(write(engine.begin_update(version, **how), seed))
+    return engine.commit_update(version)
+
+
+# ---------------------------------------------------------------- by messages
+
+
+def message(offer: WeightOffer, seed: int) -> tuple[list[PackedBox], Tensor]:
+    """All parameters of model `seed`, the first one in two boxes."""
+    parameters, boxes, parts, end = dict(tiny(seed).named_parameters()), [], [], 0
+    for piece in offer.manifest.slices:
+        value = parameters[piece.name].detach().contiguous().view(torch.uint8).flatten()
+        box = PackedBox(
+            at=end, offset=piece.offset, shape=piece.shape, strides=piece.strides or row_major(piece.shape), itemsize=4
+        )
+        boxes.append(box)
+        parts.append(value)
+        end += value.numel()
+    first, half = boxes[0], boxes[0].shape[0] // 2
+    skipped = half * (first.nbytes // first.shape[0])
+    rest = (first.shape[0] - half, *first.shape[1:])
+    boxes[:1] = [
+        replace(first, shape=(half, *first.shape[1:])),
+        replace(first, shape=rest, at=first.at + skipped, offset=first.offset + skipped),
+    ]
+    return boxes, torch.cat(parts)
+
+
+# ---------------------------------------------------------------- by pages
+
+
+class Owner:
+    """Lends pages: tag "params", laid out as the engine's weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.manifest = engine.manifest
+        self.saver = MemorySaver(engine.saver.device)
+        self.block = self.saver.empty((engine.store.arena.nbytes,), torch.uint8, tag="params").fill_(0xFF)
+
+    def fill(self, seed: int) -> int:
+        """Write the parameters of model `seed`; their digest."""
+        parameters, total = dict(tiny(seed).named_parameters()), 0
+        for piece in self.manifest.slices:
+            tensor = parameters[piece.name].detach()
+            self.block[piece.offset : piece.offset + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            total += digest(tensor, piece.index_base)
+        if self.block.is_cuda:
+            torch.cuda.synchronize()
+        return total % 2**64
+
+    def lend(self, engine: Engine, version: int, seed: int, **how: Any) -> None:
+        read = self.fill(seed)
+        receipt = engine.adopt_update(version, self.ticket(), **{"layout_hash": self.manifest.layout_hash, **how})
+        assert receipt.version == version == engine.weights_version and receipt.digest in (None, read)
+
+    def ticket(self) -> Ticket:
+        return self.saver.share("params")
+
+
+def weight_bytes(engine: Engine) -> tuple[int, int]:
+    """(own, borrowed)"""
+    tag = engine.report().tags[WEIGHTS]
+    return tag.committed_bytes, tag.borrowed_bytes
