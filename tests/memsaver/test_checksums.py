@@ -10,9 +10,6 @@ import torch
 import memsaver
 from memsaver.checksums import Checksums
 
-MODES = (torch.enable_grad, torch.no_grad, torch.inference_mode)
-Operation = Callable[[torch.Tensor, torch.Tensor], object]
-
 
 def _flip_a_bit(data: torch.Tensor) -> None:
     data[len(data) // 2] ^= 16

@@ -95,23 +95,6 @@ def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: s
         assert third.resume() == (42, 42)
 
 
-def test_two_savers_of_one_process(device: str) -> None:
-    (one, mine), two = giver(device), MemorySaver(device)
-    theirs = two.empty(SIZE, torch.uint8, tag="kv").fill_(1)
-    two.pause()
-    for value in (2, 3):
-        mine.fill_(value)
-        one.pause(release="hand_over", to=two.pool_ticket())
-        two.resume()
-        assert int(theirs[-1]) == value and two.report().committed_bytes == SIZE
-        two.pause(release="hand_over", to=one.pool_ticket())
-        one.resume()
-        one.check_integrity()
-        two.check_integrity()
-    one.close()
-    two.close()
-
-
 def test_a_receiver_without_room_refuses_and_nothing_changes(device: str) -> None:
     with counted_other(device, limit=SIZE + 4 * MIB) as (other, _):
         saver, mine = giver(device)

@@ -1,4 +1,4 @@
-"""Threads, forks, exits and a missing compiler: what must not crash a process."""
+"""Threads, forks and a missing compiler: what must not crash a process. (Exits: compat/test_misuse.)"""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ import pytest
 import torch
 
 import memsaver
+from memsaver.allocator import build
 from tests.helpers.memory import memfd_bytes
-from tests.helpers.memsaver.savers import at_once, python
+from tests.helpers.memsaver.savers import at_once
 from tests.helpers.peers import Peer
-
-
-def test_exit_with_paused_and_active_tags(device: str) -> None:
-    code = f"""
-import memsaver, torch
-saver = memsaver.MemorySaver({device!r})
-with saver.region("a", content="host"):
-    a = torch.ones(100000, device={device!r})
-b = saver.empty(100000, tag="b")
-saver.pause("a")
-cycle = [a, b]; cycle.append(cycle)
-print("end")
-"""
-    assert python(code) == "end"
 
 
 def test_a_forked_child_is_inert_and_holds_nothing() -> None:
@@ -54,26 +41,22 @@ def test_a_forked_child_is_inert_and_holds_nothing() -> None:
     saver.check_integrity()
 
 
-def test_without_a_compiler_regions_say_so_and_empty_works(tmp_path: Path) -> None:
-    memsaver.MemorySaver("cpu").empty(1)  # the shim exists by now
-    from memsaver.allocator import build
-
-    shim = build.shim_library()
-    code = f"""
-import memsaver, torch
-from pathlib import Path
-from memsaver.allocator import build
-build.shim_library = lambda: Path({str(shim)!r})
-saver = memsaver.MemorySaver("cpu")
-saver.empty(10).fill_(1)
-try:
-    with saver.region("a"):
+def _without_a_compiler(pipe: Connection, cache: str, shim: Path) -> None:
+    """In a process that has neither loaded the shim nor had a region yet."""
+    os.environ |= {"PATH": "", "XDG_CACHE_HOME": cache}
+    build.shim_library = lambda: shim
+    saver = memsaver.MemorySaver("cpu")
+    saver.empty(10).fill_(1)
+    with pytest.raises(memsaver.CompilerError, match=r"g\+\+"), saver.region("a"):
         pass
-except memsaver.CompilerError as error:
-    print("g++" in str(error))
-saver.pause()
-"""
-    assert python(code, PATH="", XDG_CACHE_HOME=str(tmp_path)) == "True"
+    saver.pause()
+    pipe.send("paused")
+
+
+def test_without_a_compiler_regions_say_so_and_empty_works(tmp_path: Path) -> None:
+    peer = Peer(_without_a_compiler, str(tmp_path), build.shim_library())
+    assert peer.hear() == "paused"
+    peer.bury()
 
 
 def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:

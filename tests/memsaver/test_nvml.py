@@ -43,13 +43,14 @@ class FakeNvml:
         return self.init_code
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
-        handle._obj.value = 0xDEAD
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = 0xDEAD
         return 0 if uuid == UUID.encode() else NOT_FOUND
 
     def _lister(self, entries: list[Entry]) -> Callable[..., int]:
         def function(handle: ctypes.c_void_p, count: Any, infos: Any) -> int:
             assert handle.value == 0xDEAD
-            room, count = count._obj.value, count._obj
+            count = ctypes.cast(count, ctypes.POINTER(ctypes.c_uint)).contents
+            room = count.value
             if self.list_code:
                 return self.list_code
             count.value = len(entries)

@@ -25,8 +25,6 @@ MIB = 1 << 20
 SIZE = 8 * MIB
 CONTEXT = 64 * MIB  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
 
 def _shared(device: str) -> tuple[MemorySaver, torch.Tensor, Ticket]:
     saver = MemorySaver(device)
@@ -72,7 +70,8 @@ def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
 
 
 @pytest.mark.gpu
-@two_gpus
+@pytest.mark.gpus(2)
+@pytest.mark.alone
 @pytest.mark.parametrize("hidden", [False, True])
 def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool) -> None:
     saver, tensor, ticket = _shared("cuda:0")
@@ -98,7 +97,8 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
 
 
 @pytest.mark.gpu
-@two_gpus
+@pytest.mark.gpus(2)
+@pytest.mark.alone
 def test_in_one_process_leases_are_of_the_current_gpu() -> None:
     saver, tensor, ticket = _shared("cuda:0")
     leases = set()

@@ -18,7 +18,8 @@ import torch
 
 import memsaver
 from memsaver import rpc
-from tests.helpers.memory import memory_maps, open_fds, process_bytes, settled_fds
+from tests.helpers.effort import rounds
+from tests.helpers.memory import memory_maps, open_fds, process_bytes, settled_fds, status_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import until
 from tests.helpers.peers import Peer
@@ -80,6 +81,7 @@ def test_a_dead_peer_ends_its_lease(device: str) -> None:
         assert before - process_bytes(device) == committed
 
 
+@pytest.mark.soak
 def test_attach_in_the_same_process_and_leave_nothing(device: str, fds: int) -> None:
     saver, tensor = _shared(device)
     ticket = saver.share("weights", writable=True)
@@ -97,11 +99,12 @@ def test_attach_in_the_same_process_and_leave_nothing(device: str, fds: int) -> 
 
     sync(-1)
     gc.collect()
-    before = process_bytes(device), open_fds(), memory_maps()
-    for value in range(20):
-        sync(value)
+    before = process_bytes(device), open_fds(), memory_maps(), status_bytes("VmSize")
+    for value in range(rounds(40, 5000)):
+        sync(value % 127)
     assert process_bytes(device) == before[0] and open_fds() <= before[1]
     assert memory_maps() <= before[2] + 8
+    assert status_bytes("VmSize") - before[3] < 20 * tensor.nbytes, "each lease takes addresses, and gives them back"
 
 
 def test_a_tag_of_many_extents_arrives_whole(device: str) -> None:

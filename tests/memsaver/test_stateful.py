@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import memsaver
 from memsaver import switch
 from tests.helpers.effort import rounds
 from tests.helpers.memory import process_bytes
+from tests.helpers.memsaver.savers import until
 
 TAGS = {"weights": "host", "kv_cache": "discard", "optim": "host"}
 tags = st.sampled_from(sorted(TAGS))
@@ -38,6 +38,7 @@ class SaverMachine(RuleBasedStateMachine):
         self.theirs = self.peer.empty(100_000 * self.scale, torch.uint8, tag="theirs", content="host").fill_(77)
         self.paused: dict[str, bool] = {}
         self.borrowed: set[str] = set()
+        self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
         self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 0.01
         self.alive: dict[int, dict] = {}
         self.counter = 0
@@ -51,9 +52,7 @@ class SaverMachine(RuleBasedStateMachine):
             del self.theirs
             self.peer.close()
             switch.LEASE_GRACE_SECONDS = self.grace
-            deadline = time.monotonic() + 5
-            while self._used() != self.floor:  # imports of a closed saver are let go of by a thread
-                assert time.monotonic() < deadline
+            until(lambda: self._used() == self.floor)  # imports of a closed saver are let go of by a thread
 
     def _used(self) -> int:
         gc.collect()
@@ -107,6 +106,7 @@ class SaverMachine(RuleBasedStateMachine):
         if tag not in self.paused:
             return
         to = self.peer.pool_ticket() if release == "hand_over" else None
+        committed = self.saver.report().tags[tag].committed_bytes
         total = self.saver.report().committed_bytes + self.peer.report().committed_bytes
         try:
             self.saver.pause(tag, content=content, release=release, to=to)
@@ -122,6 +122,8 @@ class SaverMachine(RuleBasedStateMachine):
             for item in self.alive.values():
                 if item["tag"] == tag:
                     item["value"] = None
+        if not self.paused[tag] and committed:
+            self.asleep[tag] = committed
         self.paused[tag] = True
         after = self.saver.report().committed_bytes + self.peer.report().committed_bytes
         assert after == total or (release == "driver" and after < total)
@@ -142,7 +144,7 @@ class SaverMachine(RuleBasedStateMachine):
         except memsaver.LeaseError:
             assert tag in self.borrowed or not most
         except ValueError:
-            assert self.saver._tags.get(tag).committed_when_paused > most
+            assert self.asleep[tag] > most
         else:
             assert self.paused[tag]
             self.paused[tag] = False
@@ -161,21 +163,21 @@ class SaverMachine(RuleBasedStateMachine):
             size = max(self.saver.report().tags[tag].committed_bytes for tag in (one, other))
             for tag in (one, other):
                 self.saver.resize(tag, size)
-            before = [self._bytes(tag) for tag in (one, other)]
+            before = [self._bytes(tag, size) for tag in (one, other)]
             self.saver.exchange(one, other)
         except memsaver.OutOfMemory:
             return
         except memsaver.LeaseError:
             assert {one, other} & self.borrowed
             return
-        assert all(map(torch.equal, before, [self._bytes(tag) for tag in (other, one)]))
+        assert all(map(torch.equal, before, [self._bytes(tag, size) for tag in (other, one)]))
         for item in self.alive.values():
             if item["tag"] in (one, other) and item["value"] is not None:
                 item["tensor"].fill_(item["value"])
 
-    def _bytes(self, tag: str) -> torch.Tensor:
-        arena = self.saver._tags.get(tag)
-        return arena.bytes_at(0, arena.backed).clone() if arena.backed else torch.empty(0)
+    def _bytes(self, tag: str, size: int) -> torch.Tensor:
+        with memsaver.attach(self.saver.share(tag)) as lease:
+            return lease.tensor((size,), torch.uint8).clone()
 
     @rule(release=st.sampled_from(["driver", "keep", "hand_over"]))
     def peer_sleeps(self, release: str) -> None:
@@ -251,8 +253,5 @@ class CudaMachine(SaverMachine):
 
 
 TestSaver = pytest.mark.soak(SaverMachine.TestCase)
-TestSaverOnGpu = pytest.mark.gpu(pytest.mark.soak(CudaMachine.TestCase))
-TestSaverOnGpu.settings = settings(
-    max_examples=rounds(10, 400), stateful_step_count=25, deadline=None, derandomize=True
-)
-TestSaver.settings = settings(max_examples=rounds(10, 400), stateful_step_count=25, deadline=None, derandomize=True)
+TestSaverOnGpu = pytest.mark.gpu(pytest.mark.alone(pytest.mark.soak(CudaMachine.TestCase)))
+TestSaver.settings = TestSaverOnGpu.settings = settings(max_examples=rounds(10, 400), stateful_step_count=25)

@@ -1,8 +1,10 @@
 """What users of other tools ran into, one test for each; the reports are named.
 
 Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR#87) or leaves a tag half mapped (vllm
-PR#34600): test_fault_injection, test_saver. A free while paused (torch_memory_saver#92), an exit with paused tags
-(torch_memory_saver#56), concurrent regions, forks: test_lifetimes. Nested regions: test_saver.
+PR#34600): test_fault_injection, test_saver. A free while paused (torch_memory_saver#92), concurrent regions, forks:
+test_lifetimes. An exit with paused tags (torch_memory_saver#56): compat/test_misuse. Nested regions, buffers made with
+a module: test_saver. A second release of the same handles (vllm#36651): test_stateful. Addresses that every import
+takes anew (pytorch#186213): test_share.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from tests.helpers.effort import rounds
-from tests.helpers.memory import memory_maps, open_fds, process_bytes, status_bytes
+from tests.helpers.memory import memory_maps, open_fds, process_bytes
+
+pytestmark = pytest.mark.alone
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -42,55 +46,6 @@ def test_a_freed_block_is_never_another_tags(device: str) -> None:
     saver.pause("b")
     assert bool((plain == 1).all())
     saver.resume()
-
-
-def test_releasing_twice_does_nothing(device: str) -> None:
-    """vllm#36651: a second release of the same handles."""
-    saver = MemorySaver(device)
-    tensor = saver.empty(1 << 21, torch.uint8, tag="t").fill_(1)
-    for _ in range(2):
-        saver.pause(release="keep")
-        saver.pause()
-    trimmed = saver.trim(), saver.trim()
-    assert trimmed == (1 << 21, 0)
-    saver.resume()
-    saver.resume()
-    tensor.fill_(2)
-    saver.close()
-    saver.close()
-    assert process_bytes(device) >= 0
-
-
-def test_attaching_forever_uses_no_more_addresses(device: str) -> None:
-    """pytorch#186213: every import took a new piece of the address space until none was left."""
-    saver = MemorySaver(device)
-    saver.empty(8 << 20, torch.uint8, tag="t").fill_(1)
-    ticket = saver.share("t", writable=True)
-
-    def go_round(times: int) -> None:
-        for i in range(times):
-            with memsaver.attach(ticket) as lease:
-                lease.tensor((4,), torch.uint8).fill_(i % 7)
-            if i % 10 == 9:
-                saver.pause()
-                saver.resume()
-
-    go_round(20)
-    before = status_bytes("VmSize"), memory_maps(), open_fds()
-    go_round(rounds(200, 5000))
-    assert status_bytes("VmSize") <= before[0] + (2048 << 10)
-    assert memory_maps() <= before[1] + 4 and open_fds() <= before[2] + 1
-
-
-def test_buffers_made_inside_a_region_come_back_if_the_tag_keeps_its_content(device: str) -> None:
-    """Rotary tables and the like are made with a module: ``content="discard"`` loses what no checkpoint holds."""
-    saver = MemorySaver(device)
-    with saver.region("weights", content="host"):
-        module = torch.nn.BatchNorm1d(64, device=device)
-    module.running_mean.fill_(3)
-    saver.pause()
-    saver.resume()
-    assert bool((module.running_mean == 3).all()) and int(module.num_batches_tracked) == 0
 
 
 @pytest.mark.gpu
@@ -241,7 +196,8 @@ def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) ->
     assert second.data_ptr() == address and bool((second == 2).all())
 
 
-def test_residue_does_not_grow_over_steps(device: str) -> None:
+@pytest.mark.soak
+def test_residue_does_not_grow_over_steps(device: str, fds: int) -> None:
     """NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of memory."""
     saver = MemorySaver(device)
     weights = saver.empty(1 << 20, torch.uint8, tag="weights", content="host").fill_(1)

@@ -13,6 +13,7 @@ import memsaver
 from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket, rpc
 from memsaver.imports import imports
 from tests.helpers.memory import open_fds
+from tests.helpers.memsaver.savers import not_in_vain
 from tests.helpers.peers import Peer
 
 
@@ -47,8 +48,8 @@ class Side:
     def give(self, to: PoolTicket) -> None:
         self.saver.pause(release="hand_over", to=to)
 
-    def meet(self, to: PoolTicket) -> str | None:
-        """Give, but meet whoever asks in the moment before the offer; "refused", if it was, without waiting in vain."""
+    def meet(self, to: PoolTicket) -> None:
+        """Give, but meet whoever asks in the moment before the offer."""
         call = rpc.Endpoint.call
 
         def after_a_word(endpoint: rpc.Endpoint, name: str, **arguments: Any) -> Any:
@@ -58,14 +59,9 @@ class Side:
             return call(endpoint, name, **arguments)
 
         rpc.Endpoint.call = after_a_word  # type: ignore[method-assign]
-        try:
+        with not_in_vain(memsaver.LeaseError):
             self.give(to)
-        except memsaver.LeaseError as error:
-            assert "gave no answer" not in str(error) and "busy for" not in str(error), error
-            return "refused"
-        finally:
-            rpc.Endpoint.call = call  # type: ignore[method-assign]
-        return None
+        rpc.Endpoint.call = call  # type: ignore[method-assign]
 
     def release(self) -> None:
         self.saver.pause()

@@ -24,6 +24,11 @@ ROOT = Path(__file__).parents[3]
 ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
 
 
+def large(device: str) -> int:
+    """Bytes that stand out from what else goes on."""
+    return 1 << 30 if device.startswith("cuda") else 64 << 20
+
+
 class Fault:
     """One of the coming driver calls. fired: it came that far, and failed; known afterwards."""
 
@@ -46,6 +51,15 @@ def every_call(device: str) -> Iterator[Fault]:
     while fault.fired or not fault.call:
         fault = Fault(fault.call + 1, ERROR[device])
         yield fault
+
+
+@contextlib.contextmanager
+def not_in_vain(*kinds: type[Exception]) -> Iterator[None]:
+    """Inside, these may be raised, but not because somebody was waited for whose answer did not come."""
+    try:
+        yield
+    except kinds as error:
+        assert "gave no answer" not in str(error) and "is busy for" not in str(error), error
 
 
 def until(done: Callable[[], Any], seconds: float = 30.0) -> None:

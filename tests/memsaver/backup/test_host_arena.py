@@ -43,7 +43,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("segment", [HUGE_PAGE, 1 << 30])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
 def test_pieces_never_overlap_and_nothing_is_lost(segment: int, steps: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,9 @@ from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError
 from tests.helpers.memory import process_bytes
-from tests.memsaver.compat.sizes import large
+from tests.helpers.memsaver.savers import large
+
+pytestmark = pytest.mark.alone
 
 
 def captured(run: Callable[[], None], tms: TorchMemorySaver | None = None) -> torch.cuda.CUDAGraph:
@@ -151,11 +153,10 @@ def test_capturing_again_and_again_holds_no_more(tms: TorchMemorySaver, savers: 
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("device", ["cuda:0"])
 def test_multi_device_torch_mode(device: str) -> None:
     """multi_device_torch_mode.py: a tag is on every device, and is paused on all."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     tms, nbytes = TorchMemorySaver(Savers()), large(device)
     tms.hook_mode = "torch"
     tensors = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from memsaver import compat
 from memsaver.errors import StateError
+from tests.helpers.memsaver.savers import ROOT, python
 
-ROOT = Path(__file__).parent.parent.parent.parent
 NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 
 
@@ -38,14 +37,10 @@ def test_the_modules_are_found_under_the_other_names() -> None:
     assert importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.default_tag == "default"
 
 
-def test_nothing_is_installed_by_import() -> None:
-    importlib.import_module("memsaver.compat.torch_memory_saver")
-    importlib.import_module("memsaver.compat.vllm")
-    assert not set(NAMES) & set(sys.modules)
-
-
 def test_undo() -> None:
     compat.install(*NAMES)
+    for module in ("torch_memory_saver", "vllm"):
+        importlib.import_module(f"memsaver.compat.{module}")  # which installs nothing by itself
     compat.uninstall("torch_memory_saver")
     assert set(NAMES) & set(sys.modules) == {"vllm.device_allocator.cumem"}
     compat.uninstall()
@@ -70,38 +65,10 @@ def test_unknown_names(names: tuple[str, ...]) -> None:
     assert "torch_memory_saver" not in sys.modules
 
 
-def test_processes_that_an_engine_spawns(tmp_path: Path) -> None:
-    """Spawned processes run the main script's top level, too: so the two lines go there, above everything else."""
-    script = tmp_path / "train.py"
-    script.write_text("""
-import memsaver.compat
-memsaver.compat.install("torch_memory_saver")
-import multiprocessing
-
-def engine(queue):
-    from torch_memory_saver import torch_memory_saver
-    queue.put(type(torch_memory_saver).__module__)
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=engine, args=(queue,))
-    process.start()
-    print(queue.get(timeout=60))
-    process.join()
-""")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"}
-    )
-    assert done.stdout.strip() == "memsaver.compat.torch_memory_saver", done.stderr
-
-
 def test_every_python_of_an_environment(tmp_path: Path) -> None:
     """Python runs a sitecustomize.py that it finds on its path: for engines that are started by a command."""
     (tmp_path / "sitecustomize.py").write_text(
         "import memsaver.compat\nmemsaver.compat.install('torch_memory_saver')\n"
     )
     code = "from torch_memory_saver import torch_memory_saver; print(type(torch_memory_saver).__module__)"
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "memsaver.compat.torch_memory_saver", done.stderr
+    assert python(code, PYTHONPATH=f"{tmp_path}:{ROOT}") == "memsaver.compat.torch_memory_saver"

@@ -35,7 +35,7 @@ def test_definition_is_pinned() -> None:
     assert digest(torch.tensor([], dtype=torch.float32), 3) == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 500), cut=st.integers(0, 500), base=st.integers(0, 2**50), chunk=st.integers(1, 200))
 def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int) -> None:
     x = values(torch.bfloat16, n)
@@ -96,7 +96,7 @@ def test_many_tensors_are_digested_as_one(device: str) -> None:
     assert Digest([]).run() == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 12),
     width=st.integers(0, 12),

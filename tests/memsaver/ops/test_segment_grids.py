@@ -15,6 +15,7 @@ from memsaver.ops import segments_triton
 from memsaver.ops.digest import digest
 from memsaver.ops.segments import Segment, SegmentTable
 from tests.helpers.digests import by_definition
+from tests.helpers.effort import some
 
 CPU = torch.device("cpu")
 PAIRS = [
@@ -103,7 +104,7 @@ boxes = st.sampled_from([1, 8]).flatmap(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=12)
 @given(given=st.lists(boxes, min_size=1, max_size=2), chunk=st.sampled_from([16, 128]), programs=st.integers(0, 5))
 def test_grids_of_all_kinds_are_their_elements(given: list[Box], chunk: int, programs: int) -> None:
     """One table of many kinds, with a program a row of it (0 here) or a few; rows of one element to rows of chunks."""
@@ -120,8 +121,10 @@ def test_grids_of_all_kinds_are_their_elements(given: list[Box], chunk: int, pro
         assert reader.digest() == case.digest
 
 
-@pytest.mark.parametrize("programs", [None, 1, 3, 1000])
-@pytest.mark.parametrize("pair", PAIRS[:2])
+@pytest.mark.parametrize(
+    ("pair", "programs"),
+    some((PAIRS[0], None), (PAIRS[1], 3), whole=[(pair, n) for pair in PAIRS[:2] for n in (None, 1, 3, 1000)]),
+)
 def test_blocks_of_the_real_size(pair: tuple[torch.dtype, torch.dtype], programs: int | None, device: str) -> None:
     """On a GPU this is the kernels as they are used, against the definition."""
     case = lay_out(

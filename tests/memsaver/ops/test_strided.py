@@ -34,7 +34,7 @@ boxes = st.integers(1, 4).flatmap(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(dims=boxes, last=st.permutations(range(4)))
 def test_every_element_of_a_box_is_in_one_grid(dims: list[tuple[int, int, int]], last: list[int]) -> None:
     """dims: size, and how much larger the whole is in two spaces; a third space has its dimensions in another order."""
@@ -93,7 +93,7 @@ def test_nothing_and_misfits() -> None:
             grids((2, 3), *strides)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(rows=st.integers(0, 9), width=st.integers(0, 9), limit=st.integers(1, 30))
 def test_blocks_cut_a_grid(rows: int, width: int, limit: int) -> None:
     seen = []
