@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class Peer:
 
 def _run(target: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported: a collection need not go through it, and its pages stay shared
     faulthandler.enable()  # where it was, should a signal end it
     try:
         target(pipe, *args)
