@@ -1,4 +1,5 @@
-"""The kernels over rows compile without fp8 hardware, into arithmetic that is rounded as the reference's."""
+"""Kernels compile for a GPU: those over rows without fp8 hardware, into arithmetic that is rounded as the reference's;
+those that move bytes with accesses as wide as their unit and no spills."""
 
 from tests.helpers.compiler import compile_alone
 
@@ -7,7 +8,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import kv_write_triton, move_triton, quant_triton
+from kvcache.ops import host_copy_triton, kv_write_triton, move_triton, quant_triton, staging_triton
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = dict(HEADS=8, K_DIM=128, V_DIM=0, BLOCK=1024, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
@@ -20,17 +21,42 @@ KERNELS = [
     (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
     (quant_triton._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
 ]
+
+
+def compiled(kernel, types, constants, other, arch, **options):
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name) or other(name) for name in kernel.arg_names}
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options).asm["ptx"]
+
+
 for kernel, element, constants in KERNELS:
     types = {name: element for name in ("k", "v", "out", "part", "staged")}
     types |= {"loc": "*i64", "tgt": "*i64", "src": "*i64", "scale": "*fp32", "inverse_scales": "*fp32"}
-    signature = {}
-    for name in kernel.arg_names:
-        number = "i64" if "stride" in name or name.endswith(("_slot", "_head", "count")) else "*u8"
-        signature[name] = "constexpr" if name in constants else types.get(name, number)
-    ptx = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32)).asm["ptx"]
-    print(kernel.__name__, len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))
+    number = lambda name: "i64" if "stride" in name or name.endswith(("_slot", "_head", "count")) else "*u8"
+    ptx = compiled(kernel, types, constants, number, 80)
+    print("arithmetic", len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))
+
+for unit in (16, 2):
+    sizes = dict(WORD=staging_triton.WORDS[unit], VECTOR=2 if unit == 16 else 1)
+    staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit, COLUMNS=128, CHUNKS=1, BLOCK=1024)
+    copied = sizes | dict(UNIT=unit, BLOCK=host_copy_triton.BLOCK)
+    types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
+    types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
+    for kernel, warps, constants, arch in (
+        (staging_triton.gather_kernel, staging_triton.WARPS, staged, 80),
+        (staging_triton.scatter_kernel, staging_triton.WARPS, staged, 80),
+        (host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS, copied | dict(TO_HOST=True), 90),
+        (host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS, copied | dict(TO_HOST=False), 90),
+    ):
+        ptx = compiled(kernel, types, constants, lambda name: "i32", arch, num_warps=warps)
+        print("unit", unit, ".local" in ptx, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
 """
 
 
-def test_kernels_compile_for_ampere_without_fused_or_flushed_arithmetic() -> None:
-    assert [line.split()[1] for line in compile_alone(COMPILE).splitlines()] == ["0"] * 7
+def test_kernels_compile_without_fused_or_flushed_arithmetic_and_store_whole_units() -> None:
+    assert compile_alone(COMPILE).splitlines() == [
+        *["arithmetic 0"] * 7,
+        *["unit 16 False st.global.v2.b64"] * 4,
+        *["unit 2 False st.global.b16"] * 4,
+    ]

@@ -23,8 +23,12 @@ from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, move, quant
 from kvcache.pools.token import TokenPool
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention
+from tests.helpers.effort import some
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+pytestmark = [
+    pytest.mark.alone,  # on a GPU: a pool takes a large part of it
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim"),  # Triton's interpreter, `tl.range`
+]
 
 PS, LAYERS, LIMIT = 16, 2, 2**31
 ADDRESSES = 6 << 30  # bytes that a pool may span on the CPU
@@ -85,7 +89,7 @@ def write(pool: TokenPool, layer: int, loc: torch.Tensor, seed: int) -> None:
     pool.set_kv_buffer(layer, loc, rows[0], rows[0][..., : v.shape[-1]] if k.shape[1] == 1 else rows[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
 def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
     small = KINDS[kind](3 * PS, device)
     width = small.get_stored(0)[0].stride(0)  # elements between slots

@@ -1,67 +1,19 @@
-"""Triton kernels against their torch references; without a GPU in Triton's interpreter (see conftest.py)."""
+"""The kernels that write and move rows beside their torch references; without a GPU in Triton's interpreter."""
+
+import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from kvcache.ops.expand import expand_pages
-from kvcache.ops.kv_write import set_kv_buffer
+from kvcache.ops.kv_write import set_kv_buffer, set_rows
+from kvcache.ops.move import move_rows
 from memsaver.ops.dispatch import use_triton
+from tests.helpers.effort import some
 from tests.helpers.kvcache.blocks import DEVICE
 
+IMPLS: list[Any] = ["torch", "triton"]
 POISON = 171
-
-
-def batch(lengths: list[tuple[int, int]], page_size: int) -> tuple[torch.Tensor, torch.Tensor, int, int, list[int]]:
-    """Arguments of expand_pages for requests (prefix, seq), and by plain arithmetic the ids it must give."""
-    rows, pages, expected = [], [], []
-    next_page = 40
-    for r, (prefix, seq) in enumerate(lengths):
-        old_page = 10 + r  # the partial page of request r
-        last = old_page * page_size + (prefix - 1) % page_size if prefix else -1
-        rows.append([prefix, seq, last, len(expected), len(pages)])
-        page = old_page
-        for position in range(prefix, seq):
-            if position % page_size == 0:
-                next_page -= 1
-                page = next_page
-                pages.append(page)
-            expected.append(page * page_size + position % page_size)
-    meta = torch.tensor(rows, dtype=torch.int64, device=DEVICE).view(-1, 5).T.contiguous()
-    largest = max((seq - prefix for prefix, seq in lengths), default=0)
-    return meta, torch.tensor(pages, dtype=torch.int64, device=DEVICE), len(expected), largest, expected
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24])
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [(0, 5)],
-        [(4, 5), (7, 8), (3, 4), (16, 17)],  # a decode step
-        [(5, 5), (0, 0), (2, 3)],  # some gain nothing
-        [(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)],  # chunks beside decodes, more than one program of 32
-    ],
-)
-def test_expand(impl: str, page_size: int, lengths: list[tuple[int, int]]) -> None:
-    meta, pages, total, largest, expected = batch(lengths, page_size)
-    got = expand_pages(meta, pages, page_size, total, largest, impl=impl)  # type: ignore[arg-type]
-    assert got.dtype == torch.int64
-    assert got.tolist() == expected
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_expand_passes_2_to_the_31(impl: str) -> None:
-    meta = torch.tensor([[1], [6], [2**33], [0], [0]], device=DEVICE)
-    pages = torch.tensor([2**32 + 1], device=DEVICE)
-    got = expand_pages(meta, pages, 3, 5, 5, impl=impl)  # type: ignore[arg-type]
-    first = 3 * (2**32 + 1)
-    assert got.tolist() == [2**33 + 1, 2**33 + 2, first, first + 1, first + 2]
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_expand_of_nothing(impl: str) -> None:
-    meta, pages, total, largest, _ = batch([(3, 3), (0, 0)], 4)
-    assert expand_pages(meta, pages, 4, total, largest, impl=impl).tolist() == []  # type: ignore[arg-type]
 
 
 def inputs(n: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
@@ -86,33 +38,33 @@ def poisoned(slots: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tens
     return torch.full((slots, heads, dim * dtype.itemsize), POISON, dtype=torch.uint8, device=DEVICE).view(dtype)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "head-first", "dim-first"])
-@pytest.mark.parametrize(
-    ("heads", "k_dim", "v_dim", "dtype"),
-    [
-        (1, 1, 1, torch.float32),
-        (3, 5, 7, torch.bfloat16),
-        (2, 64, 64, torch.float16),
-        (5, 300, 17, torch.bfloat16),  # rows wider than one program's block
-        (3, 6, 10, torch.float8_e4m3fn),
-        (2, 3, 2, torch.float64),
-    ],
-)
-def test_kv_write_equals_the_reference(layout: str, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
+SHAPES = [  # heads, width of keys and of values, dtype
+    (1, 1, 1, torch.float32),
+    (3, 5, 7, torch.bfloat16),
+    (5, 300, 17, torch.float16),  # rows wider than one program's block
+    (3, 6, 10, torch.float8_e4m3fn),
+    (2, 3, 2, torch.float64),
+]
+
+
+LAYOUTS = ["contiguous", "fused", "head-first", "dim-first"]
+CASES = [("dim-first", shape) for shape in SHAPES] + [(layout, SHAPES[1]) for layout in LAYOUTS[:3]]
+
+
+@pytest.mark.parametrize(("layout", "shape"), some(*CASES, whole=list(itertools.product(LAYOUTS[:3], SHAPES))))
+def test_kv_write_equals_the_reference(layout: str, shape: tuple[int, int, int, torch.dtype]) -> None:
+    heads, k_dim, v_dim, dtype = shape
     n, slots = 6, 20
     k, v = inputs(n, heads, k_dim, dtype, layout), inputs(n, heads, v_dim, dtype, layout)
     loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[:, 0]  # strided
     assert not loc.is_contiguous()
-    results = {}
-    for impl in ("torch", "triton"):
+    for impl in IMPLS:
         k_buffer, v_buffer = poisoned(slots, heads, k_dim, dtype), poisoned(slots, heads, v_dim, dtype)
-        set_kv_buffer(k, v, k_buffer, v_buffer, loc, impl=impl)  # type: ignore[arg-type]
-        results[impl] = k_buffer.view(torch.uint8), v_buffer.view(torch.uint8)
-    for which, rows in enumerate((k, v)):
-        assert torch.equal(results["torch"][which], results["triton"][which])
-        expected = torch.full_like(results["torch"][which], POISON)
-        expected[loc] = rows.contiguous().view(torch.uint8)
-        assert torch.equal(results["triton"][which], expected)
+        set_kv_buffer(k, v, k_buffer, v_buffer, loc, impl=impl)
+        for rows, buffer in ((k, k_buffer), (v, v_buffer)):
+            expected = torch.full_like(buffer.view(torch.uint8), POISON)
+            expected[loc] = rows.contiguous().view(torch.uint8)
+            assert torch.equal(buffer.view(torch.uint8), expected)
 
 
 def test_kv_write_past_2_to_the_31_elements() -> None:
@@ -129,13 +81,19 @@ def test_kv_write_past_2_to_the_31_elements() -> None:
     assert torch.equal(narrow[loc], v)
 
 
-def test_kv_write_of_no_tokens() -> None:
-    buffer = poisoned(4, 1, 2, torch.float32)
-    none = torch.empty(0, 1, 2, device=DEVICE)
-    loc = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    for impl in ("torch", "triton"):
-        set_kv_buffer(none, none, buffer, buffer, loc, impl=impl)  # type: ignore[arg-type]
-    assert (buffer.view(torch.uint8) == POISON).all()
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
+    buffer = torch.zeros(4, 2, 8, device=DEVICE)
+    rows = torch.randn(2, 2, 3, device=DEVICE)
+    set_rows(rows, buffer[..., 2:5], torch.tensor([3, 1], device=DEVICE), impl)
+    expected = torch.zeros_like(buffer)
+    expected[[3, 1], :, 2:5] = rows
+    assert torch.equal(buffer, expected)
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    set_rows(rows[:0], buffer[..., 2:5], none, impl)
+    set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], none, impl)
+    move_rows([buffer.transpose(0, 1)], none, none, impl)
+    assert torch.equal(buffer, expected)
 
 
 def test_dispatch_is_by_argument_or_device() -> None:
@@ -145,3 +103,56 @@ def test_dispatch_is_by_argument_or_device() -> None:
     assert not use_triton("torch", torch.device("cuda:0"))
     with pytest.raises(ValueError, match="unknown impl 'fast'"):
         use_triton("fast", torch.device("cpu"))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- moves
+
+LAYERS, SLOTS = 2, 20
+
+
+def parts(slot_major: bool) -> list[torch.Tensor]:
+    """[L, N, W] of three widths, one wider than a program's block; slot-major: slices of one buffer with gaps."""
+    widths, generator = (1, 5, 1030), torch.Generator().manual_seed(0)
+    if not slot_major:
+        return [torch.randint(-(2**60), 2**60, (LAYERS, SLOTS, w), generator=generator).to(DEVICE) for w in widths]
+    rows = torch.randint(-(2**60), 2**60, (SLOTS, LAYERS * sum(widths) + 7), generator=generator).to(DEVICE)
+    ends = [LAYERS * end for end in itertools.accumulate(widths)]
+    return [
+        rows[:, end - LAYERS * w : end].unflatten(1, (LAYERS, w)).transpose(0, 1)
+        for w, end in zip(widths, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("slot_major", [False, True])
+@pytest.mark.parametrize(
+    ("tgt", "src"),
+    [
+        ([16, 17, 18], [4, 9, 4]),  # nothing that is read is written
+        ([5, 6, 7, 19], [4, 5, 6, 7]),  # a chain
+        ([4, 5, 6, 9], [5, 6, 4, 9]),  # a ring, and a slot onto itself
+        (list(range(SLOTS)), list(reversed(range(SLOTS)))),  # more than one program takes
+    ],
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_move_as_if_all_were_read_first(impl: Any, tgt: list[int], src: list[int], slot_major: bool) -> None:
+    moved, expected = parts(slot_major), [part.clone() for part in parts(slot_major)]
+    for part in expected:
+        part[:, tgt] = part[:, src].clone()
+    strided = torch.tensor([tgt, src], dtype=torch.int64, device=DEVICE).T.contiguous()
+    move_rows(moved, strided[:, 0], strided[:, 1], impl)
+    assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
+
+
+def test_rows_move_past_2_to_the_31_elements() -> None:
+    """Of a part in bytes, which a pool moves as wider words; only the touched pages become real on the CPU."""
+    slots, width = 2**20 + 2, 1024
+    part = torch.empty((2, slots, width), dtype=torch.uint8, device=DEVICE)
+    assert (2 * slots - 2) * width > 2**31
+    rows = torch.arange(2 * 3 * width, device=DEVICE).to(torch.uint8).view(2, 3, width)
+    part[:, [0, 1, slots - 1]] = rows
+    tgt, src = torch.tensor([[slots - 1, 0, slots - 2], [1, slots - 1, 0]], device=DEVICE)
+    move_rows([part], tgt, src, "triton")
+    assert torch.equal(part[:, tgt], rows[:, [1, 2, 0]])
+    as_one = part.view(1, 2 * slots, width)
+    move_rows([as_one], tgt[:1] + slots, tgt[1:2], "triton")
+    assert torch.equal(as_one[:, tgt[:1] + slots], rows[None, 0, 2:])
