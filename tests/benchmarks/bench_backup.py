@@ -43,13 +43,11 @@ def at_once(scale: Scale) -> None:
     return
 
 
-def cycles(
-    pause: Callable[[], object], resume: Callable[[], object], between: Callable[[], object] = lambda: None
-) -> Times:
+def cycles(scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = at_once) -> Times:
     times = Times(REPEATS)
     for _ in times.rounds:
         times("pause", pause)
-        between()
+        between(scale)
         times("resume", resume)
     return times
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from rollout import Engine, KVTiers, SamplingParams
+from rollout.tiered_blocks import TieredBlocks
 from tests.benchmarks.common import Figure, Figures, Scale, Times, figures
 from tests.benchmarks.kvcache import trace
 from tests.benchmarks.kvcache.engines import random_engine
-from tests.helpers.rollout.tiers import blocks_of
 
 ANSWER = 8  # tokens that are compared
 LOAD, COMPUTE, BOTH = "load alone", "compute alone", "load and compute in one step"
@@ -72,6 +72,11 @@ def _prompts(scale: Scale, vocabulary: int) -> tuple[list[int], Prompts]:
     return common, iter(lambda: common + draw(tail), None)
 
 
+def _blocks(engine: Engine) -> TieredBlocks:
+    assert isinstance(engine.prefixes, TieredBlocks)
+    return engine.prefixes
+
+
 def _answer(engine: Engine, prompt: list[int], tokens: int = 1) -> list[int]:
     """One token is one step, which ends with it on the host."""
     ((completion,),) = engine.generate([prompt], SamplingParams(max_tokens=tokens, temperature=0))
@@ -80,7 +85,7 @@ def _answer(engine: Engine, prompt: list[int], tokens: int = 1) -> list[int]:
 
 def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) -> Figures:
     """By turns. Steps from the call of `generate` to its answer, loads by the events of their stream."""
-    blocks, before, times = blocks_of(engine), engine.stats, Times()
+    blocks, before, times = _blocks(engine), engine.stats, Times()
     for _ in times.rounds:
         blocks.park(keep=True)  # what a sleep does before it gives memory back
         times(BOTH, partial(_answer, engine, next(prompts)))
@@ -99,7 +104,7 @@ def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) ->
 
 def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> Figures:
     """AssertionError unless most layers are loaded while an earlier one is computed; the trace is kept even then."""
-    blocks_of(engine).park(keep=True)
+    _blocks(engine).park(keep=True)
     layers = engine.model.num_layers
     with tempfile.TemporaryDirectory() as folder:
         path = (scale.out or Path(folder)) / "load_overlap.json"
