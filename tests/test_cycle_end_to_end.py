@@ -15,8 +15,9 @@ import torch
 
 from rollout import Completion, SamplingParams
 from tests.helpers.effort import rounds
-from tests.helpers.memory import Scribbler, memory_maps, open_fds
+from tests.helpers.memory import Scribbler, memory_maps, settled_fds
 from tests.helpers.trainer_bridge.models import config, make_batch, reference, write_model
+from tests.helpers.trainer_bridge.tolerance import assert_scores
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
 
 MODELS = {
@@ -59,14 +60,11 @@ def ids_of(out: list[list[Completion]]) -> list[list[int]]:
     return [group[0].token_ids for group in out]
 
 
-def gap(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> tuple[float, float]:
-    """Mean and largest difference of the rollout's log-probabilities from the trainer's."""
+def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> None:
+    """The rollout's log-probabilities are the trainer's."""
     samples = [(ids, sample) for ids, group in zip(inputs, out, strict=True) for sample in group]
     batch = SequenceBatch(prompt_ids=[ids for ids, _ in samples], response_ids=[list(s.token_ids) for _, s in samples])
-    scored = torch.tensor([value for row in trainer.compute_log_prob(batch) for value in row])
-    own = torch.tensor([value for _, sample in samples for value in sample.logprobs])
-    difference = (scored - own).abs()
-    return float(difference.mean()), float(difference.max())
+    assert_scores(trainer.compute_log_prob(batch), [sample.logprobs for _, sample in samples])
 
 
 @pytest.mark.soak
@@ -79,7 +77,7 @@ def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scr
     with open_inprocess(trainer_config, engine) as (trainer, rollout):
         cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(8 << 20))
         counts = []
-        last = rounds(20, 100)
+        last = rounds(8, 100)
         for version in range(1, last + 1):
             before = {name: shard.clone() for name, shard in trainer.shards().items()}
             thorough = version in (1, last)
@@ -93,29 +91,13 @@ def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scr
             cycle.to_train()
             for name, shard in trainer.shards().items():
                 assert torch.equal(shard, before[name]), f"{name} changed while it was parked"
-            mean, largest = gap(sampled, inputs, trainer)
-            assert mean <= 1e-5 and largest <= 5e-5
+            check_scores(sampled, inputs, trainer)
             trainer.update_actor(make_batch(6, seed=version))
             trainer.saver.check_integrity()
             rollout.saver.check_integrity()
             rollout.check_integrity()
-            counts.append((open_fds(), memory_maps(), trainer.report().committed_bytes))
-        fds, maps, committed = ([count[i] for count in counts] for i in range(3))
-        assert committed[-1] == committed[5]
-        assert fds[-1] < fds[5] + 7 and maps[-1] < maps[5] + 7  # 14 rounds that leak would show 14
-
-
-def test_memory_really_moves_and_only_one_side_holds_it(device: str, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model", "qwen3")
-    with open_inprocess(config(path, device=device), {"kv_tokens": 2048}) as (trainer, rollout):
-        cycle = Cycle(trainer, rollout)
-        held = trainer.report().committed_bytes
-        assert held > 0 and rollout.report().committed_bytes == 0
-        cycle.to_rollout(1)
-        assert trainer.report().committed_bytes == 0 and rollout.report().committed_bytes > 0
-        assert trainer.report().backup_bytes == sum(tag.live_bytes for tag in trainer.report().tags.values())
-        cycle.to_train()
-        assert trainer.report().committed_bytes == held and rollout.report().committed_bytes == 0
-        assert trainer.report().backup_bytes == 0
-        for tag in trainer.report().tags.values():
-            assert tag.live_bytes <= tag.committed_bytes
+            if version in (3, last):
+                counts.append((settled_fds(), memory_maps(), trainer.report().committed_bytes))
+        first, after = counts
+        assert after[2] == first[2]
+        assert after[0] < first[0] + 5 and after[1] < first[1] + 5  # 5 rounds that leak would show 5
