@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.helpers.memory import family_bytes, open_fds
 from tests.helpers.memsaver.lending import SIZE, THEIRS, World
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, every_call, until
-from tests.helpers.peers import Peer
 
 pytestmark = pytest.mark.alone
 
@@ -182,40 +180,17 @@ def test_the_pages_outlive_their_owner(device: str, fds: int) -> None:
     until(lambda: open_fds() <= fds)
 
 
-def _borrow_and_wait(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
-    saver, weights = _borrower(device)
-    saver.borrow("weights", ticket)
-    pipe.send(int(weights[-1]))
-    if device == "cpu":
-        pipe.send(_forked(saver, weights))
-    pipe.recv()
-
-
-def _forked(saver: MemorySaver, weights: torch.Tensor) -> int:
-    """The exit status of a child that lets go of a borrowed tag."""
-    if child := os.fork():
-        return os.waitpid(child, 0)[1]
-    with contextlib.suppress(BaseException):
-        try:
-            saver.pause()
-        except memsaver.StateError:
-            del saver, weights
-            gc.collect()
-            os._exit(0)
-    os._exit(1)
-
-
 def test_a_borrower_that_is_killed_has_given_it_back(device: str) -> None:
     """And its forked child has nothing to give back."""
     world = World(device)
-    peer = Peer(_borrow_and_wait, device, world.owner.share("params"))
-    assert peer.hear() == 3
-    if device == "cpu":
-        assert peer.hear() == 0
-    assert world.owner.report().tags["params"].leases == 1
-    with pytest.raises(memsaver.LeaseError, match=f"'params' by process {peer.pid}"):
-        world.owner.pause()
-    peer.bury()
+    with remote_saver(device, nbytes=4 * MIB) as borrower:
+        assert borrower.borrow(world.owner.share("params")) == (0, 3)
+        if device == "cpu":
+            assert borrower.pause_in_child() == 0
+        assert world.owner.report().tags["params"].leases == 1
+        with pytest.raises(memsaver.LeaseError, match=f"'params' by process {borrower.pid}"):
+            world.owner.pause()
+        borrower.kill()
     until(lambda: not world.owner.report().tags["params"].leases)
     world.owner.pause()
     world.close()

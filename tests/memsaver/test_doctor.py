@@ -201,10 +201,15 @@ def refused(_: str) -> int:
     raise PermissionError("not permitted")
 
 
+BINDING, ALLOCATOR = "CUDA binding for Python", "torch's allocator settings"
+EITHER = (HERE, "warn"), (GPU, "fail")
 VERSION, IMPORT, LIMITS = "importlib.metadata.version", "importlib.import_module", "resource.getrlimit"
 NONE = resource.RLIM_INFINITY
-NO_BUS = {"PYTORCH_CUDA_ALLOC_CONF": None, "PYTORCH_ALLOC_CONF": None, "PYTORCH_NO_CUDA_MEMORY_CACHING": None}
-SMALL = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+CUDA_CONF, CONF, UNCACHED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"
+UNSET = {CUDA_CONF: None, CONF: None, UNCACHED: None}
+SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
+TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
+HOOK = "memsaver.allocator.cpu_hook.allocate_from"
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the environment; what it says."""
 
@@ -215,56 +220,33 @@ CASES: list[Case] = [
     ("Python", HERE, {"sys.version_info": (3, 10, 9)}, "fail", ("3.11 to 3.13",)),
     *[("Python", HERE, {"sys.version_info": (3, minor, 0)}, "ok", ()) for minor in (11, 13)],
     (
-        "Triton", GPU, {"sysconfig.get_paths": answer({"include": "/nowhere"}), "CC": "cc"}, "fail",
+        "Triton",
+        GPU,
+        {"sysconfig.get_paths": answer({"include": ""}), "CC": "cc"},
+        "fail",
         ("Python.h", "python3-dev"),
     ),
-    ("Triton", HERE, {VERSION: answer("3.5.1")}, "warn", ("3.5.1, too old", "triton>=3.6")),
-    ("Triton", GPU, {VERSION: answer("3.5.1")}, "fail", ("3.5.1, too old", "triton>=3.6")),
-    ("Triton", HERE, {IMPORT: missing}, "warn", ("does not import: no such module", "pip install")),
-    ("Triton", GPU, {IMPORT: missing}, "fail", ("does not import", "pip install")),
-    ("CUDA binding for Python", HERE, {VERSION: answer("12.9.1"), IMPORT: answer(None)}, "warn",
-     ("12.9.1", "memsaver[cuda]")),
-    ("CUDA binding for Python", HERE, {IMPORT: missing}, "skip", ()),
-    ("CUDA binding for Python", GPU, {IMPORT: missing}, "fail", ("does not import", "memsaver[cuda]")),
-    ("torch's allocator settings", HERE, {**NO_BUS, **SMALL}, "ok", ()),
-    (
-        "torch's allocator settings", HERE, {**NO_BUS, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "warn",
-        ("cudaMallocAsync", "PYTORCH_CUDA_ALLOC_CONF"),
-    ),
-    (
-        "torch's allocator settings", HERE,
-        {**NO_BUS, **SMALL, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"}, "warn",
-        ("out of PYTORCH_ALLOC_CONF",),
-    ),
-    (
-        "torch's allocator settings", HERE, {**NO_BUS, **SMALL, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}, "warn",
-        ("unset PYTORCH_NO_CUDA_MEMORY_CACHING",),
-    ),
+    *[("Triton", on, {VERSION: answer("3.5.1")}, status, ("3.5.1, too old", "triton>=3.6")) for on, status in EITHER],
+    *[("Triton", on, {IMPORT: missing}, status, ("does not import: no such", "pip install")) for on, status in EITHER],
+    (BINDING, HERE, {VERSION: answer("12.9.1"), IMPORT: answer(None)}, "warn", ("12.9.1", "memsaver[cuda]")),
+    (BINDING, HERE, {IMPORT: missing}, "skip", ()),
+    (BINDING, GPU, {IMPORT: missing}, "fail", ("does not import", "memsaver[cuda]")),
+    (ALLOCATOR, HERE, SET, "ok", ()),
+    (ALLOCATOR, HERE, UNSET | {CUDA_CONF: "backend:cudaMallocAsync"}, "warn", ("cudaMallocAsync", CUDA_CONF)),
+    (ALLOCATOR, HERE, SET | {CONF: "max_split_size_mb:64,backend:cudaMallocAsync"}, "warn", (f"out of {CONF}",)),
+    (ALLOCATOR, HERE, SET | {UNCACHED: "0"}, "warn", (f"unset {UNCACHED}",)),
     ("preloaded libraries", HERE, {"LD_PRELOAD": "/x/libjemalloc.so"}, "ok", ()),
-    (
-        "preloaded libraries", HERE, {"LD_PRELOAD": "/x/torch_memory_saver_hook_mode_preload.abi3.so"}, "warn",
-        ("torch_memory_saver", "LD_PRELOAD"),
-    ),
+    ("preloaded libraries", HERE, {"LD_PRELOAD": TMS}, "warn", ("torch_memory_saver", "LD_PRELOAD")),
     ("open files", HERE, {LIMITS: answer((4095, 1 << 20))}, "warn", ("up to 4095", "1048576", "ulimit -n 65536")),
     ("open files", HERE, {LIMITS: answer((256, 1024))}, "warn", ("256", "hard limit 1024", "docker run --ulimit")),
     ("open files", HERE, {LIMITS: answer((256, NONE))}, "warn", ("hard limit unlimited", "ulimit -n 65536")),
     ("open files", HERE, {LIMITS: answer((4096, 4096))}, "ok", ()),
     ("open files", HERE, {LIMITS: answer((NONE, NONE))}, "ok", ("up to unlimited",)),
     ("locked memory", GPU, {LIMITS: answer((NONE, NONE))}, "ok", ("unlimited",)),
-    (
-        "memory without a file", HERE, {"os.memfd_create": refused}, "fail",
-        ("PermissionError: not permitted", "seccomp"),
-    ),
-    (
-        "pause and resume on the CPU", HERE, {"memsaver.arrival.Arrival.fill": answer(None)}, "fail",
-        ("the content came back changed",),
-    ),
-    (
-        "regions on the CPU", HERE,
-        {"memsaver.allocator.cpu_hook.allocate_from": lambda slot: contextlib.nullcontext()}, "fail",
-        ("not on its tag",),
-    ),
-]  # fmt: skip
+    ("memory without a file", HERE, {"os.memfd_create": refused}, "fail", ("Error: not permitted", "seccomp")),
+    ("pause and resume on the CPU", HERE, {"memsaver.arrival.Arrival.fill": answer(None)}, "fail", ("back changed",)),
+    ("regions on the CPU", HERE, {HOOK: lambda slot: contextlib.nullcontext()}, "fail", ("not on its tag",)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join((case[0], case[3], *case[4][:1])))

@@ -185,6 +185,7 @@ class Pair:
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_nothing_grows(device: str) -> None:
     pair = Pair(device)
     try:

@@ -1,4 +1,4 @@
-"""Kept leases end with their process, their owner, their keeper, and under threads and random orders."""
+"""Kept leases end with their process, their owner, their keeper, and under threads. (Any order: test_stateful.)"""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from memsaver import KeptLeases, LeaseError, MemorySaver, StateError, Ticket
+from memsaver import KeptLeases, LeaseError, StateError, Ticket
 from memsaver.imports import imports
-from tests.helpers.memory import family_bytes, open_fds
+from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, shared, until
 from tests.helpers.peers import Peer
@@ -178,79 +175,3 @@ def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
     kept.close()
     for saver, _, _ in sides:
         saver.close()
-
-
-class Machine(RuleBasedStateMachine):
-    """Two tags of a saver, used through kept leases; the model is what every tag must show, None when undefined."""
-
-    device = "cpu"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.saver, self.kept = MemorySaver(self.device), KeptLeases()
-        self.tensors = {tag: self.saver.empty(SIZE, torch.uint8, tag=tag).fill_(0) for tag in ("a", "b")}
-        self.tickets = {tag: self.saver.share(tag, writable=True) for tag in self.tensors}
-        self.content: dict[str, int | None] = dict.fromkeys(self.tensors, 0)
-
-    tags = st.sampled_from(("a", "b"))
-
-    def active(self, *tags: str) -> bool:
-        return not any(self.saver.is_paused(tag) for tag in tags)
-
-    @rule(tag=tags, value=st.integers(0, 250))
-    def use(self, tag: str, value: int) -> None:
-        if not self.active(tag):
-            with pytest.raises(LeaseError, match="is paused"), self.kept.use(self.tickets[tag]):
-                pass
-            return
-        with self.kept.use(self.tickets[tag]) as lease:
-            seen = lease.tensor((SIZE,), torch.uint8)
-            if (before := self.content[tag]) is not None:
-                assert int(seen[0]) == int(seen[-1]) == before
-            seen.fill_(value)
-        self.content[tag] = value
-
-    @rule(tag=tags, content=st.sampled_from(("discard", "host")), release=st.sampled_from(("driver", "keep")))
-    def pause(self, tag: str, content: str, release: str) -> None:
-        if self.active(tag):
-            self.saver.pause(tag, content=content, release=release)
-            self.content[tag] = self.content[tag] if content == "host" else None
-            assert self.saver.report().tags[tag].leases == 0
-
-    @rule()
-    def resume(self) -> None:
-        self.saver.resume()
-
-    @precondition(lambda self: self.active("a", "b"))
-    @rule()
-    def exchange(self) -> None:
-        self.saver.exchange("a", "b")
-        self.content["a"], self.content["b"] = self.content["b"], self.content["a"]
-
-    @rule(tag=tags)
-    def trim(self, tag: str) -> None:
-        self.saver.trim(tag)
-
-    @rule()
-    def keep_anew(self) -> None:
-        self.kept.close()
-        self.kept = KeptLeases()
-
-    @invariant()
-    def shows_the_model(self) -> None:
-        for tag, value in self.content.items():
-            if value is not None and self.active(tag):
-                assert int(self.tensors[tag][0]) == int(self.tensors[tag][-1]) == value
-            assert self.saver.report().tags[tag].leases <= 1
-
-    def teardown(self) -> None:
-        self.kept.close()
-        self.saver.check_integrity()
-        self.saver.close()
-
-
-def test_random_orders(device: str, fds: int) -> None:
-    machine: Any = type("Here", (Machine,), {"device": device})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=25))
-    gc.collect()
-    until(lambda: open_fds() <= fds + 8)

@@ -227,6 +227,7 @@ class Survivor:
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_processes_killed_at_random(device: str, fds: int) -> None:
     survivor = Survivor(device)
     try:

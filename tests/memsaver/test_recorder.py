@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import memsaver
-
-MIB = 1 << 20
+from tests.helpers.memsaver.savers import MIB
 
 
 def test_calls_of_both_sides_are_counted(device: str) -> None:

@@ -10,8 +10,9 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from tests.helpers.memory import process_bytes
+from tests.helpers.memsaver.savers import MIB
 
-MIB = 1 << 20
+pytestmark = pytest.mark.alone
 ROWS = 24
 
 

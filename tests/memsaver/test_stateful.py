@@ -39,7 +39,8 @@ class SaverMachine(RuleBasedStateMachine):
         self.paused: dict[str, bool] = {}
         self.borrowed: set[str] = set()
         self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
-        self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 0.01
+        self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 60.0  # never needed
+        self.kept = memsaver.KeptLeases()
         self.alive: dict[int, dict] = {}
         self.counter = 0
         for tag in sorted(TAGS) if begun else ():
@@ -48,6 +49,7 @@ class SaverMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "saver"):
             self.alive.clear()
+            self.kept.close()
             self.saver.close()
             del self.theirs
             self.peer.close()
@@ -182,10 +184,13 @@ class SaverMachine(RuleBasedStateMachine):
     @rule(release=st.sampled_from(["driver", "keep", "hand_over"]))
     def peer_sleeps(self, release: str) -> None:
         to = self.saver.pool_ticket() if release == "hand_over" else None
-        try:
-            self.peer.pause(release=release, to=to)
-        except memsaver.LeaseError as error:
-            assert "would pass the limit" in str(error) or (self.borrowed and "'theirs' by process" in str(error))
+        with pytest.MonkeyPatch.context() as patch:
+            if self.borrowed:
+                patch.setattr(switch, "LEASE_GRACE_SECONDS", 0.01)
+            try:
+                self.peer.pause(release=release, to=to)
+            except memsaver.LeaseError as error:
+                assert "would pass the limit" in str(error) or (self.borrowed and "'theirs' by process" in str(error))
 
     @rule()
     def peer_wakes(self) -> None:
@@ -218,6 +223,26 @@ class SaverMachine(RuleBasedStateMachine):
         except memsaver.OutOfMemory:
             assert self.paused[tag]
 
+    @rule(tag=tags, value=st.integers(0, 250), anew=st.booleans())
+    def use(self, tag: str, value: int, anew: bool) -> None:
+        """Through a lease that stays mapped (anew: until now): it shows the tag's pages, whichever they are by now."""
+        if anew:
+            self.kept.close()
+            self.kept = memsaver.KeptLeases()
+        if tag not in self.paused:
+            return
+        committed = self.saver.report().tags[tag].committed_bytes
+        try:
+            with self.kept.use(self.saver.share(tag, writable=True), at_least=committed) as lease:
+                for item in (item for item in self.alive.values() if item["tag"] == tag):
+                    offset = self.saver.offset_of(item["tensor"])
+                    seen = lease.tensor((len(item["tensor"]),), torch.uint8, offset)
+                    assert item["value"] is None or bool((seen == item["value"]).all())
+                    item["value"] = value
+                    seen.fill_(value)
+        except memsaver.LeaseError:
+            assert self.paused[tag] or tag in self.borrowed
+
     @rule(key=tensors)
     def rewrite(self, key: int) -> None:
         item = self.alive.get(key)
@@ -238,6 +263,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
             assert report.tags[tag].live_bytes == self._held(tag)
             assert bool(report.tags[tag].borrowed_bytes) == (tag in self.borrowed)
+            assert report.tags[tag].leases <= (not paused and tag not in self.borrowed), "at most the one that is kept"
         for item in self.alive.values():
             assert item["tensor"].data_ptr() == item["address"]
             if item["tag"] in self.borrowed:
@@ -254,4 +280,4 @@ class CudaMachine(SaverMachine):
 
 TestSaver = pytest.mark.soak(SaverMachine.TestCase)
 TestSaverOnGpu = pytest.mark.gpu(pytest.mark.alone(pytest.mark.soak(CudaMachine.TestCase)))
-TestSaver.settings = TestSaverOnGpu.settings = settings(max_examples=rounds(10, 400), stateful_step_count=25)
+TestSaver.settings = TestSaverOnGpu.settings = settings(max_examples=rounds(15, 400), stateful_step_count=25)

@@ -151,23 +151,8 @@ def test_the_folder_for_backups_may_change(tms: TorchMemorySaver, device: str, t
         del kept
 
 
-def test_nested_regions(tms: TorchMemorySaver, savers: Savers, device: str, scribble: Scribble) -> None:
-    """nested_region.py, without its preloading: the innermost region wins, and the outer one goes on after it."""
-    with tms.region(enable_cpu_backup=True):
-        weight = torch.full((1 << 20,), 42.0, device=device)
-        with tms.region(tag="grad_buffer"):
-            grad = torch.full((1 << 20,), 99.0, device=device)
-        extra = torch.full((1 << 20,), 7.0, device=device)
-    assert savers.current().tags == ["default:host", "grad_buffer:discard"]
-    tms.pause()
-    scribble(32 << 20)
-    tms.resume()
-    assert bool((weight == 42).all()) and bool((extra == 7).all())
-    assert bool((grad.fill_(0) == 0).all())
-
-
 def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
-    """training_engine.py: what is made in disable() is ordinary memory, also while the rest is paused."""
+    """training_engine.py (and nested_region.py): what is made in disable() is ordinary memory, even beside a pause."""
 
     def on_a_tag(tensor: torch.Tensor) -> bool:
         try:

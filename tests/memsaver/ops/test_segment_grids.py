@@ -198,15 +198,8 @@ def test_the_kernel_reads_rows_that_are_far_apart() -> None:
     far = torch.empty(pitch + 16, dtype=torch.uint8)  # 2 GiB of addresses, two pages of memory
     rows = far.as_strided((2, 16), (pitch, 1))
     rows.copy_(torch.arange(32).view(2, 16))
-    given = Segment(
-        dtype=torch.uint8,
-        target=far.data_ptr(),
-        count=16,
-        index_base=0,
-        rows=2,
-        target_pitch=pitch,
-        index_pitch=1 << 33,
-    )
+    there = {"target": far.data_ptr(), "target_pitch": pitch, "index_pitch": 1 << 33}
+    given = Segment(dtype=torch.uint8, count=16, index_base=0, rows=2, **there)  # type: ignore[arg-type]
     table = SegmentTable([given], CPU)
     table.launch(0)
     assert table.digest() == digest(rows, 0, impl="torch", index_pitch=1 << 33) == by_definition(rows, 0, 1 << 33)
@@ -216,17 +209,8 @@ def test_the_kernel_reads_rows_that_are_far_apart() -> None:
 def test_tables_of_grids_are_small(hidden: int, inner: int, aligned: bool) -> None:
     """All of 7.6 B parameters split in columns."""
     count, rows = inner // 2, 7_600_000_000 // 56 // (inner // 2)
-    given = [
-        segment(
-            count=count,
-            rows=rows,
-            source_pitch=inner,
-            target_pitch=count,
-            index_pitch=inner,
-            target=i * count * rows * 2,
-        )
-        for i in range(56)
-    ]
+    shape = {"count": count, "rows": rows, "source_pitch": inner, "target_pitch": count, "index_pitch": inner}
+    given = [segment(**shape, target=i * count * rows * 2) for i in range(56)]
     table = SegmentTable(given, CPU)
     assert {launch.kind.aligned for launch in table.launches} == {aligned}
     assert table.nbytes < 16 << 20 and sum(len(launch.rows) for launch in table.launches) > 20_000
