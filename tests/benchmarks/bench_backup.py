@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,33 +75,35 @@ def floor(scale: Scale) -> Figures:
     return figures({name: 2 * median_ms(way, REPEATS, 2) for name, way in ways.items()})
 
 
-def tensors_of(scale: Scale, saver: MemorySaver, count: int = COUNT, content: str = "host") -> list[torch.Tensor]:
-    nbytes = scale.choose(TENSOR, MIB)
+@contextmanager
+def tensors(
+    scale: Scale, count: int = COUNT, content: str = "host", **options: Any
+) -> Iterator[tuple[MemorySaver, dict[int, torch.Tensor]]]:
+    """Numbered ones on tag "params"; the content of those that are left is checked at the end."""
+    saver, nbytes = MemorySaver(scale.device, **options), scale.choose(TENSOR, MIB)
     with saver.region("params", content=content):
-        made = [torch.empty(nbytes, dtype=torch.uint8, device=scale.device) for _ in range(scale.choose(count, 4))]
-    for number, tensor in enumerate(made):
+        made = {
+            number: torch.empty(nbytes, dtype=torch.uint8, device=scale.device)
+            for number in range(scale.choose(count, 4))
+        }
+    for number, tensor in made.items():
         tensor.fill_(number % 251)
         tensor[-1] = 255 - number % 251
-    return made
-
-
-def check(made: list[torch.Tensor], step: int = 1) -> None:
-    """step: of the numbers of those that are left."""
-    for number, tensor in enumerate(made):
-        value = step * number % 251
-        assert bool((tensor[:-1] == value).all()) and int(tensor[-1]) == 255 - value
+    del tensor
+    yield saver, made
+    for number in list(made):
+        tensor = made.pop(number)
+        assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
+    del tensor
+    saver.close()
 
 
 def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) -> Figures:
     """between: pause and resume. "first pause": with nothing pinned."""
-    saver = MemorySaver(scale.device)
-    made = tensors_of(scale, saver)
-    saver.host_arena.trim()
-    pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
-    times = cycles(scale, pause, resume, between)
-    check(made)
-    del made
-    saver.close()
+    with tensors(scale) as (saver, _):
+        saver.host_arena.trim()
+        pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
+        times = cycles(scale, pause, resume, between)
     return figures({"first pause": times.rows["pause"][0], **times.medians})
 
 
@@ -108,51 +112,41 @@ def rival(*flags: str) -> Case:
 
 
 def clean(scale: Scale) -> Figures:
-    saver = MemorySaver(scale.device)
-    made = tensors_of(scale, saver)
+    with tensors(scale) as (saver, _):
 
-    def pause() -> None:
-        saver.mark_clean("params", 1)
-        saver.pause("params", release="keep")
+        def pause() -> None:
+            saver.mark_clean("params", 1)
+            saver.pause("params", release="keep")
 
-    pause()  # compiles the digest's kernel
-    saver.resume("params")
-    times = cycles(scale, pause, lambda: saver.resume("params"))
-    before = saver.statistics()["copy"].nbytes
-    pause()
-    copied = saver.statistics()["copy"].nbytes - before
-    saver.resume("params")
-    check(made)
-    del made
-    saver.close()
+        pause()  # compiles the digest's kernel
+        saver.resume("params")
+        times = cycles(scale, pause, partial(saver.resume, "params"))
+        before = saver.statistics()["copy"].nbytes
+        pause()
+        copied = saver.statistics()["copy"].nbytes - before
+        saver.resume("params")
     return [*figures(times.medians), *figures({"copied": copied}, "bytes")]
 
 
 def half_freed(scale: Scale) -> Figures:
-    saver = MemorySaver(scale.device)
-    made = tensors_of(scale, saver)[::2]
-    live = saver.report().tags["params"].live_bytes
-    saver.pause("params", release="keep")
-    copied = saver.statistics()["copy"].nbytes
-    saver.resume("params")
-    check(made, step=2)
-    del made
-    saver.close()
+    with tensors(scale) as (saver, made):
+        for number in list(made)[1::2]:
+            del made[number]
+        live = saver.report().tags["params"].live_bytes
+        saver.pause("params", release="keep")
+        copied = saver.statistics()["copy"].nbytes
+        saver.resume("params")
     return figures({"live": live, "copied": copied}, "bytes")
 
 
 def many_cycles(scale: Scale) -> Figures:
     """Pinned bytes after the first and the last of 200, 1 GiB in 22 tensors."""
-    saver = MemorySaver(scale.device)
-    made = tensors_of(scale, saver, 22)
     pinned = []
-    for _ in range(scale.choose(200, 3)):
-        saver.pause("params")
-        pinned.append(saver.host_arena.committed_bytes / MIB)
-        saver.resume("params")
-    check(made)
-    del made
-    saver.close()
+    with tensors(scale, 22) as (saver, _):
+        for _ in range(scale.choose(200, 3)):
+            saver.pause("params")
+            pinned.append(saver.host_arena.committed_bytes / MIB)
+            saver.resume("params")
     return figures({"pinned after 1": pinned[0], f"pinned after {len(pinned)}": pinned[-1]}, "MiB")
 
 
@@ -192,25 +186,21 @@ def swap(scale: Scale) -> Figures:
 
 def disk(directory: Path, scale: Scale) -> Figures:
     """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to second."""
-    saver, times = MemorySaver(scale.device, disk_dir=directory), Times(3, 1)
-    made = tensors_of(scale, saver, content="disk")
-    file, nbytes = directory / "memsaver-dd", sum(tensor.numel() for tensor in made)
+    times, file, nbytes = Times(3, 1), directory / "memsaver-dd", scale.choose(COUNT * TENSOR, 4 * MIB)
     block = scale.choose(15 * MIB, MIB)
     options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
     out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])  # not every folder can do that
     try:
-        for _ in times.rounds:
-            with file.open("wb") as handle:  # its space is reserved before, as ours is
-                os.posix_fallocate(handle.fileno(), 0, nbytes)
-            times("dd writes", lambda: dd("if=/dev/zero", f"of={file}", *options, *out))
-            times("dd reads", lambda: dd(f"if={file}", "of=/dev/null", *options, *back))
-            times("pause", lambda: saver.pause("params"))
-            times("resume", lambda: saver.resume("params"))
+        with tensors(scale, content="disk", disk_dir=directory) as (saver, _):
+            for _ in times.rounds:
+                with file.open("wb") as handle:  # its space is reserved before, as ours is
+                    os.posix_fallocate(handle.fileno(), 0, nbytes)
+                times("dd writes", lambda: dd("if=/dev/zero", f"of={file}", *options, *out))
+                times("dd reads", lambda: dd(f"if={file}", "of=/dev/null", *options, *back))
+                times("pause", lambda: saver.pause("params"))
+                times("resume", lambda: saver.resume("params"))
     finally:
         file.unlink(missing_ok=True)
-    check(made)
-    del made
-    saver.close()
     return figures(times.medians)
 
 

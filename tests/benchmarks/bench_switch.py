@@ -35,10 +35,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=8)
     args = options.parse_args(arguments)
-    recipe = "tiny" if args.tiny else "qwen2.5-0.5b"
+    recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
+    if args.tiny:
+        recipe, settings = "tiny", ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4", "eval.every=0"]
     with tempfile.TemporaryDirectory() as folder:
         runs = {
-            name: stage_ms(recipe, [f"cycle.keep={keep}", f"steps={args.steps}"], Path(folder) / str(i))
+            name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], Path(folder) / str(i))
             for i, (name, keep) in enumerate(CASES.items())
         }
     rows: list[list[object]] = []

@@ -21,7 +21,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_kvcache": ([], {f"{name}, CPU" for name in bench_kvcache.CASES}),
     "bench_sync": (["--cases", "one", "two"], {"floors", "copies", "IPC buckets", *bench_sync.TWO}),
     "bench_generate": ([], {"ms", "gap"}),
-    "bench_switch": (["--steps", "3"], {"runs"}),
+    "bench_switch": ([], {"runs"}),
     "bench_gap": ([], {"rows"}),
 }
 ON_GPU = {"bench_kvcache": set(bench_kvcache.CASES), "bench_sync": {"copies", "IPC buckets"}}

@@ -31,7 +31,7 @@ def read(scale: Scale) -> Figures:
 
 
 def _configs(scale: Scale) -> dict[str, TokenConfig]:
-    size = scale.choose(64, 3) * scale.choose(4096, 48)
+    size = scale.choose(64, 2) * scale.choose(4096, 16)
     plain = pool_config(scale.device, size, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM)
     return {
         "bf16, layer-major": plain,
@@ -52,7 +52,7 @@ def _configs(scale: Scale) -> dict[str, TokenConfig]:
 
 def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> Figures:
     pool, slots = _filled(scale, config)
-    batch, length = scale.choose(64, 3), scale.choose(4096, 48)
+    batch, length = scale.choose(64, 2), scale.choose(4096, 16)
     table = torch.cat([slots.new_zeros(1, length), slots.view(batch, length)]).int()
     shape = BatchShape(rows=range(1, batch + 1), q_lens=[1] * batch, kv_lens=[length] * batch, num_decode=batch)
     width = RANK + ROPE if isinstance(config, MLACacheConfig) else DIM

@@ -3,12 +3,9 @@ what people pay on top to reach an engine in another one is not counted."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +27,6 @@ from tests.benchmarks.sync.base import (
     synced,
 )
 from tests.benchmarks.sync.rivals_ipc import split
-from tests.benchmarks.sync.shapes import Shape, held_box
 
 Seen = dict[str, list[float]]
 """Of each way: ms of the rounds."""
@@ -81,39 +77,6 @@ def _rounds(scale: SyncScale, device: torch.device, run: Callable[[], object]) -
 # ---------------------------------------------------------------- ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """A rank's rows of every parameter, as FSDP2 lays them out: Shard(0) DTensors."""
-
-    bucket: int
-    source: Source
-    params: dict[str, Any]
-
-    def local(self, name: str) -> Tensor:
-        tensor: Tensor = self.params[name].to_local()
-        return tensor
-
-    def rows(self, name: str, rank: int) -> slice:
-        (start, *_), (count, *_) = held_box(name, self.source.shapes[name], rank, RANKS)
-        return slice(start, start + count)
-
-
-def make_shards(rank: int, scale: SyncScale, source: Source) -> Shards:
-    mesh = init_device_mesh(scale.device.type, (RANKS,))
-    params = {}
-    for name, shape in source.shapes.items():
-        (start, *_), (count, *_) = held_box(name, shape, rank, RANKS)
-        local = content(name, shape, scale.place(rank))[start : start + count].to(source.torch_dtype, copy=True)
-        params[name] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_strides(shape)
-        )
-    return Shards(bucket=scale.bucket, source=source, params=params)
-
-
-def _strides(shape: Shape) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def _replicas(rank: int, scale: SyncScale) -> list[Seen]:
     """Of each source; in one start, for joining NCCL takes seconds."""
     _warm_up(scale.place(rank))
@@ -122,52 +85,47 @@ def _replicas(rank: int, scale: SyncScale) -> list[Seen]:
 
 def _of_source(rank: int, scale: SyncScale, source: Source) -> Seen:
     device = scale.place(rank)
-    shards, target = make_shards(rank, scale, source), make_target(source, device)
-    seen: Seen = {}
+    shards, target, seen = _shards(rank, scale, source), make_target(source, device), Seen()
     for name, way in WAYS.items():
         for tensor in target.values():
             tensor.zero_()
-        seen[name] = _rounds(scale, device, partial(way, shards, target))
+        seen[name] = _rounds(scale, device, partial(way, scale, shards, target))
         check(target, source)
     return seen
 
 
-def _full_tensor(shards: Shards, target: dict[str, Tensor]) -> None:
-    for name, param in shards.params.items():
-        target[name].copy_(param.full_tensor())
+def _shards(rank: int, scale: SyncScale, source: Source) -> dict[str, DTensor]:
+    """A rank's rows of every parameter, as FSDP2 lays them out; ranks have equal parts."""
+    mesh = init_device_mesh(scale.device.type, (RANKS,))
+    shards = {}
+    for name, shape in source.shapes.items():
+        local = content(name, shape, scale.place(rank)).chunk(RANKS)[rank].to(source.torch_dtype, copy=True)
+        shards[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return shards
 
 
-def _buckets(shards: Shards, target: dict[str, Tensor]) -> None:
+def _full_tensor(scale: SyncScale, shards: dict[str, DTensor], target: dict[str, Tensor]) -> None:
+    for name, shard in shards.items():
+        target[name].copy_(shard.full_tensor())
+
+
+def _buckets(scale: SyncScale, shards: dict[str, DTensor], target: dict[str, Tensor]) -> None:
     """As verl's: local rows packed and cast, one all-gather a bucket, copied out by rank."""
-    device = next(iter(target.values())).device
-    for names in split(shards.source.shapes, shards.bucket):
-        # room for the first rank's rows, the most
-        sizes = {name: math.prod(held_box(name, shards.source.shapes[name], 0, RANKS)[1]) for name in names}
-        packed = torch.empty(sum(sizes.values()), dtype=TARGET, device=device)
-        first = 0
-        for name, size in sizes.items():
-            local = shards.local(name)
-            packed[first : first + local.numel()].copy_(local.view(-1))
-            first += size
-        gathered = torch.empty(RANKS * packed.numel(), dtype=TARGET, device=device)
+    for names in split({name: tuple(tensor.shape) for name, tensor in target.items()}, scale.bucket):
+        rows = [shards[name].to_local().view(-1) for name in names]
+        sizes = [each.numel() for each in rows]
+        packed = torch.empty(sum(sizes), dtype=TARGET, device=rows[0].device)
+        for part, local in zip(packed.split(sizes), rows, strict=True):
+            part.copy_(local)
+        gathered = torch.empty(RANKS * packed.numel(), dtype=TARGET, device=packed.device)
         dist.all_gather_into_tensor(gathered, packed)
-        _unpack(shards, gathered.view(RANKS, -1), sizes, target)
+        for rank, whole in enumerate(gathered.view(RANKS, -1)):
+            for name, part in zip(names, whole.split(sizes), strict=True):
+                place = target[name].chunk(RANKS)[rank]
+                place.copy_(part.view(place.shape))
 
 
-def _unpack(shards: Shards, gathered: Tensor, sizes: dict[str, int], target: dict[str, Tensor]) -> None:
-    """gathered: `[ranks, elements]`."""
-    first = 0
-    for name, size in sizes.items():
-        for rank in range(RANKS):
-            rows = target[name][shards.rows(name, rank)]
-            rows.copy_(gathered[rank, first : first + rows.numel()].view(rows.shape))
-        first += size
-
-
-WAYS: dict[str, Callable[[Shards, dict[str, Tensor]], None]] = {
-    "full_tensor() + copy_": _full_tensor,
-    "all-gather of buckets + copy_": _buckets,
-}
+WAYS = {"full_tensor() + copy_": _full_tensor, "all-gather of buckets + copy_": _buckets}
 
 
 def _all_gather(rank: int, scale: SyncScale, part: int) -> Seen:
@@ -176,8 +134,8 @@ def _all_gather(rank: int, scale: SyncScale, part: int) -> Seen:
     mine = _filled(rank, part, device)
     whole = torch.zeros(RANKS * part, dtype=TARGET, device=device)
     seen = {"one all-gather": _rounds(scale, device, lambda: dist.all_gather_into_tensor(whole, mine))}
-    for other in range(RANKS):
-        assert torch.equal(whole[other * part : (other + 1) * part], _filled(other, part, device)), f"of rank {other}"
+    for other, got in enumerate(whole.chunk(RANKS)):
+        assert torch.equal(got, _filled(other, part, device)), f"of rank {other}"
     return seen
 
 

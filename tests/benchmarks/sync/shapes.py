@@ -43,26 +43,22 @@ def tp_dim(name: str) -> int | None:
 
 
 def held_box(name: str, shape: Shape, rank: int, size: int, aligned: bool = False) -> Box:
-    """What a trainer rank holds, as torch.chunk splits: all parts but the last ones alike; may be empty. Along
-    dimension 0; aligned: along the rollout's slices, and norms along 0."""
-    dim = (tp_dim(name) or 0) if aligned else 0
-    part = -(-shape[dim] // size)
-    return _cut(shape, dim, min(rank * part, shape[dim]), min((rank + 1) * part, shape[dim]))
+    """What a trainer rank holds: its part of dimension 0; aligned: along the rollout's slices, and norms along 0."""
+    return _part(name, shape, rank, size, (tp_dim(name) or 0) if aligned else 0)
 
 
 def needed_box(name: str, shape: Shape, rank: int, size: int, needs: str) -> Box:
     """What a rollout rank needs: all of it ("replica"), or a slice of it ("tp")."""
     dim = tp_dim(name)
-    if needs == "replica" or dim is None:
-        return (0,) * len(shape), shape
+    return _part(name, shape, rank, size, dim) if needs == "tp" and dim is not None else ((0,) * len(shape), shape)
+
+
+def _part(name: str, shape: Shape, rank: int, size: int, dim: int) -> Box:
     part = shape[dim] // size
     assert part * size == shape[dim], f"{name} {shape} does not divide by {size}"
-    return _cut(shape, dim, rank * part, (rank + 1) * part)
-
-
-def _cut(shape: Shape, dim: int, start: int, stop: int) -> Box:
-    starts = tuple(start if axis == dim else 0 for axis in range(len(shape)))
-    return starts, tuple(stop - start if axis == dim else length for axis, length in enumerate(shape))
+    start, lengths = [0] * len(shape), list(shape)
+    start[dim], lengths[dim] = rank * part, part
+    return tuple(start), tuple(lengths)
 
 
 def overlap(one: Box, other: Box) -> int:
