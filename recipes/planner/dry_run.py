@@ -241,6 +241,7 @@ def _without_memory(world: int) -> Iterator[None]:
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(FakeTensor, "tolist", _zeros),
             mock.patch("trainer_bridge.trainer.ensure_process_group", lambda device: False),
+            mock.patch("trainer_bridge.model.randomise_weights", lambda *_: None),  # slow, and of no weight
             mock.patch("trainer_bridge.model._rebuild_buffers", _take_buffers),
             mock.patch("trainer_bridge.trainer.init_device_mesh", lambda *args, **kwargs: mesh),  # reads real tensors
         ):

@@ -1,7 +1,10 @@
 """Every way to get a recipe wrong is one line that names key, value, rule and remedy; following the remedy helps."""
 
+from __future__ import annotations
+
 import re
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,24 +17,27 @@ from recipes.loading import load
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import prepare
 from recipes.tasks import TOY_WORDS
-from tests.recipes.wrong_recipes import (
-    CONTRADICTING,
-    CONTRADICTING_NOTHING,
-    MORE_CONTRADICTIONS,
-    OF_THE_FORM,
-    OF_THE_MODEL,
+from tests.helpers.recipes.wrong import (
+    CONTRADICTIONS,
+    IDLE,
+    OF_THE_COMMAND,
     OUT_OF_RANGE,
+    RANGES,
     WITHOUT_RANGE,
+    Range,
     Wrong,
+    wrong,
 )
 
 KEYS = schema.leaves()
 WRONG_TYPE = {int: "abc", float: "fast", bool: "perhaps", str: "{a: 1}", list[int]: "7", list[str]: "word"}
 ASSIGNMENT = re.compile(r"([a-z_]\w*(?:\.\w+)*)=(\S*[^\s,;)])")
+Way = list[tuple[str, str]]
+"""(key, value) to set, ("drop", key)."""
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's directory, without weights."""
     folder = tmp_path_factory.mktemp("model")
     describe_random_model(load("tiny").model.config, toy_tokenizer(TOY_WORDS), folder)
@@ -39,19 +45,13 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a run that must not begin, on a machine without a GPU."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     return tmp_path / "run"
 
 
-def wrong_type(key):
-    hint = KEYS[key]
-    kinds = [part for part in hint.__args__ if part is not type(None)] if isinstance(hint, types.UnionType) else [hint]
-    return WRONG_TYPE.get(kinds[0], "word")
-
-
-def outcome(base, overrides, folder):
+def outcome(base: str, overrides: list[str], folder: Path | None) -> str | None:
     """The one line about this recipe, or None. folder: where it is prepared, too; None: it is loaded only."""
     try:
         recipe = load(base, overrides)
@@ -63,16 +63,15 @@ def outcome(base, overrides, folder):
     return None
 
 
-def refused(wrong, folder=None):
+def refused(case: Wrong, folder: Path | None = None) -> str:
     """The one line, which has the words."""
-    line = outcome(wrong.base, wrong.overrides, folder)
-    assert line is not None
-    for word in wrong.words:
-        assert word in line, line
+    line = outcome(case.base, case.overrides, folder)
+    assert line is not None, case
+    assert all(word in line for word in case.words), (case, line)
     return line
 
 
-def remedies(line):
+def remedies(line: str) -> list[Way]:
     """What each way out that the line names sets and drops: 'set a=1 b=2, or drop c' has two."""
     _, _, text = line.rpartition("; ")
     ways = []
@@ -82,87 +81,104 @@ def remedies(line):
     return [way for way in ways if way]
 
 
-def follow(overrides, way):
+def follow(overrides: list[str], way: Way) -> list[str]:
     """The overrides after one way out, which takes the place of what they said of its keys."""
     new = {value if key == "drop" else key for key, value in way}
     kept = [each for each in overrides if not any(related(each.partition("=")[0], key) for key in new)]
     return [*kept, *(f"{key}={value}" for key, value in way if key != "drop")]
 
 
-def check_remedies(wrong, line, folder=None):
+def related(one: str, other: str) -> bool:
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def check_remedies(case: Wrong, line: str, folder: Path | None = None) -> None:
     """Each way makes the error go away, and one of them leads to a good recipe, maybe by the next error's."""
-    ways = [follow(wrong.overrides, way) for way in remedies(line)]
+    ways = [follow(case.overrides, way) for way in remedies(line)]
     assert ways, line
     for overrides in ways:
-        left = outcome(wrong.base, overrides, folder)
-        assert left is None or rule_of(left) != rule_of(line), (overrides, left)
-    assert any(settles(wrong.base, overrides, folder) for overrides in ways)
+        left = outcome(case.base, overrides, folder)
+        assert left is None or left.rpartition("; ")[0] != line.rpartition("; ")[0], (overrides, left)
+        if left is None:
+            return
+    assert any(settles(case.base, overrides, folder) for overrides in ways)
 
 
-def rule_of(line):
-    return line.rpartition("; ")[0]
-
-
-def settles(base, overrides, folder, rounds=3):
+def settles(base: str, overrides: list[str], folder: Path | None, rounds: int = 3) -> bool:
     line = outcome(base, overrides, folder)
     if line is None or rounds == 0:
         return line is None
     return any(settles(base, follow(overrides, way), folder, rounds - 1) for way in remedies(line))
 
 
-def related(one, other):
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
-
-
-def test_every_key_has_its_cases():
-    """A new key fails here until it is in wrong_recipes.py."""
-    assert set(OUT_OF_RANGE) | WITHOUT_RANGE == set(KEYS)
-    assert not set(OUT_OF_RANGE) & WITHOUT_RANGE
-    assert set(CONTRADICTING) | CONTRADICTING_NOTHING == set(KEYS)
-    assert not set(CONTRADICTING) & CONTRADICTING_NOTHING
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_wrong_type(key):
-    shown = "{'a': 1}" if wrong_type(key) == "{a: 1}" else wrong_type(key)
-    wrong = Wrong([f"{key}={wrong_type(key)}"], [f"{key}={shown}: must be {schema.in_words(key)}; set {key}"])
-    check_remedies(wrong, refused(wrong))
-
-
-def test_a_misspelt_key():
+def test_every_key_has_its_range_or_none() -> None:
+    """A new key fails here until it is in wrong.py."""
+    named = [*OUT_OF_RANGE, *WITHOUT_RANGE, *(key for each in RANGES for key in each.keys.split())]
+    assert sorted(named) == sorted(KEYS)
     for key in KEYS:
-        wrong = key[:-1] + "_" + key[-1]
-        refused(Wrong([f"{wrong}=1"], [f"command line: {wrong}: unknown key; did you mean {key}?"]))
+        assert schema.remedy(key).startswith(f"set {key}")
+
+
+@pytest.mark.parametrize("each", RANGES, ids=lambda each: each.rule)
+def test_out_of_a_range(each: Range) -> None:
+    for key in each.keys.split():
+        for value in each.outside:
+            case = wrong(f"{key}={value}", f"tiny.yaml: {key}={value}: {each.rule}")
+            line = refused(case)
+        check_remedies(case, line)
+
+
+def test_the_ends_of_the_ranges_are_inside() -> None:
+    ends = {key: each.end for each in RANGES for key in each.keys.split()} | {"lora.rank": "1"}
+    sums = ["model.path=x", "task.name=chain_sum"]
+    for algorithm, other in (("grpo", "ppo."), ("ppo", "grpo.")):
+        words = [f"{key}={value}" for key, value in ends.items() if not key.startswith(other)]
+        assert load("tiny", [*sums, f"algorithm={algorithm}", *words]).steps == 1
 
 
 @pytest.mark.parametrize("key", OUT_OF_RANGE)
-def test_out_of_range(key):
+def test_none_of_the_values_that_there_are(key: str) -> None:
     line = refused(OUT_OF_RANGE[key])
     assert f"{key}=" in line
     check_remedies(OUT_OF_RANGE[key], line)
 
 
-@pytest.mark.parametrize("name", CONTRADICTING | MORE_CONTRADICTIONS)
-def test_a_contradiction(name, folder, model_dir):
-    overrides, words, base = (CONTRADICTING | MORE_CONTRADICTIONS)[name]
-    there = [[text.replace("DIR", str(model_dir)) for text in texts] for texts in (overrides, words)]
-    wrong = Wrong(*there, base)
-    where = None if outcome(wrong.base, wrong.overrides, None) else folder  # preparing takes far longer than loading
-    line = refused(wrong, where)
+@pytest.mark.parametrize("hint", dict.fromkeys(KEYS.values()), ids=str)
+def test_a_wrong_type(hint: object) -> None:
+    key = next(key for key in KEYS if KEYS[key] == hint)
+    kinds = [part for part in hint.__args__ if part is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    value = WRONG_TYPE.get(kinds[0], "word")
+    shown = "{'a': 1}" if value == "{a: 1}" else value
+    case = Wrong([f"{key}={value}"], [f"{key}={shown}: must be {schema.in_words(key)}; set {key}"])
+    check_remedies(case, refused(case))
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS, ids=lambda case: " ".join(case.overrides)[:60])
+def test_a_contradiction(case: Wrong, folder: Path, model_dir: Path) -> None:
+    there = [[text.replace("DIR", str(model_dir)) for text in texts] for texts in (case.overrides, case.words)]
+    case = Wrong(*there, case.base)
+    where = None if outcome(case.base, case.overrides, None) else folder  # preparing takes far longer than loading
+    line = refused(case, where)
     assert not folder.exists()
-    if name != "model.path":  # which only the user can correct
-        check_remedies(wrong, line, where)
+    if case.overrides != ["model.path=/nowhere"]:  # which only the user can correct
+        check_remedies(case, line, where)
 
 
-@pytest.mark.parametrize("name", OF_THE_FORM | OF_THE_MODEL)
-def test_the_command_prints_the_line_and_exits_2(name, folder, capsys):
-    wrong = (OF_THE_FORM | OF_THE_MODEL)[name]
-    status = main(["run", wrong.base, *wrong.overrides, "--run-dir", str(folder)])
-    message = capsys.readouterr().err
-    assert status == 2
-    assert message.count("\n") == 1, message
-    for word in wrong.words:
-        assert word in message
+@pytest.mark.parametrize(("section", "other"), IDLE.items())
+def test_a_section_without_effect(section: str, other: str) -> None:
+    for key in KEYS:
+        if key.startswith(f"{section}."):
+            setting = schema.remedy(key).removeprefix("set ")
+            refused(Wrong([other, setting], [f"{setting}: has no effect with {other}"]))
+
+
+@pytest.mark.parametrize("name", OF_THE_COMMAND)
+def test_the_command_prints_the_line_and_exits_2(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = OF_THE_COMMAND[name]
+    assert main(["run", case.base, *case.overrides, "--run-dir", str(folder)]) == 2
+    seen = capsys.readouterr()
+    assert seen.err.count("\n") == 1 and seen.out == ""
+    assert all(word in seen.err for word in case.words), seen.err
     assert not folder.exists()
 
 
@@ -179,9 +195,9 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from([*KEYS, *Recipe.__dataclass_fields__]), JUNK), min_size=1, max_size=3))
-def test_junk_is_one_line_or_a_recipe(pairs):
+def test_junk_is_one_line_or_a_recipe(pairs: list[tuple[str, str]]) -> None:
     try:
         recipe = load("tiny", [f"{key}={value}" for key, value in pairs])
     except recipes.RecipeError as error:
