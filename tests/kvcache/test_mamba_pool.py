@@ -1,6 +1,7 @@
 """State slots, and the request table that takes and gives them back together with its rows."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,8 +42,14 @@ def values(pool: MambaPool, slot: int) -> list[float]:
     return found
 
 
-def test_shapes_and_bytes() -> None:
+@pytest.fixture
+def saver() -> Iterator[MemorySaver]:
     saver = new_saver()
+    yield saver
+    saver.close()
+
+
+def test_shapes_and_bytes(saver: MemorySaver) -> None:
     pool = make(saver=saver)
     assert [tuple(c.shape) for c in pool.conv] == [(3, 5, 5, 3), (3, 5, 2, 3)]
     assert tuple(pool.temporal.shape) == (3, 5, 2, 4, 3)
@@ -54,7 +61,6 @@ def test_shapes_and_bytes() -> None:
     for wrong in (-1, 3):
         with pytest.raises(ValueError, match=f"layer {wrong} is not in this pool"):
             pool.states(wrong)
-    saver.close()
 
 
 def test_slots_come_zeroed_and_never_0() -> None:
@@ -105,8 +111,7 @@ def test_states_are_cloned_and_copied() -> None:
         make(conv_dtype=torch.float16).load_cpu_copy(copy, [])
 
 
-def test_slots_taken_in_a_pause_are_zeroed_by_the_resume() -> None:
-    saver = new_saver()
+def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> None:
     pool = make(saver=saver)
     (held,) = pool.alloc(1) or []
     for _ in range(2):
@@ -125,10 +130,9 @@ def test_slots_taken_in_a_pause_are_zeroed_by_the_resume() -> None:
         assert [values(pool, slot) for slot in (0, taken[1])] == [[0] * 3] * 2
         assert values(pool, held) == values(pool, taken[0]) == [7] * 3  # nobody's, and the owner's to restore
         pool.free(taken[1:])
-    saver.close()
 
 
-def test_config_names_what_is_wrong() -> None:
+def test_what_is_wrong_is_named() -> None:
     for changes, message in (
         ({"num_layers": 0}, "num_layers"),
         ({"conv_shapes": ((5, 0),)}, "conv_shapes"),
@@ -137,6 +141,8 @@ def test_config_names_what_is_wrong() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make(**changes)
+    with pytest.raises(ValueError, match="use one device"):
+        HybridReqToTokenPool(2, 4, "meta", make())
 
 
 # ---------------------------------------------------------------- rows with states
@@ -146,36 +152,25 @@ def hybrid(rows: int, slots: int) -> HybridReqToTokenPool:
     return HybridReqToTokenPool(rows, 8, DEVICE, make(size=slots))
 
 
-def test_rows_and_slots_are_taken_together_or_not_at_all() -> None:
+def test_held_slots_keep_their_states_and_new_ones_are_zeroed() -> None:
     table = hybrid(rows=4, slots=3)
     first = table.alloc([None, None])
     assert first is not None
-    slots = [table.mamba_slot(handle) for handle in first]
     assert table.req_to_mamba.dtype == torch.int32
-    assert table.req_to_mamba[[h.row for h in first]].tolist() == slots
-    fill(table.mamba, slots[0], 5)
-    assert table.alloc([None, first[0], None]) is None  # rows would do, slots don't
-    table.check_integrity()
+    fill(table.mamba, table.mamba_slot(first[0]), 5)
     assert "1 state slot" not in table.shortage("request 7", 1)
     assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
     again = table.alloc([first[0], None])
-    assert again is not None
-    assert again[0] == first[0]
-    assert values(table.mamba, table.mamba_slot(first[0])) == [5, 6, 7]  # a held slot is reused as it is
-    assert values(table.mamba, table.mamba_slot(again[1])) == [0, 0, 0]
+    assert again is not None and again[0] == first[0]
+    slots = [table.mamba_slot(handle) for handle in again]
+    assert [values(table.mamba, slot) for slot in slots] == [[5, 6, 7], [0, 0, 0]]
     table.copy_states(again[1], first[0])
-    assert values(table.mamba, table.mamba_slot(again[1])) == [5, 6, 7]
+    assert values(table.mamba, slots[1]) == [5, 6, 7]
     table.free(first[0])
-    with pytest.raises(ValueError, match="stale"):
-        table.free(first[0])
-    with pytest.raises(ValueError, match="stale"):
-        table.mamba_slot(first[0])
+    for use in (table.free, table.mamba_slot):
+        with pytest.raises(ValueError, match="stale"):
+            use(first[0])
     table.check_integrity()
-
-    few = hybrid(rows=1, slots=3)  # slots would do, rows don't
-    assert few.alloc([None, None]) is None
-    assert few.mamba.available_size() == 3
-    few.check_integrity()
 
 
 def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,30 +196,28 @@ def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPat
         table.check_integrity()
 
 
-def test_random_requests_keep_one_slot_each() -> None:
-    chooser = random.Random(3)
-    table = hybrid(rows=5, slots=4)
-    live: list[ReqHandle] = []
+@pytest.mark.parametrize(("rows", "slots"), [(5, 4), (3, 6)])
+def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) -> None:
+    dice, table = random.Random(3), hybrid(rows, slots)
     slot_of: dict[ReqHandle, int] = {}
     for _ in range(60):
-        if live and chooser.random() < 0.45:
-            handle = live.pop(chooser.randrange(len(live)))
+        live = list(slot_of)
+        if live and dice.random() < 0.45:
+            handle = dice.choice(live)
             table.free(handle)
             del slot_of[handle]
         else:
-            wanted = chooser.randint(1, 2)
+            wanted = dice.randint(1, 2)
             got = table.alloc([*live[:1], *[None] * wanted])
-            assert (got is None) == (len(live) + wanted > 4)
-            for handle in (got or [])[len(live[:1]) :]:
-                live.append(handle)
-                slot_of[handle] = table.mamba_slot(handle)
-        assert {h: table.mamba_slot(h) for h in live} == slot_of
-        assert len(set(slot_of.values())) == len(live)
-        table.check_integrity()
+            assert (got is None) == (len(live) + wanted > min(rows, slots))
+            slot_of |= {handle: table.mamba_slot(handle) for handle in (got or [])[len(live[:1]) :]}
+        assert {handle: table.mamba_slot(handle) for handle in slot_of} == slot_of
+        assert len(set(slot_of.values())) == len(slot_of) == rows - table.available_size()
+        assert table.mamba.available_size() == slots - len(slot_of)
+        table.check_integrity()  # compares the map on the device with the slots held
 
 
-def test_a_forked_sequence_has_states_of_its_own() -> None:
-    saver = new_saver()
+def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
     table = HybridReqToTokenPool(4, 16, DEVICE, make(size=3, saver=saver))
     blocks = BlockManager(table, PagedTokenToKVPoolAllocator(32, 4, DEVICE), make_pool(32, 4))
     parent = blocks.admit()
@@ -243,9 +236,3 @@ def test_a_forked_sequence_has_states_of_its_own() -> None:
     blocks.release(child)
     blocks.check_integrity()
     assert table.mamba.available_size() == 3
-    saver.close()
-
-
-def test_table_and_states_are_on_one_device() -> None:
-    with pytest.raises(ValueError, match="use one device"):
-        HybridReqToTokenPool(2, 4, "meta", make())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import (
     HeadSlice,
@@ -18,6 +18,7 @@ from kvcache.staging import (
     stack_layers,
 )
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
+from tests.helpers.kvcache.pools import mha
 
 LAYERS, HEADS, WIDTHS, PAGE = 2, 8, (4, 8), 4
 SIZE, TOKENS = 32, 9
@@ -118,11 +119,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     for layers in ([block[0], block[1], block[3]], [block[1], block[0]], [block[0], torch.zeros(2, 1, 2)]):
         with pytest.raises(ValueError, match="even distances"):
             stack_layers(layers)
-    fp4 = MHATokenToKVPoolFP4(
-        KVCacheConfig(
-            size=8, page_size=4, num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float4_e2m1fn_x2, device=DEVICE
-        )
-    )
+    fp4 = MHATokenToKVPoolFP4(mha(torch.float4_e2m1fn_x2))
     with pytest.raises(ValueError, match="view"):
         pool_layers(fp4)
 
@@ -137,9 +134,6 @@ def test_the_buffer() -> None:
             buffer.view(offset, nbytes)
     with pytest.raises(ValueError, match="size_bytes must be positive, got 0"):
         StagingBuffer(0, DEVICE)
-
-
-def test_a_memory_pool_needs_cuda() -> None:
     with pytest.raises(ValueError, match="custom_mem_pool needs a CUDA device, got cpu"):
         StagingBuffer(100, "cpu", object())  # type: ignore[arg-type]
 

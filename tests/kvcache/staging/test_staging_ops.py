@@ -8,6 +8,7 @@ import torch
 
 from kvcache.ops import staging_triton
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from tests.helpers.effort import pairwise
 from tests.helpers.kvcache.blocks import DEVICE
 
 POISON = 171
@@ -55,21 +56,20 @@ def in_memory_order(order: str, layers: int, slots: int, heads: int, width: int,
     return noise(layers, slots, heads + 1, width + 3, itemsize=itemsize)[:, :, 1:, 1 : 1 + width]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("order", ["layers", "slots", "sliced"])
-@pytest.mark.parametrize(
-    ("itemsize", "widths", "offset"),
-    [
-        (1, (16, 48), 16),  # 16 bytes at a time, 48 no power of two
-        (1, (5, 3), 1),
-        (2, (8, 24), 16),
-        (2, (8, 24), 2),  # staged at an odd place
-        (2, (6, 10), 8),
-        (4, (4, 1), 4),
-        (4, (2, 6), 16),
-    ],
-)
-def test_gather_and_scatter(impl: Any, order: str, itemsize: int, widths: tuple[int, int], offset: int) -> None:
+ROWS = [  # bytes of an element, widths of keys and values, where staged
+    (1, (16, 48), 16),  # 16 bytes at a time, 48 no power of two
+    (1, (5, 3), 1),
+    (2, (8, 24), 16),
+    (2, (8, 24), 2),  # staged at an odd place
+    (2, (6, 10), 8),
+    (4, (4, 1), 4),
+    (4, (2, 6), 16),
+]
+
+
+@pytest.mark.parametrize(("impl", "order", "rows"), pairwise(IMPLS, ["layers", "slots", "sliced"], ROWS))
+def test_gather_and_scatter(impl: Any, order: str, rows: tuple[int, tuple[int, int], int]) -> None:
+    itemsize, widths, offset = rows
     torch.manual_seed(0)
     k, v = (in_memory_order(order, 2, 11, 5, width, itemsize) for width in widths)
     before = k.clone(), v.clone()
@@ -145,47 +145,33 @@ def test_no_tokens(impl: Any) -> None:
     assert torch.equal(k, before)
 
 
-GATHER: dict[str, Any] = {"head_start": 0, "num_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
+def test_what_is_wrong_is_named_and_nothing_is_written() -> None:
+    k = noise(1, 3, 2, 4, itemsize=2)
+    before, staged = k.clone(), torch.full((32,), POISON, dtype=torch.uint8, device=DEVICE)
+    right = {"k": k, "v": k, "loc": locations(1), "head_start": 0, "num_heads": 2, "staged": staged}
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"head_start": 1}, "heads 1 to 3 are not in a pool of 2"),
         ({"head_start": -1}, "heads -1 to 1"),
         ({"num_heads": 0}, "heads 0 to 0"),
         ({"loc": torch.tensor([1], dtype=torch.int32)}, "loc must be int64"),
         ({"v": noise(1, 3, 1, 4, itemsize=2)}, "alike"),
         ({"v": noise(1, 3, 2, 8, itemsize=2)[..., ::2]}, "rows must be contiguous"),
-        (
-            {"staged": torch.empty(31, dtype=torch.uint8, device=DEVICE)},
-            r"uint8 \[32\], got torch.uint8 of shape \(31,\)",
-        ),
-        ({"staged": torch.empty(32, dtype=torch.int8, device=DEVICE)}, "got torch.int8"),
-        ({"staged": torch.empty(64, dtype=torch.uint8, device=DEVICE)[::2]}, "contiguous"),
+        ({"staged": staged[:31]}, r"uint8 \[32\], got torch.uint8 of shape \(31,\)"),
+        ({"staged": staged.view(torch.int8)}, "got torch.int8"),
+        ({"staged": staged.repeat(2)[::2]}, "contiguous"),
         ({"impl": "cuda"}, "unknown impl 'cuda'"),
         ({"loc": torch.empty(1, dtype=torch.int64, device="meta")}, "not one"),
-    ],
-)
-def test_gather_refuses(change: dict[str, Any], match: str) -> None:
-    k = noise(1, 3, 2, 4, itemsize=2)
-    staged = torch.full((32,), POISON, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match=match):
-        gather_staged(**({"k": k, "v": k, "loc": locations(1), "staged": staged} | GATHER | change))
-    assert (staged == POISON).all()
-
-
-def test_writers_and_scatter_refuse() -> None:
+    ]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            gather_staged(**(right | change))
     for heads in ([], [(0, 2), (1, 1)], [(-1, 1)], [(0, 0)]):
         with pytest.raises(ValueError, match="head in common"):
             Writers.of(heads, DEVICE)
-    k = noise(1, 3, 2, 4, itemsize=2)
-    before = k.clone()
-    staged = torch.zeros(32, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="heads 1 to 3 are not in a pool of 2"):
         scatter_staged(staged, k, k, locations(1), Writers.of([(1, 2)], DEVICE))
     with pytest.raises(ValueError, match=r"uint8 \[16\]"):
         scatter_staged(staged, k, k, locations(1), Writers.of([(1, 1)], DEVICE))
     with pytest.raises(ValueError, match="writers on meta"):
         scatter_staged(staged, k, k, locations(1), Writers.of([(0, 2)], "meta"))
-    assert torch.equal(k, before)
+    assert torch.equal(k, before) and (staged == POISON).all()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
 from memsaver.backup import disk_file
 from tests.helpers.memory import open_files_in
+from tests.helpers.peers import Peer
 
 PAGE = 5000  # bytes: a file of three blocks
 FILE = 3 * 4096
@@ -211,31 +212,31 @@ def test_a_failing_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert is_stored(disk, 0)
 
 
+def dying_put(pipe: Connection, directory: Path, when: str) -> None:
+    """In a process of its own."""
+    disk = filled(directory, 3)
+    written, renamed = os.pwrite, os.replace
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if when == "first block":
+            written(fd, data[:4096], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written(fd, data, offset)
+
+    def replace(old: Path, new: Path) -> None:
+        if when == "after the rename":
+            renamed(old, new)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.pwrite, os.replace = pwrite, replace  # type: ignore[assignment]
+    disk.put(KEYS[3], page(3))
+
+
 @pytest.mark.parametrize("when", ["first block", "before the rename", "after the rename"])
 def test_killed_during_put(when: str, tmp_path: Path) -> None:
-    code = f"""
-import os, signal, sys
-sys.path.insert(0, "")
-from pathlib import Path
-from tests.kvcache.tiers.test_disk import KEYS, filled, page
-disk = filled(Path({str(tmp_path)!r}), 3)
-written, renamed, when = os.pwrite, os.replace, {when!r}
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def pwrite(fd, data, offset):
-    if when == "first block":
-        written(fd, data[:4096], offset)
-        die()
-    return written(fd, data, offset)
-def replace(old, new):
-    if when == "after the rename":
-        renamed(old, new)
-    die()
-os.pwrite, os.replace = pwrite, replace
-disk.put(KEYS[3], page(3))
-"""
-    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+    peer = Peer(dying_put, tmp_path, when)
+    assert peer.dies_within(100) and peer.process.exitcode == -signal.SIGKILL
+    peer.bury()
     assert len(list(tmp_path.iterdir())) == 4
     disk = tier(tmp_path)
     assert [is_stored(disk, seed) for seed in range(4)] == [True] * 3 + [when == "after the rename"]

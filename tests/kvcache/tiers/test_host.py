@@ -1,20 +1,27 @@
-"""Host pages: bytes come back as they went, wherever they were put, and nothing beside them changes."""
+"""Host pages: bytes come back as they went, wherever they were put, and nothing beside them changes; the memory they
+take, and what is refused."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
+from kvcache import MHATokenToKVPool
 from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
-from memsaver import MemorySaver
+from kvcache.tiers import memory as memory_module
+from memsaver import HostMemoryError, MemorySaver
 from memsaver.ops.dispatch import Impl
+from tests.helpers.effort import pairwise
 from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, mha, poison
 
+Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def random_slots(cache: HostKVCache, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def random_slots(cache: HostKVCache, seed: int = 0) -> Slots:
     """Slots of scattered host pages, and as many scattered device slots, from and to where rows go."""
     generator = torch.Generator().manual_seed(seed)
     pages = cache.allocator.alloc_pages(PAGES - 2)
@@ -25,34 +32,37 @@ def random_slots(cache: HostKVCache, seed: int) -> tuple[torch.Tensor, torch.Ten
     return host_slots, *slots
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("name", POOLS)
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def host_contents(cache: HostKVCache) -> list[torch.Tensor]:
+    """`[L, slots, row bytes]` a part, the padding page left out: a copy."""
+    return [part.host.flatten(1, 2).clone() for part in cache.plan.parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "layout", "impl"), pairwise(POOLS, [1, 3, 16], LAYOUTS, ["torch", "triton"])
+)
 def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: str) -> None:
     cache = make(name, device, page_size, impl, layout=layout)
-    host_slots, source, target = random_slots(cache, 0)
-    poison(cache.pool, 1)
-    before = contents(cache.pool)
-    cache._block.copy_(torch.arange(cache.nbytes) % 251)
-    untouched = cache._block.clone()
-    cache.backup_from_device_all_layer(host_slots, source.to(device)).synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(contents(cache.pool), before, strict=True)), "a backup wrote to it"
-    changed = int((cache._block != untouched).sum())
-    assert changed <= len(host_slots) * cache.pool.bytes_per_token
-    beside = torch.ones(cache.size + page_size, dtype=torch.bool).index_fill(0, host_slots, False)[page_size:]
+    host_slots, source, target = random_slots(cache)
     for part in cache.plan.parts:
-        old = untouched.as_strided(part.host.shape, part.host.stride(), part.host.storage_offset())
-        assert torch.equal(part.host.flatten(1, 2)[:, beside], old.flatten(1, 2)[:, beside]), (
-            "another host slot changed"
-        )
+        part.host.copy_((torch.arange(part.host.numel()) % 251).view(part.host.shape))
+    poison(cache.pool, 1)
+    before, expected = contents(cache.pool), host_contents(cache)
+    cache.backup_from_device_all_layer(host_slots, source.to(device)).synchronize()
+    assert same(contents(cache.pool), before), "a backup wrote to the pool"
+    for want, saved in zip(expected, before, strict=True):
+        want[:, host_slots - page_size] = saved[:, source]
+    assert same(host_contents(cache), expected)
 
     poison(cache.pool, 2)
     expected = contents(cache.pool)
     cache.load_to_device(host_slots, target.to(device)).wait()
     for want, saved in zip(expected, before, strict=True):
         want[:, target] = saved[:, source]
-    assert all(torch.equal(a, b) for a, b in zip(contents(cache.pool), expected, strict=True))
+    assert same(contents(cache.pool), expected)
 
 
 def test_slots_may_be_strided_and_on_the_cpu(device: str) -> None:
@@ -67,6 +77,9 @@ def test_slots_may_be_strided_and_on_the_cpu(device: str) -> None:
     cache.load_to_device(host_slots, torch.arange(4, 16)[::2]).wait()
     for now, old in zip(contents(cache.pool), before, strict=True):
         assert torch.equal(now[:, 4:16:2], old[:, 3:15:2])
+    none = torch.empty(0, dtype=torch.int64)
+    cache.backup_from_device_all_layer(none, none).wait()
+    cache.load_to_device(none, none).wait(2)
 
 
 def test_a_layer_is_loaded_alone_and_layers_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,36 +91,29 @@ def test_a_layer_is_loaded_alone_and_layers_in_order(device: str, monkeypatch: p
         original(plan, rows, slots, layers, to_host, impl)
 
     monkeypatch.setattr(host, "copy_rows", spy)
-    host_slots, source, target = random_slots(cache, 3)
+    host_slots, source, target = random_slots(cache)
     poison(cache.pool, 0)
     before = contents(cache.pool)
     cache.backup_from_device_all_layer(host_slots, source).wait()
     poison(cache.pool, 1)
     expected = contents(cache.pool)
-    cache.load_to_device_per_layer(host_slots, target, 1).wait(1)
+    transfer = cache.load_to_device_per_layer(host_slots, target, 1)
+    transfer.wait(1)
     expected[0][1, target] = before[0][1, source]
-    assert torch.equal(contents(cache.pool)[0], expected[0]), "another layer changed"
+    assert same(contents(cache.pool), expected), "another layer changed"
+    with pytest.raises(ValueError, match=r"layer 2 is not copied here"):
+        transfer.wait(2)
+    transfer.synchronize()
+    assert transfer.done and Transfer(range(1), {}).done
     cache.load_to_device(host_slots, target).wait(0)
     one_by_one = [(range(layer, layer + 1), False) for layer in range(LAYERS)]
     assert copied == [(range(LAYERS), True), (range(1, 2), False), *one_by_one]
 
 
-def test_waiting_for_a_layer_that_is_not_copied(device: str) -> None:
-    cache = make("mha", device)
-    host_slots, _, target = random_slots(cache, 0)
-    transfer = cache.load_to_device_per_layer(host_slots, target, 2)
-    transfer.wait(2)
-    with pytest.raises(ValueError, match=r"layer 1 is not copied here"):
-        transfer.wait(1)
-    transfer.synchronize()
-    assert transfer.done
-    assert Transfer(range(1), {}).done
-
-
 @pytest.mark.gpu
 def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make("mha", "cuda:0", 16)
-    host_slots, source, target = random_slots(cache, 0)
+    host_slots, source, target = random_slots(cache)
     cache.backup_from_device_all_layer(host_slots, source).synchronize()
     original = host.copy_rows
     held = torch.cuda.Event()
@@ -131,16 +137,16 @@ def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     """What the disk keeps is the same from both layouts, and comes back."""
     cache, other = make(name, device, layout=layout), make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]])
+    strides = [each.plan.parts[0].host.stride()[:2] for each in (cache, other)]
+    assert strides[0] != strides[1], "so there is one layout only"
     poison(cache.pool, 5)
     pages = cache.allocator.alloc_pages(3)
     assert pages is not None
     device_slots = cache.page_size + torch.arange(3 * cache.page_size)
     cache.backup_from_device_all_layer(cache.slots_of(pages), device_slots)
     content = cache.read_page(2)
-    assert content.shape == (cache.page_size * cache.pool.bytes_per_token,)
     slots = device_slots[cache.page_size : 2 * cache.page_size]
-    rows = [part[:, slots].flatten() for part in contents(cache.pool)]
-    assert torch.equal(content, torch.cat(rows))
+    assert torch.equal(content, torch.cat([part[:, slots].flatten() for part in contents(cache.pool)]))
     there = other.allocator.alloc_pages(2)
     assert there is not None
     other.write_page(2, content)
@@ -151,10 +157,9 @@ def test_wrong_slots_copy_nothing(device: str) -> None:
     cache = make("mha", device)
     pages = cache.allocator.alloc_pages(2)
     assert pages is not None
-    good = cache.slots_of(pages)
-    cache._block.zero_()
+    good, device_slots = cache.slots_of(pages), torch.arange(3, 9)
     poison(cache.pool, 0)
-    device_slots = torch.arange(3, 9)
+    before = contents(cache.pool), host_contents(cache)
     wrong: list[tuple[torch.Tensor, torch.Tensor, str]] = [
         (good + 3, device_slots, "host page 3 is free"),
         (good - 3, device_slots, "page 0"),
@@ -165,32 +170,21 @@ def test_wrong_slots_copy_nothing(device: str) -> None:
         (good, device_slots.int(), "int64"),
     ]
     for host_slots, slots, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            cache.backup_from_device_all_layer(host_slots, slots)
-        with pytest.raises(ValueError, match=message):
-            cache.load_to_device(host_slots, slots)
+        for start in (cache.backup_from_device_all_layer, cache.load_to_device):
+            with pytest.raises(ValueError, match=message):
+                start(host_slots, slots)
     with pytest.raises(ValueError, match="layer 3 is not in this pool"):
         cache.load_to_device_per_layer(good, device_slots, LAYERS)
     with pytest.raises(ValueError, match="host page 5 is free"):
         cache.read_page(5)
     with pytest.raises(ValueError, match="a page is uint8"):
         cache.write_page(1, torch.zeros(5, dtype=torch.uint8))
-    assert not cache._block.any()
-
-
-def test_double_free_is_told(device: str) -> None:
-    cache = make("mha", device)
-    pages = cache.allocator.alloc_pages(2)
-    assert pages is not None
-    cache.allocator.free_pages(pages)
-    with pytest.raises(ValueError, match="double free"):
-        cache.allocator.free_pages(pages)
-    cache.allocator.check_integrity()
+    assert same(contents(cache.pool), before[0]) and same(host_contents(cache), before[1])
 
 
 def test_scales_that_change_are_refused(device: str) -> None:
     cache = make("fp8", device)
-    host_slots, source, target = random_slots(cache, 0)
+    host_slots, source, target = random_slots(cache)
     cache.backup_from_device_all_layer(host_slots, source)
     cache.pool.set_scales(1, 2.0, 1.0)
     cache.load_to_device_per_layer(host_slots, target, 0).wait()
@@ -199,18 +193,10 @@ def test_scales_that_change_are_refused(device: str) -> None:
             start(host_slots, target)
 
 
-def test_empty_transfers(device: str) -> None:
-    cache = make("mha", device)
-    none = torch.empty(0, dtype=torch.int64)
-    cache.backup_from_device_all_layer(none, none).wait()
-    cache.load_to_device(none, none).wait(2)
-
-
 def test_pages_outlive_a_pause_of_the_pool(device: str) -> None:
     saver = MemorySaver(device)
-    pool_class = type(POOLS["mha"](device, 4))
-    cache = HostKVCache(pool_class(mha(device, 4), saver), HostCacheConfig(ratio=1.0))
-    host_slots, source, target = random_slots(cache, 0)
+    cache = HostKVCache(MHATokenToKVPool(mha(device, 4), saver), HostCacheConfig(ratio=1.0))
+    host_slots, source, target = random_slots(cache)
     poison(cache.pool, 0)
     before = contents(cache.pool)
     cache.backup_from_device_all_layer(host_slots, source).synchronize()
@@ -220,29 +206,89 @@ def test_pages_outlive_a_pause_of_the_pool(device: str) -> None:
     cache.load_to_device(host_slots, target).wait()
     for now, old in zip(contents(cache.pool), before, strict=True):
         assert torch.equal(now[:, target], old[:, source])
+    saver.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
     """Strides that only int64 can follow: two rows, 5 GiB apart on both sides, nothing touched between them."""
     far = 5 << 30
     device_block = torch.empty(far + 64, dtype=torch.uint8, device=device)
-    host_block = memory_of(far + 64, device)
-    plan = host_copy.HostCopyPlan(
-        [
-            host_copy.Side(
-                device_block.as_strided((1, 2, 64), (64, far, 1)),
-                host_block.as_strided((1, 2, 1, 64), (64, far, 64, 1)),
-            )
-        ]
+    host_block = torch.empty(far + 64, dtype=torch.uint8, pin_memory=device != "cpu")
+    sides = (
+        device_block.as_strided((1, 2, 64), (64, far, 1)),
+        host_block.as_strided((1, 2, 1, 64), (64, far, 64, 1)),
     )
     rows = torch.arange(2, device=device)
     device_block[:64], device_block[far:] = 1, 2
+    plan = host_copy.HostCopyPlan([host_copy.Side(*sides)])
     host_copy.copy_rows(plan, rows, rows.flip(0), range(1), True, impl)
     if device != "cpu":
         torch.cuda.synchronize()
     assert host_block[:64].eq(2).all() and host_block[far:].eq(1).all()
 
 
-def memory_of(nbytes: int, device: str) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "cpu")
+# ---------------------------------------------------------------- memory
+
+
+def test_bytes_are_exact(device: str) -> None:
+    pool = POOLS["odd heads"](device, 3)
+    page = 3 * LAYERS * 3 * (5 + 7) * 2
+    for config, pages in (
+        (HostCacheConfig(ratio=2.0), 2 * PAGES),
+        (HostCacheConfig(ratio=0.5), PAGES // 2),
+        (HostCacheConfig(size_bytes=5 * page - 1), 4),
+        (HostCacheConfig(size_bytes=5 * page), 5),
+    ):
+        cache = HostKVCache(pool, config)
+        assert (cache.nbytes, cache.size, cache.page_bytes) == (pages * page, 3 * pages, page)
+        assert sum(part.host.numel() for part in cache.plan.parts) == pages * page
+    with pytest.raises(ValueError, match="hold no page"):
+        HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_belongs_to_one_row(layout: Any) -> None:
+    parts = [part.host for part in make("double-sparse", "cpu", layout=layout).plan.parts]
+    for part in parts:
+        part.zero_()
+    for part in parts:
+        part.add_(1)
+    assert all(bool((part == 1).all()) for part in parts)
+
+
+def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "either ratio or size_bytes"),
+        ({"ratio": 1.0, "size_bytes": 1}, "either ratio or size_bytes"),
+        ({"ratio": 0.0}, "positive"),
+        ({"size_bytes": -1}, "positive"),
+        ({"ratio": 1.0, "layout": "token_first"}, "no layout"),
+    ]
+    for fields, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            HostCacheConfig(**fields)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 2 << 20)
+    with pytest.raises(HostMemoryError, match=r"more than 0.8 .* make the tier smaller"):
+        make("mha", device)
+
+
+def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    given = []
+    original = memory_module.host_pages.give_back
+    cache = make("mha", device)
+    view = cache.plan.parts[0].host[0, 0]
+    address = view.data_ptr()
+
+    def spy(*arguments: Any) -> None:  # others' memory may be given back, too
+        given.extend([arguments[1]] if arguments[0] == address else [])
+        original(*arguments)
+
+    monkeypatch.setattr(memory_module.host_pages, "give_back", spy)
+    del cache
+    gc.collect()
+    assert not given, "somebody still looks at it"
+    del view
+    gc.collect()
+    assert given == [2 << 20]

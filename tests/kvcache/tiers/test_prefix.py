@@ -197,8 +197,8 @@ def test_a_random_workload_never_sees_a_stale_slot(
         allocate(fd, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", sometimes_full)
-    for _ in range(rounds(600, 20_000)):
-        step = dice.choices(["run", "evict", "raise", "late", "pause", "disk", "damage"], [60, 8, 1.5, 3, 1.5, 2, 2])[0]
+    for _ in range(rounds(350, 20_000)):
+        step = dice.choices(["run", "evict", "raise", "late", "pause", "disk", "damage"], [60, 8, 3, 3, 1.5, 2, 2])[0]
         tokens = [dice.randint(0, 1) for _ in range(dice.randint(0, 8 * PS))]
         salt = dice.choice([None, None, "lora"])
         if step == "run":
@@ -228,5 +228,5 @@ def test_a_random_workload_never_sees_a_stale_slot(
         engine.cache.check_integrity()
         engine.ledger.check_integrity()
         assert engine.ledger.available_pages + engine.cache.total_size // PS == DEVICE_PAGES
-    assert min(seen[what] for what in ("device", "loaded", "misses")) >= 20 and seen["raised"] >= 3, seen
+    assert min(seen[what] for what in ("device", "loaded", "misses")) >= 10 and seen["raised"] >= 2, seen
     assert (engine.cache.lower.lost_pages > 0) == on_disk
