@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from memsaver import LeaseError, MemorySaver, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.types import Manifest
-from tests.helpers.memory import family_bytes, memory_maps, open_fds
+from tests.helpers.memory import family_bytes, memory_maps, settled_fds
 from tests.helpers.peers import Gone
 from tests.helpers.trainer_bridge.engines import PipedEngine
 from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
@@ -102,13 +101,13 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
 def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
         resting = []
-        for version in range(200):
+        for version in range(60):
             trainer.share_weights(version, verify=version % 20 == 0)
             engine.sleep(level=2)
-            if version in (9, 199):
-                resting.append((open_fds(), memory_maps(), family_bytes("cpu")))
+            if version in (9, 59):
+                resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
         first, last = resting
-        assert last[0] <= first[0] and last[1] <= first[1] + 8 and last[2] == first[2]
+        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]  # one a round would be 50
 
 
 def test_lent_parameters_are_neither_changed_nor_parked(device: str, model_path: str, tmp_path: Path) -> None:
@@ -248,7 +247,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(shape=shapes(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), base=st.sampled_from([0, 256]))
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_parameters_lie_where_the_layout_says(shape: dict[str, Any], dtype: torch.dtype, base: int) -> None:
     groups = decoder_groups(**shape)
     (layout,) = manifests(groups, 1, dtype, base, shape["tied"])
@@ -266,16 +265,6 @@ def test_parameters_lie_where_the_layout_says(shape: dict[str, Any], dtype: torc
         assert bool((tensor == number).all()), "another parameter lies on this one"
 
 
-@given(shape=shapes(), size=st.sampled_from([2, 4]), data=st.data())
-@settings(derandomize=True, deadline=None, max_examples=30)
-def test_a_part_of_the_weights_is_no_layout(shape: dict[str, Any], size: int, data: st.DataObject) -> None:
-    shape |= {"heads": 4, "kv_heads": 4, "inner": 8, "hidden": 8}
-    layout = data.draw(st.sampled_from(manifests(decoder_groups(**shape), size, torch.float32, 0, shape["tied"])))
-    params = {name: torch.empty(each) for name, each in parameters(decoder_groups(**shape)).items()}
-    with pytest.raises(ValueError, match=r"self_attn.q_proj.weight: the rollout has a part \(\d, 8\) of \(8, 8\)"):
-        byte_offsets(layout, params)
-
-
 def test_everything_that_does_not_agree_is_listed() -> None:
     layout = manifest(
         piece("same", 0, (4, 2)),
@@ -283,18 +272,20 @@ def test_everything_that_does_not_agree_is_listed() -> None:
         piece("strided", 128, (4, 2), strides=(4, 1)),
         piece("half", 256, (2, 2), global_shape=(4, 2), start=(0, 0)),
         piece("half", 272, (2, 2), global_shape=(4, 2), start=(2, 0)),
+        piece("part", 384, (2, 2), global_shape=(4, 2), start=(2, 0)),
         piece("theirs", 512, (1,)),
         aliases={"tied": "same"},
     )
     layout = dataclasses.replace(layout, zeros=((1024, 4),))
-    params = {name: torch.empty(4, 2) for name in ("tied", "wide", "strided", "half", "ours")}
+    params = {name: torch.empty(4, 2) for name in ("tied", "wide", "strided", "half", "part", "ours")}
     with pytest.raises(ValueError) as caught:
         byte_offsets(layout, params)
     assert str(caught.value) == (
         "the trainer's parameters cannot lie as the rollout's do: ours is not in the rollout's layout; theirs is not "
         "in the trainer; the rollout's layout has padding, as of one rank of several; wide: torch.float32 in the "
         "trainer, torch.bfloat16 in the rollout; strided: its elements are not adjacent in the rollout; half: the "
-        "rollout has it in parts; half: the rollout has it in parts; leave layout away, and sync by copies"
+        "rollout has it in parts; half: the rollout has it in parts; part: the rollout has a part (2, 2) of (4, 2); "
+        "leave layout away, and sync by copies"
     )
 
 
@@ -302,7 +293,7 @@ def test_everything_that_does_not_agree_is_listed() -> None:
 
 
 def test_an_engine_that_dies_has_lent_pages_no_longer(
-    device: str, model_path: str, make_trainer: Callable[..., Trainer], record_property: Callable[..., None]
+    device: str, model_path: str, make_trainer: Callable[..., Trainer]
 ) -> None:
     engines = [PipedEngine(model_path, device, **ENGINE) for _ in range(2)]
     try:
@@ -324,15 +315,7 @@ def test_an_engine_that_dies_has_lent_pages_no_longer(
         trainer.park("params")
         trainer.restore("params")
         trainer.connect(engines[1:])
-        record_property("share_ms", 1e3 * min(_share(trainer, engines[1], version) for version in range(3, 23)))
+        assert trainer.share_weights(3).version == 3
     finally:
         for engine in engines:
             engine.peer.bury()
-
-
-def _share(trainer: Trainer, engine: PipedEngine, version: int) -> float:
-    started = time.perf_counter()
-    trainer.share_weights(version)
-    seconds = time.perf_counter() - started
-    engine.sleep(level=2)
-    return seconds

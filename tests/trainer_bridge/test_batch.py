@@ -65,7 +65,7 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], mes
         SequenceBatch(**{**fields, **changes})
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
 def test_ranks_share_the_sequences_in_equal_steps(count: int, world: int, size: int) -> None:
     batch = make_batch(count, seed=count)

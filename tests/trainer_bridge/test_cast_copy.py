@@ -142,7 +142,7 @@ def box_placements(
     ]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @drawn(
     dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3),
     offset=st.integers(0, 9).map(lambda n: 4 * n),

@@ -61,7 +61,7 @@ def test_all_get_all_values_and_the_store_does_not_grow() -> None:
     assert max(keys) <= 3 * 4, "keys of rounds long past are still there"
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(0, 3), st.sets(st.integers(0, 3)))
 def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(size: int, at: int, failing: set[int]) -> None:
     def run(consensus: StoreConsensus) -> int:

@@ -108,7 +108,7 @@ def execute(case: Case, plan: Plan) -> tuple[list[Pages], Counter[tuple[int, int
     return pages, links
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases())
 def test_every_target_byte_is_written_once_with_the_right_value_and_the_least_over_links(case: Case) -> None:
     plan = make_plan(case.shards, case.targets, case.places)

@@ -85,12 +85,11 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     assert target.leases() == 0
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_write_into_each_others_targets(world: int, device: str, make_target: Callable[..., PageTarget]) -> None:
+def test_ranks_write_into_each_others_targets(device: str, make_target: Callable[..., PageTarget]) -> None:
     """Two tensor-parallel targets of rank 0, one replica of the last rank."""
     parts = [make_target(columns(rank), place="elsewhere" if rank else "here") for rank in range(2)]
-    replica = make_target(place="here")
-    made = ranks(device, world, [parts, *([[]] * (world - 2)), [replica]])
+    replica, world = make_target(place="here"), 3
+    made = ranks(device, world, [parts, [], [replica]])
 
     def run(number: int, rank: Rank) -> SyncReceipt:
         assert rank.sync is not None
@@ -109,11 +108,7 @@ def test_ranks_write_into_each_others_targets(world: int, device: str, make_targ
         assert result.link_bytes == sum(parts[1].read(i).nbytes for i in range(3)), "all ranks are here"
 
 
-STAGES = ["begin", "verify", "commit"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("stage", "failing"), [("begin", 0), ("verify", 1), ("commit", 0), ("commit", 1)])
 def test_a_target_that_fails_ends_the_sync_on_all_ranks(
     stage: str, failing: int, make_target: Callable[..., PageTarget], device: str
 ) -> None:

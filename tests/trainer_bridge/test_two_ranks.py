@@ -6,6 +6,7 @@ Sizes that two does not divide, so that the second rank's shards are shorter and
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import config, make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
-from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Trainer, model
 from trainer_bridge.model import shard_box
 
 UNEVEN = {
@@ -34,6 +35,7 @@ UNEVEN = {
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
 STEPS = 2
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
+BLOCK = 5 * 33 + 7  # elements that are drawn at once, not a whole number of rows
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
 
 
@@ -123,6 +125,24 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
 
+def described(path: Path) -> str:
+    """A model without weights. The padding row is the second rank's: 97 words are shards of 49 and 48 rows."""
+    write_model(path, **UNEVEN)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
+    (path / "model.safetensors").unlink()
+    return str(path)
+
+
+def drawn(path: str) -> dict[str, Any]:
+    """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is sharded by columns.
+    boxes: of the shards."""
+    columns = {"model.layers.1.self_attn.o_proj.weight": 1}
+    once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
+    assert_same_bits(once.shards(), again.shards())
+    return {"shards": dict(once.shards()), "boxes": {name: shard_box(p) for name, p in once.model.named_parameters()}}
+
+
 def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
     """A trainer that has critic and reference: what they say and learn, before and after they were parked."""
     trainer = Trainer(config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver)
@@ -161,6 +181,9 @@ def worker(rank: int, path: str, out: str) -> None:
     result["adapted"] = adapted(trainer, path, out)
     result["failed"] = failing_sync(trainer, path)
     result["models"] = with_models(path, memsaver.MemorySaver())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "BLOCK_ELEMENTS", BLOCK)
+        result["drawn"] = drawn(f"{out}/described")
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
 
@@ -169,6 +192,7 @@ def worker(rank: int, path: str, out: str) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
+    described(out / "described")
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -227,6 +251,23 @@ def test_both_ranks_write_one_version(two_ranks: Ranks) -> None:
     assert first["synced"]["receipt"].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
     for name, value in first["weights"].items():
         assert torch.equal(first["synced"][name], value), name
+
+
+def test_two_ranks_draw_the_model_of_one(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "BLOCK_ELEMENTS", BLOCK)
+    alone = make_trainer(str(two_ranks[1] / "described"), random_init=True).shards()
+    seen = dict.fromkeys(alone, 0)
+    for result in (each["drawn"] for each in two_ranks[2]):
+        for name, shard in result["shards"].items():
+            box = tuple(slice(at, at + size) for at, size in zip(*result["boxes"][name], strict=True))
+            assert torch.equal(shard, alone[name][box]), name
+            seen[name] += shard.numel()
+    assert seen == {name: whole.numel() for name, whole in alone.items()}
+    rows = alone["model.embed_tokens.weight"]
+    assert (rows == 0).all(1).nonzero().flatten().tolist() == [60]
+    assert len({tuple(row.tolist()) for row in rows}) == 97, "blocks repeat each other"
 
 
 def test_a_rank_that_fails_to_write_is_heard_of_by_all(two_ranks: Ranks) -> None:

@@ -100,11 +100,6 @@ class Whole:
     a: dict[str, Tensor]
     b: dict[str, Tensor]
 
-    def exact(self, name: str) -> tuple[Tensor, Tensor]:
-        """fp64: the value of a derived parameter, and the sum of the sizes of what it is made of."""
-        base, a, b = self.base[name].double(), self.a[name].double(), self.b[name].double()
-        return base + SCALE * b @ a, base.abs() + SCALE * b.abs() @ a.abs()
-
 
 def whole(layout: Layout, seed: int, lora: Sequence[str] = ()) -> Whole:
     generator = torch.Generator().manual_seed(seed)

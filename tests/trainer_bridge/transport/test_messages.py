@@ -52,7 +52,7 @@ def elements(copy: Copy) -> dict[tuple[int, int], tuple[object, ...]]:
     return found
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(copies(), st.sampled_from([4, 20, 64, 10_000]))
 def test_messages_are_bounded_and_lose_nothing(given_copies: list[Copy], limit: int) -> None:
     made = messages(given_copies, limit)
@@ -70,7 +70,7 @@ def test_messages_are_bounded_and_lose_nothing(given_copies: list[Copy], limit: 
     assert [m.target for m in made] == sorted(m.target for m in made)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(copies(), st.sampled_from([20, 64, 10_000]))
 def test_packed_and_unpacked_is_copied(given_copies: list[Copy], limit: int) -> None:
     """By tables and by the boxes of a handle; digests are those of the elements at their places."""
