@@ -17,23 +17,8 @@ from typing import Any
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import (
-    GIB,
-    MIB,
-    Case,
-    Figure,
-    Figures,
-    Sampler,
-    Scale,
-    Times,
-    figures,
-    make_scale,
-    median_ms,
-    others_write,
-    parser,
-    run_cases,
-    timed,
-)
+from tests.benchmarks import common
+from tests.benchmarks.common import GIB, MIB, Case, Figure, Figures, Scale, Times, figures
 from tests.benchmarks.rival_tms import in_its_process
 
 COUNT, TENSOR = 182, 45 * MIB  # 8 GiB
@@ -72,7 +57,7 @@ def floor(scale: Scale) -> Figures:
         "resume": lambda: device.copy_(host, non_blocking=True),
         "both, each way": both,
     }
-    return figures({name: 2 * median_ms(way, REPEATS, 2) for name, way in ways.items()})
+    return figures({name: 2 * common.median_ms(way, REPEATS, 2) for name, way in ways.items()})
 
 
 @contextmanager
@@ -165,10 +150,10 @@ def swap(scale: Scale) -> Figures:
         saver.resume(back)
 
     turns = [("two", "one"), ("one", "two")] * 3
-    in_turn = [timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
+    in_turn = [common.timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
     saver.trim()
-    swapped = [timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns]
-    with Sampler(scale.device) as sampler:
+    swapped = [common.timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns]
+    with common.Sampler(scale.device) as sampler:
         for away, back in turns:
             saver.swap(pause=away, resume=back)
     assert int(two[0]) == int(two[-1]) == 2 and bool((two[::MIB] == 2).all())
@@ -208,14 +193,14 @@ def dd(*options: str) -> None:
     subprocess.run(["dd", *options], check=True, capture_output=True)
 
 
-a_second, written = partial(others_write, nbytes=0), partial(others_write, nbytes=COUNT * TENSOR)
+a_second, written = partial(common.others_write, nbytes=0), partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
     "host, extents kept": partial(to_the_host, "keep", at_once),
     "host, extents to the driver, resumed at once": partial(to_the_host, "driver", at_once),
     "the same, resumed a second later": partial(to_the_host, "driver", a_second),
     "the same, written by others meanwhile": partial(
-        to_the_host, "driver", partial(others_write, nbytes=COUNT * TENSOR)
+        to_the_host, "driver", partial(common.others_write, nbytes=COUNT * TENSOR)
     ),
     "torch_memory_saver, retain_cpu_backup": rival("retain"),
     "torch_memory_saver": rival(),
@@ -233,12 +218,12 @@ def bar(name: str, figure: Figure) -> tuple[str, str] | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__, [*CASES, DISK])
+    options = common.parser(__doc__, [*CASES, DISK])
     options.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure")
     args = options.parse_args(arguments)
-    cases, scale = {**CASES, DISK: partial(disk, args.disk)}, make_scale(args)
+    cases, scale = {**CASES, DISK: partial(disk, args.disk)}, common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
-    run_cases("bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar)
+    common.run_cases("bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar)
 
 
 if __name__ == "__main__":

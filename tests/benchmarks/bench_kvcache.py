@@ -14,8 +14,8 @@ import torch
 from tests.benchmarks.common import Case, Figure, Figures, Scale, measured_copy_rate, parser, run_cases
 from tests.benchmarks.kvcache import (
     blocks,
+    engines,
     expand,
-    groups,
     overlap,
     radix,
     reads,
@@ -24,8 +24,8 @@ from tests.benchmarks.kvcache import (
     sharing,
     staging,
     tiers,
-    transfer,
 )
+from tests.benchmarks.kvcache.transfer import transfer
 
 GPU_CASES: dict[str, Case] = {
     "pages to tokens, extend": expand.extend,
@@ -35,11 +35,11 @@ GPU_CASES: dict[str, Case] = {
     "fp8 and FP4": rows.quantised,
     "attention reads": reads.read,
     "resize": resize.resize,
-    "group prefill": groups.prefill,
+    "group prefill": engines.prefill,
     "host tier": tiers.host,
     "load overlap": overlap.overlap,
     "staging": staging.staging,
-    "split transfer": transfer.transfer,
+    "split transfer": transfer,
 }
 # on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}

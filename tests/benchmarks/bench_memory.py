@@ -11,23 +11,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from memsaver import MemorySaver
-from tests.benchmarks.common import (
-    GIB,
-    MIB,
-    Case,
-    Figure,
-    Figures,
-    Scale,
-    Times,
-    figures,
-    free_bytes,
-    make_scale,
-    median_ms,
-    others_write,
-    parser,
-    run_cases,
-    settle,
-)
+from tests.benchmarks import common
+from tests.benchmarks.common import GIB, MIB, Case, Figure, Figures, Scale, Times, figures
 from tests.benchmarks.floors import extent_by_driver
 from tests.benchmarks.rival_tms import in_its_process
 from tests.helpers.peers import Peer
@@ -70,7 +55,7 @@ def kept(scale: Scale) -> Figures:
 
 def _write(fill: bool, scale: Scale) -> None:
     """fill: another allocation takes and writes all memory, so that what comes next has to be cleared."""
-    others_write(scale, free_bytes() if fill else 0)
+    common.others_write(scale, common.free_bytes() if fill else 0)
 
 
 def to_the_driver(fill: bool, scale: Scale) -> Figures:
@@ -106,7 +91,7 @@ def _other(pipe: Connection, device: torch.device, nbytes: int) -> None:
             theirs = saver.empty(nbytes, torch.uint8, tag="theirs")  # takes what was handed over
         saver.resume("theirs")
         theirs.fill_(255)
-        settle()
+        common.settle()
         saver.pause("theirs", release="hand_over", to=ticket)
         pipe.send(saver.report().committed_bytes)
     del tensor
@@ -154,7 +139,7 @@ def allocating(scale: Scale) -> Figures:
     saver = MemorySaver(scale.device)
 
     def measured() -> float:  # a millisecond each: the host's other work shows in few
-        return median_ms(lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0))
+        return common.median_ms(lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0))
 
     before = measured()
     with saver.region("kv"):
@@ -184,10 +169,10 @@ def bar(name: str, figure: Figure) -> tuple[str, str] | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parser(__doc__, CASES).parse_args(arguments)
-    scale = make_scale(args)
+    args = common.parser(__doc__, CASES).parse_args(arguments)
+    scale = common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB, no backup, unless said otherwise")
-    run_cases("bench_memory", {name: partial(CASES[name], scale) for name in args.cases}, args.out, bar)
+    common.run_cases("bench_memory", {name: partial(CASES[name], scale) for name in args.cases}, args.out, bar)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,9 +44,9 @@ class Plan:
 class Way:
     """What a rank saw. ms: of each round, from barrier to barrier. requests, nbytes: that it sent in one round."""
 
-    ms: list[float] = field(default_factory=list)
-    requests: float = 0
-    nbytes: float = 0
+    ms: list[float]
+    requests: float
+    nbytes: float
 
 
 Seen = dict[str, Way]
@@ -85,29 +86,29 @@ class Rank:
         )  # fmt: skip
         self.k, self.v = pool_layers(self.pool)
         self.slots = shuffled_slots(self.device, plan.long, pages)
-        self.seen: Seen = {}
+        self.seen, self.writer = Seen(), MappedWriter()
 
     def rounds(self, way: str, send: Callable[[], None] = _nothing, receive: Callable[[], None] = _nothing) -> None:
         """All send, then all receive; both end with their work on the device. As many barriers whatever is measured."""
-        self.seen[way] = Way()
-        for i in range(WARMUP + self.plan.rounds):
+        before, times = (self.writer.requests, self.writer.nbytes), list[float]()
+        count = WARMUP + self.plan.rounds
+        for _ in range(count):
             dist.barrier()
             started = time.perf_counter()
             send()
             dist.barrier()
             receive()
             dist.barrier()
-            if i >= WARMUP:
-                self.seen[way].ms.append((time.perf_counter() - started) * 1e3)
+            times.append((time.perf_counter() - started) * 1e3)
+        requests, nbytes = self.writer.requests - before[0], self.writer.nbytes - before[1]
+        self.seen[way] = Way(ms=times[WARMUP:], requests=requests / count, nbytes=nbytes / count)
 
     def content(self, part: int) -> Tensor:
         """Keys (0) or values (1) of the long prompt as int16 `[L, tokens, heads, D]`: each row is another one."""
-        sizes = self.plan.layers, self.plan.long, self.heads, self.plan.head_dim
-        layer, token, head, column = torch.meshgrid(
-            *(torch.arange(n, device=self.device) for n in sizes), indexing="ij"
-        )
-        head = head + self.number * self.heads
-        return ((layer * 4099 + token * 31 + head * 9973 + column * 7 + part * 13) % 32749).short()
+        shape = self.plan.layers, self.plan.long, HEADS, self.plan.head_dim
+        values = torch.arange(math.prod(shape), device=self.device).view(shape)
+        first = self.number * self.heads
+        return ((values[:, :, first : first + self.heads] + 16381 * part) % 32749).short()
 
 
 @dataclass(kw_only=True)
@@ -137,33 +138,33 @@ def write(me: Rank) -> Seen:
     plan = me.plan
     for part, rows in enumerate((me.k, me.v)):
         rows.view(torch.int16)[:, me.slots] = me.content(part)
-    writer, leases = MappedWriter(), contextlib.ExitStack()
-    peers = _peers(me, writer, leases)
+    leases = contextlib.ExitStack()
+    peers = _peers(me, leases)
     largest = max(staged_bytes(me.k, me.v, plan.long, peer.part.num_heads) for peer in peers)
     buffer = torch.empty(largest, dtype=torch.uint8, device=me.device)
     for tokens in (plan.long, plan.short):
-        _counted(me, writer, f"staged {tokens}", partial(_send, me, writer, peers, buffer, tokens))
+        me.rounds(f"staged {tokens}", partial(_send, me, peers, buffer, tokens))
     copies = [pair for peer in peers for pair in _copies(me, peer, plan.short)]
     me.rounds(f"per token {plan.short}", partial(_copy_each, me, copies))
     me.seen[f"per token {plan.short}"].requests = len(copies)
     for tokens in (plan.long, plan.short):
-        _counted(me, writer, f"plain copy {tokens}", partial(_send, me, writer, peers, buffer, tokens, gather=False))
+        me.rounds(f"plain copy {tokens}", partial(_send, me, peers, buffer, tokens, gather=False))
     me.rounds("idle")
     copies.clear()  # they and the peers' pools dangle when the leases end
     peers.clear()
-    writer.close()
+    me.writer.close()
     leases.close()
     dist.barrier()
     return me.seen
 
 
-def _peers(me: Rank, writer: MappedWriter, leases: contextlib.ExitStack) -> list[Peer]:
+def _peers(me: Rank, leases: contextlib.ExitStack) -> list[Peer]:
     plan, peers = me.plan, []
     for number, target in enumerate(_exchange(plan, None)):
         parts = head_writers(plan.writers, plan.readers, number, HEADS)
         for part in parts:
             if part.src_tp_rank == me.number:
-                writer.open(number, target.ring_bytes, target.ring, me.device)
+                me.writer.open(number, target.ring_bytes, target.ring, me.device)
                 lease = leases.enter_context(attach(target.pool))
                 k, v = (lease.tensor(target.shape, torch.bfloat16, offset) for offset in target.offsets)
                 before = sum(each.num_heads for each in parts if each.src_tp_rank < me.number)
@@ -171,24 +172,14 @@ def _peers(me: Rank, writer: MappedWriter, leases: contextlib.ExitStack) -> list
     return peers
 
 
-def _counted(me: Rank, writer: MappedWriter, way: str, send: Callable[[], None]) -> None:
-    requests, nbytes = writer.requests, writer.nbytes
-    me.rounds(way, send)
-    rounds = WARMUP + me.plan.rounds
-    me.seen[way].requests = (writer.requests - requests) / rounds
-    me.seen[way].nbytes = (writer.nbytes - nbytes) / rounds
-
-
-def _send(
-    me: Rank, writer: MappedWriter, peers: Sequence[Peer], buffer: Tensor, tokens: int, gather: bool = True
-) -> None:
+def _send(me: Rank, peers: Sequence[Peer], buffer: Tensor, tokens: int, gather: bool = True) -> None:
     """As an outbox does, or without the gather: one plain copy of as many bytes."""
     for peer in peers:
         staged = buffer[: staged_bytes(me.k, me.v, tokens, peer.part.num_heads)]
-        writer.settle(peer.number)
+        me.writer.settle(peer.number)
         if gather:
             gather_staged(me.k, me.v, me.slots[:tokens], peer.part.src_head_start, peer.part.num_heads, staged)
-        writer.put(peer.number, staged, staged_bytes(me.k, me.v, tokens, peer.before))
+        me.writer.put(peer.number, staged, staged_bytes(me.k, me.v, tokens, peer.before))
 
 
 def _copies(me: Rank, peer: Peer, tokens: int) -> list[tuple[Tensor, Tensor]]:

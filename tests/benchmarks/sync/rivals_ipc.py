@@ -19,18 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tests.benchmarks.common import Figures, settle, timed
-from tests.benchmarks.sync.base import (
-    TARGET,
-    WARMUP,
-    Source,
-    SyncScale,
-    check,
-    make_source,
-    make_target,
-    pair,
-    rise_of,
-    synced,
-)
+from tests.benchmarks.sync import base
+from tests.benchmarks.sync.base import TARGET, WARMUP, Source, SyncScale, synced
 from tests.benchmarks.sync.shapes import Shapes
 
 Message = list[tuple[Any, list[tuple[str, int]]]]
@@ -53,7 +43,7 @@ def buckets(scale: SyncScale) -> Figures:
 def _measure(name: str, send: Send, scale: SyncScale) -> Figures:
     found = []
     for source in scale.sources:
-        (ms, rise), _ = pair(scale, _trainer, _engine, send, scale, source)
+        (ms, rise), _ = base.pair(scale, _trainer, _engine, send, scale, source)
         found += synced(scale, f"{source}: {name}", ms, source.copied, rise=rise)
     return found
 
@@ -64,14 +54,14 @@ def _measure(name: str, send: Send, scale: SyncScale) -> Figures:
 def _trainer(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> tuple[float, int]:
     """Median ms, and the device's rise in the first sync, which has nothing cached."""
     device = scale.place()
-    tensors = make_source(source, device)
+    tensors = base.make_source(source, device)
     settle(device)
     assert pipe.recv() == "ready"
 
     def sync() -> None:
         send(pipe, scale, tensors)
 
-    rise = rise_of(device, sync)
+    rise = base.rise_of(device, sync)
     times = [timed(sync, device) for _ in range(WARMUP + scale.repeats)]
     pipe.send_bytes(END)
     assert pipe.recv() == "checked"
@@ -123,13 +113,13 @@ def split(shapes: Shapes, nbytes: int) -> Iterator[list[str]]:
 
 def _engine(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> None:
     device = scale.place()
-    target = make_target(source, device)
+    target = base.make_target(source, device)
     settle(device)
     pipe.send("ready")
     while (data := pipe.recv_bytes()) != END:
         _take(data, target)
         pipe.send("copied")
-    check(target, source)
+    base.check(target, source)
     pipe.send("checked")
 
 

@@ -14,18 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.benchmarks.common import Figures, settle, timed
-from tests.benchmarks.sync.base import (
-    RANKS,
-    TARGET,
-    WARMUP,
-    Source,
-    SyncScale,
-    check,
-    content,
-    make_target,
-    ranks,
-    synced,
-)
+from tests.benchmarks.sync import base
+from tests.benchmarks.sync.base import RANKS, TARGET, WARMUP, Source, SyncScale, content, synced
 from tests.benchmarks.sync.rivals_ipc import split
 
 Seen = dict[str, list[float]]
@@ -34,7 +24,7 @@ Seen = dict[str, list[float]]
 
 def replicas(scale: SyncScale) -> Figures:
     """`full_tensor()` + copy, and gathered buckets."""
-    found, by_rank = [], ranks(scale, _replicas)
+    found, by_rank = [], base.ranks(scale, _replicas)
     for source, *seen in zip(scale.sources, *by_rank, strict=True):
         found += _figures(scale, f"{source}: ", source.params // RANKS, seen)
     return found
@@ -44,7 +34,7 @@ def all_gather(scale: SyncScale) -> Figures:
     """One NCCL all-gather of the whole model in bf16, as it comes: nothing is where an engine wants it."""
     part = scale.sources[0].params // RANKS
     name = f"bfloat16, {part * RANKS / 1e9:.2f} G: "
-    return _figures(scale, name, part, ranks(scale, _all_gather, part))
+    return _figures(scale, name, part, base.ranks(scale, _all_gather, part))
 
 
 def _figures(scale: SyncScale, name: str, part: int, seen: list[Seen]) -> Figures:
@@ -85,12 +75,12 @@ def _replicas(rank: int, scale: SyncScale) -> list[Seen]:
 
 def _of_source(rank: int, scale: SyncScale, source: Source) -> Seen:
     device = scale.place(rank)
-    shards, target, seen = _shards(rank, scale, source), make_target(source, device), Seen()
+    shards, target, seen = _shards(rank, scale, source), base.make_target(source, device), Seen()
     for name, way in WAYS.items():
         for tensor in target.values():
             tensor.zero_()
         seen[name] = _rounds(scale, device, partial(way, scale, shards, target))
-        check(target, source)
+        base.check(target, source)
     return seen
 
 
