@@ -13,14 +13,37 @@ from tests.helpers.kvcache.blocks import DEVICE
 transformers = pytest.importorskip("transformers")
 
 
-def test_llama_and_its_dtypes() -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=4, dtype="bfloat16")  # 32 heads of 128
-    got = layout(config)
-    assert (got.pool, got.kinds, got.sliding_window) == ("mha", ("full",) * 4, None)
-    assert got.rows == {"k": (32, 128), "v": (32, 128)}
-    assert got.layer_shapes == ({"k": (32, 128), "v": (32, 128)},) * 4
-    assert got.bytes_per_token == got.bytes_per_token_past_window == 4 * 2 * 32 * 128 * 2
-    assert got.state_bytes == 0
+QWEN = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
+SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+OPT_13B = {"num_attention_heads": 40, "hidden_size": 5120, "dtype": "float16"}
+ALTERNATING = ("sliding", "full") * 2 + ("sliding",)
+MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int, int]] = [
+    # fields; kinds of layers, pool, heads and their width, window, bytes of a token and of one past the window
+    ("LlamaConfig", {}, ("full",) * 4, "mha", (32, 128), None, 65_536, 65_536),
+    ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200, 819_200),
+    ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288, 12_288),  # Qwen2.5-0.5B
+    ("Qwen2Config", SLIDING, ("full",) * 3 + ("sliding",), "swa", (32, 128), 64, 65_536, 49_152),
+    ("Qwen3Config", {"num_key_value_heads": 8, "head_dim": 96}, ("full",) * 2, "mha", (8, 96), None, 6144, 6144),
+    ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288, 12_288),
+    ("MistralConfig", {"sliding_window": None}, ("full",) * 3, "mha", (8, 128), None, 12_288, 12_288),
+    ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480, 8192),
+    ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
+    ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
+def test_models(model: Any) -> None:
+    name, fields, kinds, pool, heads, *wanted = model
+    got = layout(getattr(transformers, name)(**{"num_hidden_layers": len(kinds), "dtype": "bfloat16"} | fields))
+    assert (got.kinds, got.pool) == (kinds, pool)
+    assert got.rows == dict.fromkeys(("kv",) if pool == "mla" else ("k", "v"), heads)
+    assert [got.sliding_window, got.bytes_per_token, got.bytes_per_token_past_window] == wanted
+    assert got.layer_shapes == (got.rows,) * len(kinds) and got.state_bytes == 0
+
+
+def test_dtypes() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=4, dtype="bfloat16")
     sizes = {"auto": 256, "bf16": 256, "fp16": 256, "fp32": 512, "fp8_e4m3": 128, "fp8_e5m2": 128, "fp4_e2m1": 72}
     for name, head in sizes.items():
         assert layout(config, name).bytes_per_token == 4 * 2 * 32 * head
@@ -34,60 +57,18 @@ def test_llama_and_its_dtypes() -> None:
         layout(transformers.LlamaConfig(hidden_size=120, num_attention_heads=5), "fp4_e2m1")
 
 
-def test_opt_13b_s_worked_example() -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=40, num_attention_heads=40, hidden_size=5120, dtype="float16")
-    assert layout(config).bytes_per_token == 819_200
-
-
-def test_qwen() -> None:
-    qwen2 = transformers.Qwen2Config(
-        num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, dtype="bfloat16"
-    )
-    assert layout(qwen2).bytes_per_token == 12_288  # Qwen2.5-0.5B
-    assert layout(qwen2).pool == "mha"
-    qwen3 = transformers.Qwen3Config(num_hidden_layers=2, num_key_value_heads=8, head_dim=96, dtype="bfloat16")
-    assert layout(qwen3).rows == {"k": (8, 96), "v": (8, 96)}
-    some = transformers.Qwen2Config(
-        num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=3, dtype="bfloat16"
-    )
-    got = layout(some)
-    assert (got.kinds, got.pool, got.sliding_window) == (("full",) * 3 + ("sliding",), "swa", 64)
-
-
-def test_mistral_slides_everywhere() -> None:
-    config = transformers.MistralConfig(num_hidden_layers=3, dtype="bfloat16")
-    got = layout(config)
-    assert (got.kinds, got.pool, got.sliding_window) == (("sliding",) * 3, "mha", 4096)
-    assert got.rows["k"] == (8, 128)
-    config.sliding_window = None
-    assert layout(config).kinds == ("full",) * 3
-
-
-def test_gemma2_alternates() -> None:
-    config = transformers.Gemma2Config(num_hidden_layers=5, dtype="bfloat16")
-    got = layout(config)
-    assert got.kinds == ("sliding", "full", "sliding", "full", "sliding")
-    assert (got.pool, got.sliding_window) == ("swa", 4096)
-    a_layer = 2 * 4 * 256 * 2
-    assert (got.bytes_per_token, got.bytes_per_token_past_window) == (5 * a_layer, 2 * a_layer)
+def test_pools_are_built_from_them() -> None:
+    got = layout(transformers.Gemma2Config(num_hidden_layers=5, dtype="bfloat16"))
     with pytest.raises(ValueError, match="needs window_size"):
         got.build(size=32, page_size=4, device=DEVICE)
     pool = got.build(size=32, page_size=4, device=DEVICE, window_size=8)
     assert isinstance(pool, SWAKVPool)
-    assert pool.nbytes == 36 * 2 * a_layer + 12 * 3 * a_layer
+    assert pool.nbytes == (36 * 2 + 12 * 3) * 4096  # bytes of a layer
     assert [pool.route(i)[0] is pool.full_pool for i in range(5)] == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize("name", ["DeepseekV2Config", "DeepseekV3Config"])
-def test_deepseek_keeps_latent_rows(name: str) -> None:
-    got = layout(getattr(transformers, name)(num_hidden_layers=3, dtype="bfloat16"))
-    assert (got.pool, got.kinds, got.rows) == ("mla", ("mla",) * 3, {"kv": (1, 576)})
-    assert got.kv_lora_rank == 512
-    assert got.bytes_per_token == 3 * 576 * 2
-    fp4 = layout(getattr(transformers, name)(num_hidden_layers=3, dtype="bfloat16"), "fp4_e2m1")
-    pool = fp4.build(size=8, page_size=4, device=DEVICE)
-    assert isinstance(pool, MLATokenToKVPoolFP4)
-    assert pool.bytes_per_token == fp4.bytes_per_token == 3 * (288 + 36)
+    fp4 = layout(transformers.DeepseekV3Config(num_hidden_layers=3, dtype="bfloat16"), "fp4_e2m1")
+    latent = fp4.build(size=8, page_size=4, device=DEVICE)
+    assert isinstance(latent, MLATokenToKVPoolFP4) and fp4.kv_lora_rank == 512
+    assert latent.bytes_per_token == fp4.bytes_per_token == 3 * (288 + 36)
 
 
 def tiny(name: str, **fields: Any) -> Any:
