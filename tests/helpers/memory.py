@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import torch
+
+from tests.helpers.peers import Peer
 
 
 def _kib(path: str, key: str) -> int:
@@ -101,31 +102,24 @@ def memory_maps() -> int:
 class Scribbler:
     """A second process that, when told, takes memory, fills it with 0xFF and gives it back."""
 
-    _CODE = """
-import sys, torch
-for line in sys.stdin:
-    x = torch.full((int(line),), 255, dtype=torch.uint8, device=sys.argv[1])
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        del x
-        torch.cuda.empty_cache()
-    print("done", flush=True)
-"""
-
     def __init__(self, device: str) -> None:
-        command = [sys.executable, "-c", self._CODE, device]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._peer = Peer(_scribble, device)
 
     def fill(self, nbytes: int) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{nbytes}\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
+        assert self._peer.ask(nbytes) == "done"
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        self._peer.bury()
+
+
+def _scribble(pipe: Connection, device: str) -> None:
+    while True:
+        x = torch.full((pipe.recv(),), 255, dtype=torch.uint8, device=device)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+            del x
+            torch.cuda.empty_cache()
+        pipe.send("done")
 
 
 def scribble(nbytes: int, device: str) -> None:

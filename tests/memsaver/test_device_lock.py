@@ -239,26 +239,29 @@ def test_a_removed_file_is_replaced(key: str, runtime: Path) -> None:
         raise AssertionError("two holders")
 
 
-@pytest.mark.parametrize("wrong", ["mode", "symlink", "file", "owner", "file is a symlink"])
+def _link(path: Path) -> None:
+    path.symlink_to(path.parent / "elsewhere")
+
+
+UNSAFE: dict[str, tuple[Callable[[Path, str], object], str]] = {
+    "mode": (lambda folder, key: (folder.mkdir(), folder.chmod(0o755)), "mode 755, not 700"),
+    "symlink": (lambda folder, key: _link(folder), "not a folder"),
+    "file": (lambda folder, key: folder.touch(0o700), "not a folder"),
+    "owner": (lambda folder, key: folder.mkdir(0o700), "belongs to user"),
+    "file is a symlink": (lambda folder, key: (folder.mkdir(0o700), _link(folder / f"{key}.lock")), "cannot open"),
+}
+
+
+@pytest.mark.parametrize("wrong", UNSAFE)
 def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, lock = runtime / "memsaver", DeviceLock(key, timeout=1)
-    if wrong == "mode":
-        folder.mkdir()
-        folder.chmod(0o755)
-    elif wrong == "symlink":
-        (runtime / "elsewhere").mkdir(0o700)
-        folder.symlink_to(runtime / "elsewhere")
-    elif wrong == "file":
-        folder.touch(0o700)
-    elif wrong == "owner":
-        folder.mkdir(0o700)
+    (runtime / "elsewhere").mkdir(0o700)
+    make, said = UNSAFE[wrong]
+    make(folder, key)
+    if wrong == "owner":
         monkeypatch.setattr(module, "is_own_folder", lambda path: True)
         monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    else:
-        folder.mkdir(0o700)
-        (folder / f"{key}.lock").symlink_to(runtime / "elsewhere")
-    expected = {"mode": "mode 755, not 700", "owner": "belongs to user", "file is a symlink": "cannot open"}
-    with pytest.raises(BackendError, match=expected.get(wrong, "not a folder")), lock:
+    with pytest.raises(BackendError, match=said), lock:
         pass
     monkeypatch.undo()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))

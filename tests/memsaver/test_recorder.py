@@ -25,17 +25,14 @@ def test_calls_of_both_sides_are_counted(device: str) -> None:
     assert (second["unmap"].calls, second["release"].calls, second["create"].calls) == (1, 1, 2)
     assert second["release"].nbytes == second["unmap"].nbytes == committed
     assert second["synchronize"].calls > 0
+    with saver.region("b"):  # by torch's allocator
+        inside = torch.ones(3 * MIB, dtype=torch.uint8, device=device)
+    third = saver.statistics()
+    assert (
+        third["map"].nbytes - second["map"].nbytes >= inside.nbytes and third["create"].calls > second["create"].calls
+    )
     assert all(stats.seconds > 0 for stats in second.values())
     tensor.fill_(1)
-
-
-def test_growth_inside_torchs_allocator_is_counted(device: str) -> None:
-    saver = memsaver.MemorySaver(device)
-    with saver.region("a"):
-        tensor = torch.ones(3 * MIB, dtype=torch.uint8, device=device)
-    stats = saver.statistics()
-    assert stats["map"].nbytes >= 3 * MIB and stats["create"].calls >= 1
-    assert tensor.sum() == 3 * MIB
 
 
 def test_failures_are_counted_and_their_bytes_are_not(device: str) -> None:
