@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from kvcache import (
-    KVCacheConfig,
-    MHATokenToKVPool,
-    MHATokenToKVPoolFP4,
-    MLACacheConfig,
-    MLATokenToKVPool,
-    MLATokenToKVPoolFP4,
-)
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, move, quant
 from kvcache.pools.token import TokenPool
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention
 from tests.helpers.effort import some
+from tests.helpers.kvcache import pools
+from tests.helpers.kvcache.pools import FP8, pool_of
 
 pytestmark = [
     pytest.mark.alone,  # on a GPU: a pool takes a large part of it
@@ -32,7 +27,6 @@ pytestmark = [
 
 PS, LAYERS, LIMIT = 16, 2, 2**31
 ADDRESSES = 6 << 30  # bytes that a pool may span on the CPU
-FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -49,21 +43,18 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def mha(size: int, device: str, dtype: torch.dtype, head_dim: int, slot_major: bool = False) -> TokenPool:
+def mha(size: int, device: str, dtype: torch.dtype, head_dim: int, **fields: Any) -> TokenPool:
     narrow = 16 if device == "cpu" else head_dim
-    kind = MHATokenToKVPoolFP4 if dtype == FP4_DTYPE else MHATokenToKVPool
-    shape = {"num_kv_heads": 8, "head_dim": head_dim, "v_head_dim": narrow, "slot_major": slot_major}
-    return kind(KVCacheConfig(num_layers=LAYERS, size=size, page_size=PS, dtype=dtype, device=device, **shape))  # type: ignore[arg-type]
+    fields |= {"num_kv_heads": 8, "head_dim": head_dim, "v_head_dim": narrow, "page_size": PS, "device": device}
+    return pool_of(pools.mha(dtype, LAYERS, size, **fields))
 
 
 def mla(size: int, device: str, dtype: torch.dtype) -> TokenPool:
-    kind = MLATokenToKVPoolFP4 if dtype == FP4_DTYPE else MLATokenToKVPool
-    fields = {"num_layers": LAYERS, "size": size, "page_size": PS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    return kind(MLACacheConfig(dtype=dtype, device=device, **fields))  # type: ignore[arg-type]
+    shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return pool_of(pools.mla(dtype, LAYERS, size, page_size=PS, device=device, **shape))
 
 
-Maker = Callable[[int, str], TokenPool]
-KINDS: dict[str, Maker] = {
+KINDS: dict[str, Callable[[int, str], TokenPool]] = {
     "bf16": lambda size, device: mha(size, device, torch.bfloat16, 128),
     "bf16, slot-major": lambda size, device: mha(size, device, torch.bfloat16, 128, slot_major=True),
     "fp8": lambda size, device: mha(size, device, FP8, 128),

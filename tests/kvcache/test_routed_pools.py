@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache import HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool, SWATokenToKVPoolAllocator
+from kvcache import HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool
 from kvcache.config import FP4_DTYPE
 from tests.helpers.kvcache.blocks import DEVICE
 from tests.helpers.kvcache.pools import PS, at, mha, stored
@@ -78,27 +78,6 @@ def test_moves_and_copies_take_both_sides_along() -> None:
             assert pool.get_rows(layer, slots)[0][:, 0, 0].tolist() == [layer, 10 + layer]
     with pytest.raises(ValueError, match="the host copy is of"):
         pool.load_cpu_copy(pool.full_pool.get_cpu_copy(at(4)), at(4))
-
-
-def test_with_its_allocator() -> None:
-    """Writes under the allocator's own mapping: tokens that left the window lose their window rows, not the others."""
-    allocator = SWATokenToKVPoolAllocator(32, 8, PS, DEVICE)
-    pool = swa()
-    pool.register_mapping(allocator.full_to_swa_index_mapping)
-    pages = allocator.alloc_pages(2)
-    assert pages is not None
-    loc = torch.cat([torch.arange(p * PS, p * PS + PS, device=DEVICE) for p in pages.tolist()])
-    values = rows(*range(1, 9))
-    for layer in range(5):
-        pool.set_kv_buffer(layer, loc, values, values)
-    allocator.free_swa(loc[:PS].cpu().numpy())
-    assert pool.get_rows(0, loc)[0][:, 0, 0].tolist() == [0] * 4 + [5, 6, 7, 8]
-    assert pool.get_rows(1, loc)[0][:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    again = allocator.alloc_pages(1)
-    assert again is not None
-    fresh = torch.arange(again[0] * PS, again[0] * PS + PS, device=DEVICE)
-    pool.set_kv_buffer(0, fresh, rows(*[50] * 4), rows(*[50] * 4))
-    assert pool.get_rows(0, loc[PS:])[0][:, 0, 0].tolist() == [5, 6, 7, 8]
 
 
 def test_wrong_sides_and_mappings() -> None:

@@ -7,48 +7,35 @@ from typing import Any
 
 import torch
 
-from kvcache import (
-    DoubleSparseTokenToKVPool,
-    KVCacheConfig,
-    MHATokenToKVPool,
-    MHATokenToKVPoolFP4,
-    MLACacheConfig,
-    MLATokenToKVPool,
-    MLATokenToKVPoolFP4,
-)
+from kvcache import DoubleSparseTokenToKVPool
 from kvcache.config import FP4_DTYPE
 from kvcache.pools.token import TokenPool
 from kvcache.tiers import HostCacheConfig, HostKVCache
 from memsaver.ops.dispatch import Impl
+from tests.helpers.kvcache.pools import FP8, mha, mla, pool_of
 
 LAYERS, PAGES = 3, 8
 LAYOUTS = ["layer_first", "page_first"]
 
 
-def mha(device: str, page_size: int, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> KVCacheConfig:
-    size = PAGES * page_size
-    fields = {"num_layers": LAYERS, "num_kv_heads": 2, "head_dim": 16, "size": size} | fields
-    return KVCacheConfig(page_size=page_size, dtype=dtype, device=device, **fields)
-
-
-def mla(device: str, page_size: int, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> MLACacheConfig:
-    fields = {"num_layers": LAYERS, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "size": PAGES * page_size} | fields
-    return MLACacheConfig(page_size=page_size, dtype=dtype, device=device, **fields)
-
-
-POOLS: dict[str, Callable[[str, int], TokenPool]] = {
-    "mha": lambda device, ps: MHATokenToKVPool(mha(device, ps)),
-    "odd heads": lambda device, ps: MHATokenToKVPool(mha(device, ps, num_kv_heads=3, head_dim=5, v_head_dim=7)),
-    "slot-major": lambda device, ps: MHATokenToKVPool(mha(device, ps, v_head_dim=8, slot_major=True)),
-    "fp32": lambda device, ps: MHATokenToKVPool(mha(device, ps, torch.float32, v_head_dim=3)),
-    "fp8": lambda device, ps: MHATokenToKVPool(mha(device, ps, torch.float8_e4m3fn)),
-    "fp8 odd": lambda device, ps: MHATokenToKVPool(mha(device, ps, torch.float8_e5m2, head_dim=7, v_head_dim=3)),
-    "fp4": lambda device, ps: MHATokenToKVPoolFP4(mha(device, ps, FP4_DTYPE)),
-    "mla": lambda device, ps: MLATokenToKVPool(mla(device, ps)),
-    "mla fp8": lambda device, ps: MLATokenToKVPool(mla(device, ps, torch.float8_e4m3fn, qk_rope_head_dim=5)),
-    "mla fp4": lambda device, ps: MLATokenToKVPoolFP4(mla(device, ps, FP4_DTYPE)),
-    "double-sparse": lambda device, ps: DoubleSparseTokenToKVPool(mha(device, ps, torch.float8_e4m3fn), 5),
+# with the page size and the device to come; some rows are no multiple of a wide access
+POOLS: dict[str, Callable[..., TokenPool]] = {
+    "mha": lambda **fields: pool_of(mha(torch.bfloat16, **fields)),
+    "odd heads": lambda **fields: pool_of(mha(torch.bfloat16, num_kv_heads=3, head_dim=5, v_head_dim=7, **fields)),
+    "slot-major": lambda **fields: pool_of(mha(torch.bfloat16, slot_major=True, **fields)),
+    "fp32": lambda **fields: pool_of(mha(v_head_dim=3, **fields)),
+    "fp8": lambda **fields: pool_of(mha(FP8, **fields)),
+    "fp8 odd": lambda **fields: pool_of(mha(torch.float8_e5m2, head_dim=7, v_head_dim=3, **fields)),
+    "fp4": lambda **fields: pool_of(mha(FP4_DTYPE, **fields)),
+    "mla": lambda **fields: pool_of(mla(**fields)),
+    "mla fp8": lambda **fields: pool_of(mla(FP8, qk_rope_head_dim=5, **fields)),
+    "mla fp4": lambda **fields: pool_of(mla(FP4_DTYPE, **fields)),
+    "double-sparse": lambda **fields: DoubleSparseTokenToKVPool(mha(FP8, **fields), 5),
 }
+
+
+def make_pool(name: str, device: str, page_size: int) -> TokenPool:
+    return POOLS[name](device=device, page_size=page_size, layers=LAYERS, size=PAGES * page_size)
 
 
 def poison(pool: TokenPool, seed: int) -> None:
@@ -66,4 +53,4 @@ def contents(pool: TokenPool) -> list[torch.Tensor]:
 
 def make(name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any) -> HostKVCache:
     fields = {"ratio": 1.0} | fields
-    return HostKVCache(POOLS[name](device, page_size), HostCacheConfig(**fields), impl)
+    return HostKVCache(make_pool(name, device, page_size), HostCacheConfig(**fields), impl)

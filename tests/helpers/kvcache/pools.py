@@ -18,6 +18,7 @@ from kvcache import (
     SWAKVPool,
 )
 from kvcache.config import FP4_DTYPE
+from kvcache.pools.token import TokenPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE
 
@@ -31,9 +32,16 @@ def mha(dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, *
     return KVCacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
 
 
-def mla(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> MLACacheConfig:
+def mla(dtype: torch.dtype = torch.bfloat16, layers: int = 2, size: int = SIZE, **fields: Any) -> MLACacheConfig:
     fields = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "page_size": PS, "device": DEVICE} | fields
-    return MLACacheConfig(num_layers=2, size=SIZE, dtype=dtype, **fields)
+    return MLACacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
+
+
+def pool_of(config: KVCacheConfig | MLACacheConfig, saver: MemorySaver | None = None) -> TokenPool:
+    fp4 = config.dtype == FP4_DTYPE
+    if isinstance(config, MLACacheConfig):
+        return (MLATokenToKVPoolFP4 if fp4 else MLATokenToKVPool)(config, saver)
+    return (MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool)(config, saver)
 
 
 def swa(saver: MemorySaver | None) -> SWAKVPool:
@@ -46,13 +54,13 @@ def swa(saver: MemorySaver | None) -> SWAKVPool:
 
 # pool, bytes a token
 POOLS: dict[str, tuple[Callable[[MemorySaver | None], KVPool], int]] = {
-    "mha": (lambda saver: MHATokenToKVPool(mha(), saver), 2 * 2 * 48 * 4),
-    "slot-major": (lambda saver: MHATokenToKVPool(mha(torch.bfloat16, slot_major=True), saver), 2 * 2 * 48 * 2),
-    "fp8": (lambda saver: MHATokenToKVPool(mha(FP8), saver), 2 * 2 * 48),
-    "fp4": (lambda saver: MHATokenToKVPoolFP4(mha(FP4_DTYPE), saver), 2 * 2 * (24 + 3)),
-    "mla": (lambda saver: MLATokenToKVPool(mla(), saver), 2 * 64 * 2),
-    "mla-fp8": (lambda saver: MLATokenToKVPool(mla(FP8), saver), 2 * 64),
-    "mla-fp4": (lambda saver: MLATokenToKVPoolFP4(mla(FP4_DTYPE, slot_major=True), saver), 2 * (32 + 4)),
+    "mha": (lambda saver: pool_of(mha(), saver), 2 * 2 * 48 * 4),
+    "slot-major": (lambda saver: pool_of(mha(torch.bfloat16, slot_major=True), saver), 2 * 2 * 48 * 2),
+    "fp8": (lambda saver: pool_of(mha(FP8), saver), 2 * 2 * 48),
+    "fp4": (lambda saver: pool_of(mha(FP4_DTYPE), saver), 2 * 2 * (24 + 3)),
+    "mla": (lambda saver: pool_of(mla(), saver), 2 * 64 * 2),
+    "mla-fp8": (lambda saver: pool_of(mla(FP8), saver), 2 * 64),
+    "mla-fp4": (lambda saver: pool_of(mla(FP4_DTYPE, slot_major=True), saver), 2 * (32 + 4)),
     "double-sparse": (lambda saver: DoubleSparseTokenToKVPool(mha(FP8), 5, saver), 2 * 2 * (48 + 5 * 2)),
     "swa": (swa, 2 * 2 * 48 * 4),
     "hybrid": (lambda saver: HybridLinearKVPool(mha(), [1, 0], saver), 2 * 2 * 48 * 4),

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import MHATokenToKVPool
 from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from kvcache.tiers import memory as memory_module
 from memsaver import HostMemoryError, MemorySaver
 from memsaver.ops.dispatch import Impl
 from tests.helpers.effort import pairwise
-from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, mha, poison
+from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, make_pool, poison
+from tests.helpers.kvcache.pools import mha, pool_of
 
 Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -195,7 +195,7 @@ def test_scales_that_change_are_refused(device: str) -> None:
 
 def test_pages_outlive_a_pause_of_the_pool(device: str) -> None:
     saver = MemorySaver(device)
-    cache = HostKVCache(MHATokenToKVPool(mha(device, 4), saver), HostCacheConfig(ratio=1.0))
+    cache = HostKVCache(pool_of(mha(device=device), saver), HostCacheConfig(ratio=1.0))
     host_slots, source, target = random_slots(cache)
     poison(cache.pool, 0)
     before = contents(cache.pool)
@@ -233,7 +233,7 @@ def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
 
 
 def test_bytes_are_exact(device: str) -> None:
-    pool = POOLS["odd heads"](device, 3)
+    pool = make_pool("odd heads", device, 3)
     page = 3 * LAYERS * 3 * (5 + 7) * 2
     for config, pages in (
         (HostCacheConfig(ratio=2.0), 2 * PAGES),
