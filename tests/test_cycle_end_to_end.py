@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from memsaver import StateError
 from rollout import Completion, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, memory_maps, settled_fds
@@ -60,6 +61,10 @@ def ids_of(out: list[list[Completion]]) -> list[list[int]]:
     return [group[0].token_ids for group in out]
 
 
+def committed(side: Any) -> dict[str, int]:
+    return {tag: entry.committed_bytes for tag, entry in side.report().tags.items()}
+
+
 def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> None:
     """The rollout's log-probabilities are the trainer's."""
     samples = [(ids, sample) for ids, group in zip(inputs, out, strict=True) for sample in group]
@@ -76,22 +81,30 @@ def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scr
     trainer_config = config(path, device=device, learning_rate=3e-3)
     with open_inprocess(trainer_config, engine) as (trainer, rollout):
         cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(8 << 20))
-        counts = []
+        counts, full = [], committed(trainer)
+        assert rollout.report().committed_bytes == 0
         last = rounds(8, 100)
         for version in range(1, last + 1):
             before = {name: shard.clone() for name, shard in trainer.shards().items()}
             thorough = version in (1, last)
             inputs, tokens = (prompts(version), 12) if thorough else (prompts(version)[1:5:2], 4)
             wanted = expected(trainer, path, inputs, tokens)
-            cycle.to_rollout(version)
+            assert cycle.to_rollout(version).version == rollout.weights_version == version
+            assert trainer.report().committed_bytes == 0 < min(committed(rollout).values())
+            assert trainer.report().backup_bytes == sum(tag.live_bytes for tag in trainer.report().tags.values())
             greedy = rollout.generate(inputs, SamplingParams(max_tokens=tokens, temperature=0))
             assert ids_of(greedy) == wanted
             sampled = rollout.generate(inputs, SamplingParams(max_tokens=8, seed=version, n=2))
             assert {v for group in sampled for s in group for v in s.weight_versions} == {version}
-            cycle.to_train()
+            cycle.to_score()
+            assert rollout.report().committed_bytes == 0 == committed(trainer)["optim"]
+            with pytest.raises(StateError, match="kv_cache"):
+                rollout.generate(inputs, SamplingParams())
             for name, shard in trainer.shards().items():
                 assert torch.equal(shard, before[name]), f"{name} changed while it was parked"
             check_scores(sampled, inputs, trainer)
+            cycle.to_train()
+            assert committed(trainer) == full and trainer.report().backup_bytes == 0
             trainer.update_actor(make_batch(6, seed=version))
             trainer.saver.check_integrity()
             rollout.saver.check_integrity()

@@ -221,7 +221,7 @@ def test_nothing_grows_over_syncs(pair: Pair) -> None:
 
     def held() -> list[dict[str, int]]:
         for trainer in pair.trainers:
-            trainer.orders.send("held")
+            trainer.tell("held")
         return [*(trainer.hear() for trainer in pair.trainers), pair.held()]
 
     version = max(engine.weights_version for engine in pair.engines) + 1

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.memory import memfd_bytes, process_bytes
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.helpers.peers import Gone
-from tests.helpers.trainer_bridge.trainers import Nursery, Order, Setting, TrainerRank, weights
+from tests.helpers.trainer_bridge.trainers import Order, Setting, TrainerRank, weights
 
 PROMPT, TOKENS, SEEDS = [5, 3, 8, 1], 6, 7
 TINY = {"head_dim": 16, "tie_word_embeddings": True}
@@ -37,7 +36,6 @@ class Pair:
         self.shapes = {piece.name: piece.global_shape for piece in pieces}
         self.answers = [self._expected(seed) for seed in range(SEEDS)]
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.nursery = Nursery()
         self.trainers: list[TrainerRank] = []
         self._pairs = itertools.count()
         gc.collect()
@@ -64,27 +62,27 @@ class Pair:
                 place=engine.weight_layout().place,
                 timeout=timeout,
             )
-            self.trainers.append(self.nursery.start(setting, engine, lock))
+            self.trainers.append(TrainerRank(setting, engine, lock))
         for trainer in self.trainers:
-            assert trainer.hear() is None
+            assert trainer.hear(60) is None
 
     def order(self, version: int, dies: int | None = None, **how: Any) -> None:
         """Tell both to sync. how: of an `Order`; its death is that of rank `dies`."""
         death = how.pop("death", None)
         for rank, trainer in enumerate(self.trainers):
             mine = death if rank == dies else None
-            trainer.orders.send(Order(version=version, seed=version % SEEDS, death=mine, **how))
+            trainer.tell(Order(version=version, seed=version % SEEDS, death=mine, **how))
 
     def busy(self) -> bool:
         """Has one of them not answered yet?"""
-        return not all(trainer.orders.poll() for trainer in self.trainers)
+        return not all(trainer.pipe.poll() for trainer in self.trainers)
 
     def results(self) -> list[Any]:
         """Of both: a receipt, an exception, or `Gone`."""
         found: list[Any] = []
         for trainer in self.trainers:
             try:
-                found.append(trainer.hear())
+                found.append(trainer.hear(60))
             except Gone as gone:
                 found.append(gone)
         return found
@@ -92,14 +90,13 @@ class Pair:
     def stop(self) -> None:
         """Until both have ended, with all that they held."""
         while self.trainers:
-            self.nursery.wait(self.trainers.pop())
+            self.trainers.pop().end()
 
     def end(self) -> None:
         for trainer in self.trainers:  # of a test that failed
-            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.kill()
         self.stop()
         gc.unfreeze()
-        self.nursery.end()
         for engine in self.engines:
             engine.saver.close()
 

@@ -1,22 +1,16 @@
-"""Trainer ranks as processes that hold random shards and sync them into engines of the test's process.
-
-They are forked from one that has imported the trainer's side once: a fork takes milliseconds, the imports seconds.
-"""
+"""Trainer ranks as processes that hold random shards and sync them into engines of the test's process."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -27,7 +21,7 @@ from memsaver.imports import imports
 from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from tests.helpers.memory import memfd_bytes, open_fds, process_bytes
-from tests.helpers.peers import Failed, Gone, Peer
+from tests.helpers.peers import Peer, server
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from trainer_bridge.session import WeightSync
 from trainer_bridge.sources import fsdp_shards
@@ -77,52 +71,24 @@ def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
     return {name: value + 1 if "norm" in name else value for name, value in noise.items()}
 
 
-class Nursery:
-    """The process that trainers are forked from."""
+class TrainerRank(Peer):
+    """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`. It answers None
+    when it is connected; an `Order` with a SyncReceipt, or the exception of its sync; "held" with what it has."""
 
-    def __init__(self) -> None:
-        self._peer = Peer(_nursery)
-        self._peer.hear(120)
-
-    def start(self, setting: Setting, target: SyncTarget, lock: threading.Lock) -> TrainerRank:
-        """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`."""
-        ends = [multiprocessing.Pipe() for _ in range(2)]
-        self._peer.tell(setting)
-        for _, theirs in ends:
-            send_handle(self._peer.pipe, theirs.fileno(), self._peer.pid)
-            theirs.close()
-        return TrainerRank(self._peer.hear(), ends[0][0], ends[1][0], target, lock)
-
-    def wait(self, rank: TrainerRank) -> None:
-        """Until its process has ended, as it does when its orders end, and its target is called no more."""
-        rank.orders.close()
-        self._peer.ask(rank.pid)
-        rank.served.join(30)
-        assert not rank.served.is_alive(), "the target's thread hangs"
+    def __init__(self, setting: Setting, target: SyncTarget, lock: threading.Lock) -> None:
+        calls, theirs = server.Pipe()
+        super().__init__(_trainer, setting, theirs)
+        theirs.close()
+        self._served = threading.Thread(target=_serve, args=(calls, target, lock), daemon=True)
+        self._served.start()
 
     def end(self) -> None:
-        self._peer.bury()
-
-
-class TrainerRank:
-    """A started rank. served: the thread that calls its target."""
-
-    def __init__(self, pid: int, orders: Connection, calls: Connection, target: SyncTarget, lock: threading.Lock):
-        self.pid = pid
-        self.orders = orders
-        self.served = threading.Thread(target=_serve, args=(calls, target, lock), daemon=True)
-        self.served.start()
-
-    def hear(self, seconds: float = 60.0) -> Any:
-        """What it answers: None, a SyncReceipt, or the exception of its sync. `Gone`: it has died."""
-        try:
-            assert self.orders.poll(seconds), f"trainer {self.pid} gave no answer for {seconds:g} s"
-            answer = self.orders.recv()
-        except (EOFError, ConnectionError) as error:
-            raise Gone(str(self.pid)) from error
-        if isinstance(answer, Failed):
-            raise answer
-        return answer
+        """Its orders end: wait until it has ended, too, and its target is called no more."""
+        self.pipe.close()
+        assert self.dies_within(30)
+        self._served.join(30)
+        assert not self._served.is_alive(), "the target's thread hangs"
+        self.process.close()
 
 
 def _serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
@@ -140,43 +106,13 @@ def _serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
     calls.close()
 
 
-# ---------------------------------------------------------------- in the nursery and its children
-
-
-def _nursery(pipe: Connection) -> None:
-    pipe.send("ready")
-    while True:
-        message = pipe.recv()
-        if isinstance(message, int):
-            os.waitpid(message, 0)
-            pipe.send(None)
-            continue
-        handles = [recv_handle(pipe) for _ in range(2)]
-        if (pid := os.fork()) == 0:
-            os.close(pipe.fileno())
-            try:
-                _trainer(message, *map(Connection, handles))
-            finally:
-                os._exit(0)
-        for handle in handles:
-            os.close(handle)
-        pipe.send(pid)
-
-
-def _trainer(setting: Setting, orders: Connection, calls: Connection) -> None:
-    """Follow orders: an `Order` is a sync, "held" asks what this process has."""
-    try:
-        rank = _Trainer(setting, calls)
-        answer: Any = None
+def _trainer(pipe: Connection, setting: Setting, calls: Connection) -> None:
+    rank = _Trainer(setting, calls)
+    pipe.send(None)
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            orders.send(answer)
-            try:
-                order = orders.recv()
-            except (EOFError, ConnectionError):
-                return
-            answer = rank.held() if order == "held" else rank.run(order)
-    except Exception:
-        orders.send(Failed(traceback.format_exc()))
+            order = pipe.recv()
+            pipe.send(rank.held() if order == "held" else rank.run(order))
 
 
 class _Trainer:
