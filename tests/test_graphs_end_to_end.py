@@ -146,7 +146,7 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=5e-5)
         for engine in engines:
             engine.check_integrity()
-            assert not engine.cache.pool._k[:, 1:16].isnan().any()
+            assert not engine.kv_pool.stored["k"][:, 1:16].isnan().any()
     assert engines[0].graphs.replays > 0
 
 

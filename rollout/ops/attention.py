@@ -21,8 +21,8 @@ from memsaver.ops.dispatch import Impl, use_triton
 if TYPE_CHECKING:
     from rollout.ops.attention_triton import TritonPlan
 
-_MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
-_MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
+MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
+MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
 _MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket
 
 
@@ -193,7 +193,7 @@ def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
         length = seen[i]
         if buckets:
             shortest = max(seen[buckets[-1][0]], _MIN_BUCKET_LEN)
-            if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= _MAX_BUCKET_TOKENS:
+            if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= MAX_BUCKET_TOKENS:
                 buckets[-1].append(i)
                 continue
         buckets.append([i])
@@ -224,7 +224,7 @@ def torch_attention(q: Tensor, cache: KVReader, plan: TorchPlan, scale: float, d
     for segment in plan.segments:
         keys, values = cache.rows(segment.slots)
         count, length = segment.hidden.shape
-        block = max(1, _MAX_SCORES // (q.shape[1] * length))
+        block = max(1, MAX_SCORES // (q.shape[1] * length))
         for first in range(0, count, block):
             last = min(first + block, count)
             at = slice(segment.start + first, segment.start + last)

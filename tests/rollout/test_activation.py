@@ -5,11 +5,7 @@ import torch
 
 from rollout.ops.activation import silu_mul
 
-
-@pytest.fixture(autouse=True)
-def interpreted_only_without_a_gpu(device: str) -> None:
-    if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+pytestmark = pytest.mark.usefixtures("triton_device")
 
 
 def gate_up(tokens: int, size: int, dtype: torch.dtype, device: str) -> torch.Tensor:

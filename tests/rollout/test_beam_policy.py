@@ -67,7 +67,7 @@ def every_answer(model: Model, stop_ids: set[int], penalty: float) -> list[tuple
 @pytest.mark.parametrize("stop_ids", [set(), {1}, {0, 2}])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_wide_enough_it_finds_the_best_of_all(stop_ids: set[int], penalty: float) -> None:
-    for seed in range(10):
+    for seed in range(2):
         model = random_model(seed)
         expected = every_answer(model, stop_ids, penalty)
         got = run(search(len(expected), stop_ids, length_penalty=penalty), model)

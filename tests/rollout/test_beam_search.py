@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from tests.helpers.models import MLA, forward_logprobs, greedy, save_tiny
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.effort import pairwise
+from tests.helpers.models import MLA, save_tiny
+from tests.helpers.rollout.answers import GAP, firsts, ids, random_prompts
+from tests.helpers.rollout.answers import check as check_logprobs
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.tiers import PAGE, failing
+from tests.helpers.rollout.updates import tiny
 
-PAGE = 4
 MAX_TOKENS = 10
 LENGTHS = (1, 17, 40)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny(directory, "qwen3", head_dim=16)
-    return directory
 
 
 def make(path: Path, **fields: Any) -> Engine:
@@ -57,20 +54,14 @@ def reference(model: Any, prompt: list[int], params: SamplingParams) -> tuple[li
 
 def check(model: Any, prompt: list[int], params: SamplingParams, got: list[Completion]) -> None:
     answers, scores = reference(model, prompt, params)
-    assert [each.token_ids for each in got] == answers
-    assert len(got) == params.n
+    assert ids([got]) == [answers] and len(got) == params.n
     mine = torch.tensor([each.score for each in got])
-    torch.testing.assert_close(mine, scores.to(mine.dtype), atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(mine, scores.to(mine.dtype), atol=GAP, rtol=1e-6)
+    check_logprobs(model, [prompt], [got], temperature=1.0)
     for each in got:
         ended = each.token_ids[-1] in (params.stop_token_ids or ())
         assert each.finish_reason == ("stop" if ended else "length")
-        gap = torch.tensor(each.logprobs) - forward_logprobs(model, prompt, each.token_ids)
-        assert gap.abs().max() <= 5e-5
         assert each.score == pytest.approx(sum(each.logprobs) / len(each.logprobs) ** params.length_penalty)
-
-
-def tokens(out: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[each.token_ids for each in answers] for answers in out]
 
 
 def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list[Completion]]:
@@ -81,24 +72,24 @@ def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list
     return out
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(
-    ("kind", "overrides"),
-    [
-        ("llama", {}),
-        ("qwen3", {"head_dim": 16}),
-        ("deepseek_v2", MLA),
-        ("mistral", {"sliding_window": 8, "head_dim": 16}),
-        ("ministral", {"sliding_window": 8, "head_dim": 16}),
-        ("qwen3_next", {}),
-    ],
-)
-def test_equals_transformers(tmp_path: Path, kind: str, overrides: dict[str, Any], width: int, device: str) -> None:
-    """Prompts of several lengths in one batch, the longest in chunks; all `width` answers with their scores."""
-    model = save_tiny(tmp_path, kind, **overrides)
-    engine, prompts = make(tmp_path, device=device), random_prompts(LENGTHS)
-    for prompt, got in zip(prompts, generate(engine, prompts, beams(width)), strict=True):
-        check(model, prompt, beams(width), got)
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen3", {"head_dim": 16}),
+    ("deepseek_v2", MLA),
+    ("mistral", {"sliding_window": 8, "head_dim": 16}),
+    ("ministral", {"sliding_window": 8, "head_dim": 16}),
+    ("qwen3_next", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), KINDS)
+def test_equals_transformers(saved: Saved, kind: str, overrides: dict[str, Any], device: str) -> None:
+    """Prompts of several lengths in one batch, the longest in chunks; all answers with their scores."""
+    path, model = saved(kind, **overrides)
+    engine, prompts = make(path, device=device), random_prompts(LENGTHS)
+    params = [beams(width) for width in (4, 2, 4)]
+    for prompt, param, got in zip(prompts, params, generate(engine, prompts, params), strict=True):
+        check(model, prompt, param, got)
 
 
 def some_stops(model: Any, prompts: list[list[int]]) -> tuple[int, ...]:
@@ -108,29 +99,27 @@ def some_stops(model: Any, prompts: list[list[int]]) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, tuple[int, ...]]:
+def llama(saved: Saved) -> tuple[Path, Any, tuple[int, ...]]:
     """Where it is, the model, and tokens that its searches of `LENGTHS` meet."""
-    directory = tmp_path_factory.mktemp("llama")
-    model = save_tiny(directory, "llama")
-    return directory, model, some_stops(model, random_prompts(LENGTHS))
+    path, model = saved("llama")
+    return path, model, some_stops(model, random_prompts(LENGTHS))
 
 
-@pytest.mark.parametrize("early", [False, True, "never"])
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.5, -1.0])
-@pytest.mark.parametrize("width", [2, 4])
+CASES = pairwise([2, 4], [1.0, 0.0, 2.5, -1.0], [False, True, "never"], [1, 3])
+
+
+@pytest.mark.parametrize(("width", "penalty", "early", "ends"), CASES)
 def test_end_tokens_penalties_and_early_stopping(
-    llama: tuple[Path, Any, tuple[int, ...]], width: int, penalty: float, early: Any
+    llama: tuple[Path, Any, tuple[int, ...]], width: int, penalty: float, early: Any, ends: int
 ) -> None:
     path, model, stops = llama
     engine, prompts = make(path), random_prompts(LENGTHS)
-    lengths = set()
-    for count in (1, 3):
-        params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14)
-        params = replace(params, stop_token_ids=stops[:count])
-        for prompt, got in zip(prompts, generate(engine, prompts, params), strict=True):
-            check(model, prompt, params, got)
-            lengths |= {len(each.token_ids) for each in got}
-    assert penalty > 1 or len(lengths) > 2  # some did end; a large penalty prefers the longest
+    params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14, stop_token_ids=stops[:ends])
+    out = generate(engine, prompts, params)
+    for prompt, got in zip(prompts, out, strict=True):
+        check(model, prompt, params, got)
+    lengths = {len(each.token_ids) for got in out for each in got}
+    assert penalty > 1 or ends == 1 or len(lengths) > 1  # some did end; a large penalty prefers the longest
 
 
 def test_the_models_own_end_tokens(tmp_path: Path) -> None:
@@ -149,7 +138,7 @@ def test_the_best_n_are_the_first_of_all(path: Path) -> None:
     (prompt,) = random_prompts((20,))
     engine = make(path)
     (every,) = generate(engine, [prompt], beams(4))
-    assert tokens(generate(engine, [prompt], beams(4, n=1))) == tokens([every[:1]])
+    assert ids(generate(engine, [prompt], beams(4, n=1))) == ids([every[:1]])
     scores = [each.score for each in every if each.score is not None]
     assert scores == sorted(scores, reverse=True) and len(scores) == 4
 
@@ -163,18 +152,18 @@ def test_beside_other_requests(path: Path, kv_tokens: int, longer: int) -> None:
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
     params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
     engine = make(path, kv_tokens=kv_tokens)
-    together = tokens(generate(engine, prompts, params))
+    together = ids(generate(engine, prompts, params))
     assert (engine.scheduler.preemptions > 0) == (kv_tokens < 1024)
     for prompt, param, got in zip(prompts, params, together, strict=True):
-        assert tokens(generate(make(path), [prompt], param)) == [got]
+        assert ids(generate(make(path), [prompt], param)) == [got]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_searches_start_over(tmp_path: Path, prefix_cache: bool) -> None:
+def test_preempted_searches_start_over(saved: Saved, prefix_cache: bool) -> None:
     """A pool for about one search and a half; the youngest goes as a whole, again and again."""
-    model = save_tiny(tmp_path, "llama", num_key_value_heads=1)
-    engine = make(tmp_path, kv_tokens=128, prefix_cache=prefix_cache)
-    prompts, params = random_prompts((11, 3, 18, 8)), beams(4, max_tokens=20)
+    path, model = saved("llama", num_key_value_heads=1)
+    engine = make(path, kv_tokens=128, prefix_cache=prefix_cache)
+    prompts, params = random_prompts((11, 3, 18)), beams(4, max_tokens=20)
     out = generate(engine, prompts, params)
     assert engine.scheduler.preemptions > 0
     for prompt, got in zip(prompts, out, strict=True):
@@ -183,7 +172,7 @@ def test_preempted_searches_start_over(tmp_path: Path, prefix_cache: bool) -> No
 
 def test_sleep_and_abort_in_the_middle(path: Path) -> None:
     engine, (prompt,) = make(path), random_prompts((20,))
-    before = tokens(generate(engine, [prompt], beams(4)))
+    before = ids(generate(engine, [prompt], beams(4)))
 
     def nap(done: int, total: int, generated: int) -> None:
         if generated == 12:  # the third token of four branches
@@ -193,7 +182,7 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
                 engine.wake_up()
 
     naps: list[int] = []
-    assert tokens(engine.generate([prompt], beams(4), on_progress=nap)) == before
+    assert ids(engine.generate([prompt], beams(4), on_progress=nap)) == before
     assert naps == [12, 12]  # the same step again after the search began anew
 
     def end(done: int, total: int, generated: int) -> None:
@@ -210,21 +199,13 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
 @pytest.mark.parametrize("what", ["forward", "candidates", "fork"])
 def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make(path), random_prompts((20, 9))
-    expected = tokens(generate(engine, prompts, beams(4)))
+    expected = ids(generate(engine, prompts, beams(4)))
     owner = engine.blocks if what == "fork" else engine.runner
     for at in (1, 4, 7):
-        calls, right = iter(range(at)), getattr(owner, what)
-
-        def fail(*args: Any, calls: Any = calls, right: Any = right) -> Any:
-            if next(calls, None) is None:
-                raise ZeroDivisionError
-            return right(*args)
-
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(owner, what, fail)
+        with failing(owner, what, at, monkeypatch):
             engine.generate(prompts, beams(4))
         engine.check_integrity()
-        assert tokens(generate(engine, prompts, beams(4))) == expected
+        assert ids(generate(engine, prompts, beams(4))) == expected
 
 
 def test_a_prompt_is_computed_once_and_found_again(path: Path) -> None:
@@ -238,11 +219,12 @@ def test_a_prompt_is_computed_once_and_found_again(path: Path) -> None:
     assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40  # dead branches left nothing
 
 
-def test_width_one_is_greedy(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path, "llama")
-    (prompt,) = random_prompts((20,))
-    (got,) = generate(make(tmp_path), [prompt], SamplingParams(max_tokens=8, temperature=0, beam_width=1))
-    assert got[0].token_ids == greedy(model, prompt, 8) and got[0].score is None
+def test_width_one_is_greedy(path: Path) -> None:
+    prompts = random_prompts((20,))
+    params = SamplingParams(max_tokens=8, temperature=0, beam_width=1)
+    (got,) = firsts(generate(make(path), prompts, params))
+    check_logprobs(tiny(0), prompts, [[got]])
+    assert got.score is None
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Double-sparse decode: which tokens it attends to, and that it is full attention where these are all."""
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ import torch
 from rollout import DoubleSparsity, Engine, SamplingParams, heavy_channels
 from rollout.ops.attention import BatchShape, DecodeBucket, StoredKV, decode_bucket, plan_torch
 from rollout.ops.double_sparse import choose_tokens, decode_sparse
-from tests.helpers.forcing import agreement
-from tests.helpers.models import save_tiny
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.forcing import agreement
+from tests.helpers.rollout.saved import Saved
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 PROMPTS = random_prompts((3, 50, 20))
@@ -24,10 +24,16 @@ def sparsity(tokens: int, count: int = 4, **fields: Any) -> DoubleSparsity:
     return DoubleSparsity(heavy_channel_num=count, heavy_token_num=tokens, **fields)
 
 
-def engine_of(path: Path, device: str, chosen: DoubleSparsity | None, kind: str = "llama", **config: Any) -> Engine:
-    if not (path / "config.json").is_file():
-        save_tiny(path, kind, **MODELS[kind])
-    return Engine.from_pretrained(path, device=device, double_sparsity=chosen, **{"kv_tokens": 512, **config})
+@pytest.fixture
+def make(saved: Saved) -> Callable[..., Engine]:
+    def make(device: str, chosen: DoubleSparsity | None, kind: str = "llama", **config: Any) -> Engine:
+        path, _ = saved(kind, **MODELS[kind])
+        return Engine.from_pretrained(path, device=device, double_sparsity=chosen, **{"kv_tokens": 512, **config})
+
+    return make
+
+
+Make = Callable[..., Engine]
 
 
 def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[tuple[list[int], list[float]]]:
@@ -132,20 +138,20 @@ def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_enough_tokens_equal_the_full_engine_bit_for_bit(tmp_path: Path, kind: str, device: str) -> None:
+def test_enough_tokens_equal_the_full_engine_bit_for_bit(make: Make, kind: str, device: str) -> None:
     """Chunked prefill beside decode, and groups whose pages are copied."""
     config = {"max_prefill_tokens": 24, "attention": "torch"}
-    full = engine_of(tmp_path, device, None, kind, **config)
-    sparse = engine_of(tmp_path, device, sparsity(62), kind, **config)
+    full = make(device, None, kind, **config)
+    sparse = make(device, sparsity(62), kind, **config)
     assert sparse.kv_pool.bytes_per_token > full.kv_pool.bytes_per_token and sparse.graphs is None
     params = SamplingParams(max_tokens=12, n=3, seed=2)
     assert answers(sparse, params) == answers(full, params)
     sparse.check_integrity()
 
 
-def test_labels_are_the_channels_of_the_rotated_keys(tmp_path: Path, device: str) -> None:
+def test_labels_are_the_channels_of_the_rotated_keys(make: Make, device: str) -> None:
     channels = (((3, 0), (15, 9)), ((1, 2), (8, 7)))
-    engine = engine_of(tmp_path, device, sparsity(8, 2, channels=channels))
+    engine = make(device, sparsity(8, 2, channels=channels))
     answers(engine)
     for layer, heads in enumerate(channels):
         keys, _ = engine.kv_pool.get_kv_buffer(layer)
@@ -156,18 +162,18 @@ def test_labels_are_the_channels_of_the_rotated_keys(tmp_path: Path, device: str
             assert torch.equal(labels[written, head], keys[written, head][:, list(chosen)])
 
 
-def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(tmp_path: Path, device: str) -> None:
+def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(make: Make, device: str) -> None:
     """Prefill is exact; decode is not."""
-    full, sparse = (engine_of(tmp_path, device, each, attention="torch") for each in (None, sparsity(4)))
+    full, sparse = (make(device, each, attention="torch") for each in (None, sparsity(4)))
     for (_, mine), (_, its) in zip(answers(sparse), answers(full), strict=True):
         assert mine[0] == its[0]
     assert answers(sparse) != answers(full)
 
 
-def test_batch_chunks_and_sleep_do_not_matter(tmp_path: Path, device: str) -> None:
+def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
     """The tokens that a request chooses are its own business; NaN labels in free slots and page 0 are not seen."""
-    engine = engine_of(tmp_path, device, sparsity(10), max_prefill_tokens=16)
-    parts = engine.kv_pool._storage.parts.values()  # type: ignore[attr-defined]
+    engine = make(device, sparsity(10), max_prefill_tokens=16)
+    parts = engine.kv_pool.stored.values()  # type: ignore[attr-defined]
     together = answers(engine)
     engine.sleep()
     engine.wake_up()
@@ -183,25 +189,21 @@ def test_batch_chunks_and_sleep_do_not_matter(tmp_path: Path, device: str) -> No
         torch.testing.assert_close(torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=5e-5, rtol=0)
 
 
-def test_agreement_grows_with_tokens_and_channels(tmp_path: Path) -> None:
-    """200 sampled tokens over contexts of 200 to 250, put into both engines' mouths; decode sees a few of these."""
-    full = engine_of(tmp_path, "cpu", None, "qwen3")
-    prompts = random_prompts((200, 200), seed=3)
-    out = full.generate(prompts, SamplingParams(max_tokens=50, seed=1))
+def test_agreement_grows_with_tokens_and_channels(make: Make) -> None:
+    """24 sampled tokens after 200, put into both engines' mouths; decode sees a few of these."""
+    full = make("cpu", None, "qwen3")
+    (prompt,) = random_prompts((200,), seed=3)
+    ((answer,),) = full.generate([prompt], SamplingParams(max_tokens=24, seed=1))
     keys = [full.kv_pool.get_rows(layer, torch.arange(16, 216))[0] for layer in range(2)]
     heavy = partial(heavy_channels, keys)
 
-    def measure(chosen: DoubleSparsity) -> tuple[float, float]:
-        engine = engine_of(tmp_path, "cpu", chosen)
-        pairs = [agreement(full, engine, prompt, each.token_ids) for prompt, (each,) in zip(prompts, out, strict=True)]
-        gap, same = (torch.cat(each) for each in zip(*pairs, strict=True))
-        print(chosen.heavy_channel_num, chosen.heavy_token_num, gap.mean(), same.float().mean())
-        return float(gap.mean()), float(same.float().mean())
+    def measure(chosen: DoubleSparsity) -> float:
+        gap, _ = agreement(full, make("cpu", chosen, "qwen3"), prompt, answer.token_ids)
+        return float(gap.mean())
 
-    few, some, many = (measure(sparsity(tokens, 16, channels=heavy(16))) for tokens in (16, 64, 160))
-    blind = measure(sparsity(64, 1))
-    assert many[0] < some[0] < few[0] and some[0] < blind[0]
-    assert some[0] <= 1.1 and some[1] >= 0.25 and many[0] <= 0.35 and many[1] >= 0.65  # measured: docs/kv-cache.md
+    few, many = (measure(sparsity(tokens, 16, channels=heavy(16))) for tokens in (16, 160))
+    assert many < few / 2
+    assert measure(sparsity(160, 16, channels=heavy(16))) < measure(sparsity(160, 1))
 
 
 # ---------------------------------------------------------------- configuration
@@ -236,7 +238,6 @@ def test_refuses_wrong_numbers(fields: dict[str, Any], match: str) -> None:
         ({"double_sparsity": sparsity(8), "kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3' can't be combined with double"),
     ],
 )
-def test_engine_refuses(tmp_path: Path, config: dict[str, Any], match: str) -> None:
-    save_tiny(tmp_path, "llama", head_dim=16)
+def test_engine_refuses(saved: Saved, config: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        Engine.from_pretrained(tmp_path, **config)
+        Engine.from_pretrained(saved("llama", head_dim=16)[0], **config)

@@ -1,6 +1,7 @@
 """What the engine adds to the model: sampling, forks, queueing, preemption, clean failure."""
 
-import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,14 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from rollout import Completion, Engine, SamplingParams
-from tests.helpers.models import greedy, save_tiny
-from tests.rollout.test_greedy import random_prompts
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny(directory, "qwen3", head_dim=16)
-    return directory
+from rollout import Engine, SamplingParams
+from tests.helpers.rollout.answers import check, ids, random_prompts
+from tests.helpers.rollout.saved import Saved
 
 
 @pytest.fixture
 def make(path: Path) -> Callable[..., Engine]:
     return lambda **fields: Engine.from_pretrained(path, **{"kv_tokens": 1024, **fields})
-
-
-def ids(out: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in samples] for samples in out]
 
 
 def test_seeded_answers_do_not_depend_on_the_batch(make: Callable[..., Engine]) -> None:
@@ -68,43 +58,7 @@ def test_greedy_samples_of_a_prompt_are_equal_and_share_its_pages(make: Callable
     engine.check_integrity()
 
 
-def test_a_burst_larger_than_the_pool_is_queued_and_preempted(make: Callable[..., Engine]) -> None:
-    prompts = random_prompts((40, 7, 60, 20, 33, 5, 50, 16))
-    params = SamplingParams(max_tokens=40, temperature=0)
-    engine = make(kv_tokens=112, max_prefill_tokens=24)
-    assert ids(engine.generate(prompts, params)) == ids(make(kv_tokens=2048).generate(prompts, params))
-    assert engine.scheduler.preemptions > 0
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_foreign_memory_is_never_read(make: Callable[..., Engine], value: float, device: str) -> None:
-    """Everything outside the requests' own tokens, page 0 included, is poison, and stays so between steps."""
-    prompts = random_prompts((1, 17, 40))
-    params = SamplingParams(max_tokens=8, temperature=0, n=2)
-    expected = ids(make(device=device).generate(prompts, params))
-    engine = make(device=device, max_prefill_tokens=16)
-    for layer in range(engine.model.num_layers):
-        for cache in engine.cache.pool.get_kv_buffer(layer):
-            cache.fill_(value)
-
-    def poison(done: int, total: int, generated: int) -> None:
-        table = engine.cache.table.req_to_token
-        live = [
-            table[s.handle.row, : s.computed if not s.prefilled else s.length - 1]
-            for s in engine.scheduler.running
-            if s.handle
-        ]
-        keep = torch.zeros(engine.cache.pool._k.shape[1], dtype=torch.bool, device=table.device)
-        if live:
-            keep[torch.cat(live).long()] = True
-        engine.cache.pool._k[:, ~keep] = value
-        engine.cache.pool._v[:, ~keep] = value
-
-    assert ids(engine.generate(prompts, params, on_progress=poison)) == expected
-
-
-def test_stop_token_ids_and_ignore_eos(path: Path, make: Callable[..., Engine]) -> None:
+def test_stop_token_ids_and_ignore_eos(path: Path, tmp_path: Path, make: Callable[..., Engine]) -> None:
     engine = make()
     prompts = random_prompts((9,))
     (free,) = ids(engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0)))[0]
@@ -112,7 +66,9 @@ def test_stop_token_ids_and_ignore_eos(path: Path, make: Callable[..., Engine]) 
     params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
     completion = engine.generate(prompts, params)[0][0]
     assert completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
-    engine._intake._model = dataclasses.replace(engine.model, stop_token_ids=frozenset([free[3]]))
+    shutil.copytree(path, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": free[3]}))
+    engine = Engine.from_pretrained(tmp_path / "model", kv_tokens=1024)
     first = engine.generate(prompts, params)[0][0]
     assert first.token_ids == free[: min(free.index(stop), free.index(free[3])) + 1]
     ignoring = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -208,10 +164,10 @@ def test_bf16_generates(path: Path) -> None:
     assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2 and completion.token_ids[0] == exact.token_ids[0]
 
 
-def test_preempted_answers_equal_transformers(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path, "llama", num_key_value_heads=1)
-    engine = Engine.from_pretrained(tmp_path, kv_tokens=96, page_size=4, max_prefill_tokens=10)
+def test_preempted_answers_equal_transformers(saved: Saved) -> None:
+    path, model = saved("llama", num_key_value_heads=1)
+    engine = Engine.from_pretrained(path, kv_tokens=96, page_size=4, max_prefill_tokens=10)
     prompts = random_prompts((11, 3, 25, 8))
     out = engine.generate(prompts, SamplingParams(max_tokens=30, temperature=0))
     assert engine.scheduler.preemptions > 0
-    assert ids(out) == [[greedy(model, prompt, 30)] for prompt in prompts]
+    check(model, prompts, out)

@@ -10,22 +10,9 @@ import torch
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.rotary import RotaryTables, inverse_frequencies
-from tests.helpers.models import KINDS, SIZES, build_tiny, save_tiny
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    config = {key: value for key, value in config.items() if key not in remove} | changes
-    (path / "config.json").write_text(json.dumps(config))
+from tests.helpers.models import SIZES, save_tiny
+from tests.helpers.rollout.answers import LLAMA3
+from tests.helpers.rollout.configs import assert_refused, edit_config
 
 
 @pytest.mark.parametrize(
@@ -49,13 +36,7 @@ def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> Non
     ],
 )
 def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], match: str) -> None:
-    build_tiny(kind).config.save_pretrained(str(tmp_path))
-    architecture = KINDS[kind][1].__name__
-    edit_config(tmp_path, remove=("layer_types",), architectures=[architecture])
-    load_model_config(tmp_path)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(ValueError, match=match):
-        load_model_config(tmp_path)
+    assert_refused(tmp_path, kind, {}, changes, match)
 
 
 def test_names_a_missing_directory(tmp_path: Path) -> None:
@@ -72,8 +53,8 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
     assert (rope.theta, rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (
         5000.0,
         "llama3",
-        8.0,
-        64,
+        4.0,
+        128,
     )
 
 

@@ -1,30 +1,41 @@
 """fp8 and FP4 pools driven by the engine: exact where arithmetic says so, measured agreement where it can't be."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache import (
+    KVCacheConfig,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLACacheConfig,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
 from kvcache.config import FP4_DTYPE, kv_dtype
-from rollout import Engine, SamplingParams
-from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV
+from rollout import Completion, Engine, SamplingParams
+from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV, PlainKV
 from rollout.model.rotary import RotaryTables
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention
 from rollout.ops.rotary import rotate, rotate_and_store
-from tests.helpers.forcing import agreement
+from tests.helpers import models
+from tests.helpers.effort import some
 from tests.helpers.kernels import decode_fp8_bytes
-from tests.helpers.models import save_tiny
-from tests.rollout.test_attention import impl, triton_device  # noqa: F401  (fixtures)
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import GREEDY, assert_same, firsts, random_prompts
+from tests.helpers.rollout.forcing import agreement
+from tests.helpers.rollout.poison import fill, poison
+from tests.helpers.rollout.saved import Saved
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
+KERNELS = some("fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"])  # fp8 is one kernel, and every byte of both is decoded below
 MODELS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 16}, "qwen3": {"head_dim": 32}}
-Answers = list[tuple[list[int], torch.Tensor]]
-GREEDY = SamplingParams(max_tokens=8, temperature=0)
+MLA: dict[str, Any] = {  # latent rows of whole FP4 blocks
+    "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 32, "q_lora_rank": 20,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
+}  # fmt: skip
 PROMPTS = random_prompts((3, 50, 20))
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
 
@@ -40,24 +51,25 @@ def make_pool(dtype: str, device: str, heads: int = 2, dim: int = 32, layers: in
 
 def bytes_of(pool: Any) -> list[torch.Tensor]:
     """[L, slots, ...] of every part that the pool stores."""
-    return list(pool._storage.parts.values())
+    return list(pool.stored.values())
 
 
-def engine_of(path: Path, device: str, dtype: str, kind: str = "llama", **config: Any) -> Engine:
-    if not (path / "config.json").is_file():
-        save_tiny(path, kind, **MODELS[kind])
-    return Engine.from_pretrained(path, device=device, kv_cache_dtype=dtype, **{"kv_tokens": 512, **config})
+@pytest.fixture
+def make(saved: Saved) -> Callable[..., Engine]:
+    """make(device, dtype, kind): an engine. kind: of `MODELS`, or "latent"."""
+
+    def make(device: str, dtype: str, kind: str = "llama", **config: Any) -> Engine:
+        path, _ = saved("deepseek_v3", **MLA) if kind == "latent" else saved(kind, **MODELS[kind])
+        return Engine.from_pretrained(path, device=device, kv_cache_dtype=dtype, **{"kv_tokens": 512, **config})
+
+    return make
 
 
-def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> Answers:
-    return [(each.token_ids, torch.tensor(each.logprobs)) for (each,) in engine.generate(prompts, GREEDY)]
+Make = Callable[..., Engine]
 
 
-def assert_same(mine: Answers, its: Answers, atol: float = 5e-5) -> None:
-    """The same tokens, log-probabilities equal but for the order of sums."""
-    for (tokens, logprobs), (expected, others) in zip(mine, its, strict=True):
-        assert tokens == expected
-        torch.testing.assert_close(logprobs, others, atol=atol, rtol=0)
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Completion]:
+    return firsts(engine.generate(prompts, GREEDY))
 
 
 # ---------------------------------------------------------------- one layer
@@ -85,8 +97,8 @@ def random_layer(dtype: str, device: str) -> tuple[Any, LayerKV, torch.Tensor, t
     return pool, layer, table.to(device), q.to(device), slots.to(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_attention_over_dequantised_rows(dtype: str, impl: Any, device: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_equals_attention_over_dequantised_rows(dtype: str, impl: Any, device: str) -> None:
     """And reads no foreign slot: those are NaN, or enormous (FP4)."""
     pool, layer, table, q, slots = random_layer(dtype, device)
     k, v = (torch.full((512 + 16, 2, 32), float("nan"), device=device) for _ in range(2))
@@ -99,8 +111,8 @@ def test_equals_attention_over_dequantised_rows(dtype: str, impl: Any, device: s
         torch.testing.assert_close(out, expected, atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_half_precision_queries(dtype: str, triton_device: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_half_precision_queries(dtype: str, triton_device: str) -> None:
     """On a GPU products are those of bf16, which holds every fp8 value."""
     _, layer, table, q, _ = random_layer(dtype, triton_device)
     q = q.bfloat16()
@@ -112,7 +124,7 @@ def test_half_precision_queries(dtype: str, triton_device: str) -> None:  # noqa
 
 
 @pytest.mark.parametrize(("dtype", "mantissa"), [(torch.float8_e4m3fn, 3), (torch.float8_e5m2, 2)])
-def test_kernels_decode_every_byte(dtype: torch.dtype, mantissa: int, triton_device: str) -> None:  # noqa: F811
+def test_kernels_decode_every_byte(dtype: torch.dtype, mantissa: int, triton_device: str) -> None:
     """NaN, infinity, -0 and subnormal numbers, too."""
     every = torch.arange(256, dtype=torch.uint8, device=triton_device)
     out = torch.empty(256, device=triton_device)
@@ -121,7 +133,7 @@ def test_kernels_decode_every_byte(dtype: torch.dtype, mantissa: int, triton_dev
     assert torch.equal(out.signbit(), every >= 128)
 
 
-def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:  # noqa: F811
+def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:
     """Not when it is launched first: a captured graph sees new ones."""
     pool, layer, table, q, _ = random_layer("fp8_e4m3", triton_device)
     plan = plan_attention(SHAPE, table, "triton")
@@ -133,7 +145,7 @@ def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:  
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotate_is_what_rotate_and_store_stores(dtype: torch.dtype, impl: Any, device: str) -> None:  # noqa: F811
+def test_rotate_is_what_rotate_and_store_stores(dtype: torch.dtype, impl: Any, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     fused = torch.randn(5, 10, 24, generator=generator).to(device, dtype)
     q, k, v = fused[:, :4], fused[:, 4:6], fused[:, 6:8]
@@ -150,18 +162,19 @@ def test_rotate_is_what_rotate_and_store_stores(dtype: torch.dtype, impl: Any, d
 
 
 class Rounded(LayerKV):
-    """A plain layer whose rows went through a quantised pool: what a quantised engine must equal."""
+    """A plain layer whose rows go through a quantised pool: what a quantised engine must equal."""
 
-    def __init__(self, plain: Any, dtype: str) -> None:
-        self._plain, self.value_dim = plain, plain.value_dim
-        heads, dim = plain._stored.k.shape[1:]
-        self._pool = make_pool(dtype, "cpu", heads, dim)
+    def __init__(self, pool: Any, layer: int, dtype: str) -> None:
+        self._plain = PlainKV(pool, layer)
+        self._k, self._v = pool.get_kv_buffer(layer)
+        self.value_dim = self._plain.value_dim
+        self._pool = make_pool(dtype, "cpu", *self._k.shape[1:])
 
     def store(self, q: Any, k: Any, v: Any, positions: Any, slots: Any, rotary: Any) -> torch.Tensor:
         q, k = rotate(q, k, positions, rotary.cos, rotary.sin)
         at = torch.arange(len(k)) + 16
         self._pool.set_kv_buffer(0, at, k, v)
-        self._plain._stored.k[slots], self._plain._stored.v[slots] = self._pool.get_rows(0, at)
+        self._k[slots], self._v[slots] = self._pool.get_rows(0, at)
         return q
 
     def rows(self, slots: torch.Tensor) -> Any:
@@ -171,52 +184,61 @@ class Rounded(LayerKV):
         return self._plain.for_kernels(plan)
 
 
-def rounded_engine(path: Path, dtype: str, **config: Any) -> Engine:
-    engine = engine_of(path, "cpu", "auto", **config)
-    for mixer in engine.runner.mixers:
-        mixer._kv = Rounded(mixer._kv, dtype)  # type: ignore[attr-defined]
-    return engine
+@pytest.fixture
+def rounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A plain engine with rounded rows."""
+
+    def rounded(dtype: str, kind: str = "llama", **config: Any) -> Engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "rollout.model.mixers.attention.layer_kv", lambda cache, layer: Rounded(cache.pool, layer, dtype)
+            )
+            return make("cpu", "auto", kind, **config)
+
+    return rounded
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_a_plain_engine_with_rounded_rows(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_equals_a_plain_engine_with_rounded_rows(make: Make, rounded: Make, kind: str, dtype: str) -> None:
     """Prefill in chunks beside decode: token for token."""
-    engine = engine_of(tmp_path, "cpu", dtype, kind, max_prefill_tokens=16)
-    plain = rounded_engine(tmp_path, dtype, max_prefill_tokens=16)
+    engine = make("cpu", dtype, kind, max_prefill_tokens=16)
+    plain = rounded(dtype, kind, max_prefill_tokens=16)
     assert engine.kv_pool.bytes_per_token < plain.kv_pool.bytes_per_token / 3
     assert_same(answers(engine), answers(plain))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_engine_equals_the_torch_engine(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_triton_engine_equals_the_torch_engine(saved: Saved, dtype: str) -> None:
     """Interpreted here, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    save_tiny(tmp_path, "qwen3", head_dim=32, num_hidden_layers=1)
+    path, _ = saved("qwen3", head_dim=32, num_hidden_layers=1)
     engines = [
-        engine_of(tmp_path, device, dtype, attention=attention, max_prefill_tokens=24)
+        Engine.from_pretrained(
+            path, device=device, kv_tokens=512, kv_cache_dtype=dtype, attention=attention, max_prefill_tokens=24
+        )
         for attention in ("triton", "torch")
     ]
     assert (engines[0].graphs is not None) == (device != "cpu" and dtype != "fp4_e2m1")
     for engine in engines if dtype != "fp4_e2m1" else ():
         engine.kv_pool.set_scales(0, 0.25, 0.03)  # after the graphs were captured
-    first, second = (answers(engine, PROMPTS[:2]) for engine in engines)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    first, second = (firsts(engine.generate(PROMPTS[:2], params)) for engine in engines)
     assert_same(first, second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_do_not_matter(tmp_path: Path, dtype: str, device: str) -> None:
+def test_chunks_do_not_matter(make: Make, dtype: str, device: str) -> None:
     """A chunk reads its own tokens from the pool as well, so all tokens see the same rows. Products of other shapes may
     round another way, and an element of a key with them, hence the tolerance; unrounded rows would be 0.1 off."""
-    whole, pieces = (engine_of(tmp_path, device, dtype, max_prefill_tokens=n) for n in (512, 7))
+    whole, pieces = (make(device, dtype, max_prefill_tokens=n) for n in (512, 7))
     assert_same(answers(whole), answers(pieces), atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_group_shares_pages_and_copies_on_write(tmp_path: Path, dtype: str) -> None:
+def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dtype: str) -> None:
     """Sampled answers that part in a copied page: it holds bytes and block scales."""
-    engine = engine_of(tmp_path, "cpu", dtype)
-    plain = rounded_engine(tmp_path, dtype)
+    engine, plain = make("cpu", dtype), rounded(dtype)
     copied: list[int] = []
     move = engine.kv_pool.move_kv_cache
 
@@ -228,58 +250,105 @@ def test_a_group_shares_pages_and_copies_on_write(tmp_path: Path, dtype: str) ->
     params = SamplingParams(max_tokens=12, n=4, seed=5)
     (mine,), (its,) = (each.generate([PROMPTS[1]], params) for each in (engine, plain))
     assert copied == [3 * (len(PROMPTS[1]) % 16)] and len({tuple(each.token_ids) for each in mine}) == 4
-    assert_same(*([(one.token_ids, torch.tensor(one.logprobs)) for one in each] for each in (mine, its)))
+    assert_same(mine, its)
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sleep_keeps_answers_and_scales(
-    tmp_path: Path, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sleep_keeps_answers_and_scales(make: Make, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory comes back dirty; page 0 is zeroed."""
-    engine = engine_of(tmp_path, device, dtype)
+    engine = make(device, dtype)
     resume = engine.saver.resume
 
     def resume_dirty(*tags: str) -> None:
         resume(*tags)
-        for part in bytes_of(engine.kv_pool):
-            part.fill_(0xFF)
+        fill(engine.kv_pool, slice(None))
 
     monkeypatch.setattr(engine.saver, "resume", resume_dirty)
     if dtype != "fp4_e2m1":
         engine.kv_pool.set_scales(1, 0.25, 0.03)
     scales, before = engine.kv_pool.scales(1), answers(engine)
-    for _ in range(2):
-        engine.sleep()
-        assert engine.report().committed_bytes == 0
-        engine.wake_up()
-        assert not any(part[:, : engine.config.page_size].any() for part in bytes_of(engine.kv_pool))
-        assert engine.kv_pool.scales(1) == scales
-        assert_same(answers(engine), before)
+    engine.sleep()
+    assert engine.report().committed_bytes == 0
+    engine.wake_up()
+    assert not any(part[:, : engine.config.page_size].any() for part in bytes_of(engine.kv_pool))
+    assert engine.kv_pool.scales(1) == scales
+    assert_same(answers(engine), before)
 
 
-def poison(engine: Engine, *_: int) -> None:
-    """NaN patterns (fp8), the largest scales (FP4), in every slot without a computed token, page 0 too."""
-    free = torch.ones(bytes_of(engine.kv_pool)[0].shape[1], dtype=torch.bool)
-    for sample in engine.scheduler.running:
-        assert sample.handle is not None
-        known = sample.length - 1 if sample.prefilled else sample.computed
-        free[engine.blocks.req_to_token.req_to_token[sample.handle.row, :known].long().cpu()] = False
-    for part in bytes_of(engine.kv_pool):
-        part[:, free.to(part.device)] = 0xFF
+@pytest.mark.parametrize("kind", ["llama", "latent"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, device: str) -> None:
+    engine = make(device, dtype, kind, max_prefill_tokens=24)
+    clean = answers(engine)
+    engine.prefixes.clear()
+    poison(engine)
+    assert_same(firsts(engine.generate(PROMPTS, GREEDY, on_progress=lambda *_: poison(engine) and None)), clean)
+
+
+# ---------------------------------------------------------------- the engine over latent rows
+
+
+@pytest.fixture
+def rounded_latent(make: Make) -> Make:
+    """A plain engine whose rows go through a quantised pool before they are stored."""
+
+    def rounded(device: str, dtype: str, scale: float, **config: Any) -> Engine:
+        engine = make(device, "auto", "latent", cuda_graphs=False, **config)  # graphs keep what they call
+        plain = engine.kv_pool
+        assert isinstance(plain, MLATokenToKVPool)
+        stored = kv_dtype(dtype, torch.float32)
+        rank = MLA["kv_lora_rank"]
+        pool = (MLATokenToKVPoolFP4 if stored == FP4_DTYPE else MLATokenToKVPool)(
+            MLACacheConfig(
+                num_layers=2, size=512, kv_lora_rank=rank, qk_rope_head_dim=MLA["qk_rope_head_dim"], dtype=stored,
+                device=plain.device, compute_dtype=torch.float32,
+            )
+        )  # fmt: skip
+        if scale != 1:
+            for layer in range(2):
+                pool.set_scales(layer, scale)
+        write = plain.set_mla_kv_buffer
+
+        def write_rounded(layer: int, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+            pool.set_mla_kv_buffer(layer, loc, latent, rope)
+            rows, _ = pool.get_rows(layer, loc)
+            write(layer, loc, rows[..., :rank], rows[..., rank:])
+
+        plain.set_mla_kv_buffer = write_rounded  # type: ignore[method-assign]
+        return engine
+
+    return rounded
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_poisoned_free_slots_change_nothing(tmp_path: Path, dtype: str, device: str) -> None:
-    # No prefix cache: it would hold tokens that were computed.
-    assert_poison_changes_nothing(engine_of(tmp_path, device, dtype, max_prefill_tokens=24, prefix_cache=False))
+def test_latent_equals_an_engine_with_rounded_rows(make: Make, rounded_latent: Make, dtype: str, device: str) -> None:
+    """Prompts in chunks beside decoding; on a GPU in CUDA graphs (fp8) and without (FP4). The same after a pause."""
+    engine = make(device, dtype, "latent", max_prefill_tokens=24)
+    out = answers(engine)
+    assert_same(out, answers(rounded_latent(device, dtype, 1.0, max_prefill_tokens=24)))
+    engine.sleep(tags=["kv_cache"])
+    assert engine.report().tags["kv_cache"].committed_bytes == 0
+    engine.wake_up()
+    assert_same(answers(engine), out)
+    engine.check_integrity()
 
 
-def assert_poison_changes_nothing(engine: Engine) -> None:
-    clean = answers(engine)
-    poison(engine)
-    out = engine.generate(PROMPTS, GREEDY, on_progress=partial(poison, engine))
-    assert_same([(each.token_ids, torch.tensor(each.logprobs)) for (each,) in out], clean)
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_latent_triton_equals_an_engine_with_rounded_rows(make: Make, rounded_latent: Make, dtype: str) -> None:
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    engine = make(device, dtype, "latent", attention="triton")
+    scale = 1.0 if dtype == "fp4_e2m1" else 0.1
+    for layer in range(2) if scale != 1 else ():
+        engine.kv_pool.set_scales(layer, scale)
+    plain = rounded_latent("cpu", dtype, scale, attention="torch")
+    params, prompts = SamplingParams(max_tokens=3, temperature=0), random_prompts((3, 20))
+    assert_same(*(firsts(each.generate(prompts, params)) for each in (engine, plain)))
+
+
+def test_bytes_of_a_latent_token(make: Make) -> None:
+    sizes = {dtype: make("cpu", dtype, "latent").kv_pool.bytes_per_token for dtype in ("auto", *DTYPES)}
+    assert sizes == {"auto": 2 * 48 * 4, "fp8_e4m3": 2 * 48, "fp8_e5m2": 2 * 48, "fp4_e2m1": 2 * 27}
 
 
 # ---------------------------------------------------------------- the engine, measured
@@ -288,20 +357,19 @@ def assert_poison_changes_nothing(engine: Engine) -> None:
 BOUNDS = {"fp8_e4m3": (0.16, 0.8), "fp8_e5m2": (0.3, 0.65), "fp4_e2m1": (0.6, 0.45)}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_agreement_with_the_unquantised_engine(tmp_path: Path, kind: str) -> None:
-    save_tiny(tmp_path, kind, **MODELS[kind])
-    assert_agreement(lambda dtype: engine_of(tmp_path, "cpu", dtype, kv_tokens=1024), BOUNDS)
+LATENT_BOUNDS = {"fp8_e4m3": (0.12, 0.8), "fp8_e5m2": (0.25, 0.65), "fp4_e2m1": (0.6, 0.4)}
 
 
-def assert_agreement(make: Callable[[str], Engine], bounds: dict[str, tuple[float, float]]) -> None:
-    """200 sampled tokens, put into both engines' mouths. bounds: see `BOUNDS`."""
-    plain = make("auto")
+@pytest.mark.extended  # rows are exact above, and what rounding costs is told by the quantisers' own tests
+@pytest.mark.parametrize("kind", [*MODELS, "latent"])
+def test_agreement_with_the_unquantised_engine(make: Make, kind: str) -> None:
+    """200 sampled tokens, put into both engines' mouths."""
+    plain = make("cpu", "auto", kind, kv_tokens=1024)
     prompts = random_prompts((5, 40, 90, 150))
     out = plain.generate(prompts, SamplingParams(max_tokens=50, seed=1))
     means = []
-    for dtype, (most, least) in bounds.items():
-        engine = make(dtype)
+    for dtype, (most, least) in (LATENT_BOUNDS if kind == "latent" else BOUNDS).items():
+        engine = make("cpu", dtype, kind, kv_tokens=1024)
         pairs = [agreement(plain, engine, prompt, each.token_ids) for prompt, (each,) in zip(prompts, out, strict=True)]
         gap, same = (torch.cat(each) for each in zip(*pairs, strict=True))
         print(dtype, len(gap), gap.mean(), same.float().mean())
@@ -312,15 +380,17 @@ def assert_agreement(make: Callable[[str], Engine], bounds: dict[str, tuple[floa
 
 def test_scales_that_fit_beat_scale_one(tmp_path: Path) -> None:
     """Values of a few thousandths are subnormal in e4m3 at scale 1."""
-    model = save_tiny(tmp_path, "llama", head_dim=16)
+    model = models.save_tiny(tmp_path, "llama", head_dim=16)
     for name, parameter in model.named_parameters():
         if "v_proj" in name:
             parameter.data.mul_(0.003)
         elif "o_proj" in name:
             parameter.data.mul_(1 / 0.003)
     model.save_pretrained(str(tmp_path))
-    plain, engine = (engine_of(tmp_path, "cpu", dtype) for dtype in ("auto", "fp8_e4m3"))
-    answer = random_prompts((100,), seed=2)[0]
+    plain, engine = (
+        Engine.from_pretrained(tmp_path, kv_tokens=512, kv_cache_dtype=dtype) for dtype in ("auto", "fp8_e4m3")
+    )
+    answer = random_prompts((40,), seed=2)[0]
     before, _ = agreement(plain, engine, PROMPTS[1], answer)
     for layer in range(2):
         engine.kv_pool.set_scales(layer, 1.0, 0.003)
@@ -332,14 +402,19 @@ def test_scales_that_fit_beat_scale_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overrides", "match"),
+    ("kind", "overrides", "dtype", "match"),
     [
-        ("int4", {}, "unknown kv_cache_dtype 'int4'; use 'auto' or one of"),
-        ("bf16", {}, "kv_cache_dtype='bf16' with a model in torch.float32 is not supported; use 'auto', 'fp8"),
-        ("fp4_e2m1", {"head_dim": 8}, "FP4 needs rows of a multiple of 16 elements, 'k' has 8"),
+        ("qwen3", {"head_dim": 16}, "int4", "unknown kv_cache_dtype 'int4'; use 'auto' or one of"),
+        (
+            "qwen3",
+            {"head_dim": 16},
+            "bf16",
+            "kv_cache_dtype='bf16' with a model in torch.float32 is not supported; use 'auto', 'fp8",
+        ),
+        ("qwen3", {"head_dim": 8}, "fp4_e2m1", "FP4 needs rows of a multiple of 16 elements, 'k' has 8"),
+        ("deepseek_v3", models.MLA, "fp4_e2m1", "multiple.* of 16"),  # 16 + 8
     ],
 )
-def test_says_what_it_can_not_store(tmp_path: Path, dtype: str, overrides: dict[str, Any], match: str) -> None:
-    save_tiny(tmp_path, "qwen3", **{"head_dim": 16, **overrides})
+def test_says_what_it_can_not_store(saved: Saved, kind: str, overrides: dict[str, Any], dtype: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        Engine.from_pretrained(tmp_path, kv_cache_dtype=dtype)
+        Engine.from_pretrained(saved(kind, **overrides)[0], kv_cache_dtype=dtype)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
@@ -22,14 +21,10 @@ from rollout.split import (
 )
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.rollout.split.ranks import KEY, Split, run_placed
-from tests.rollout.split.test_split import CONFIG, MODEL, TOKEN
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, run_placed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = random_prompts((90, 1, 17, 60))
 
@@ -84,7 +79,7 @@ def test_prefill_and_decode_on_a_gpu_each(tmp_path: Path, mapped: bool) -> None:
     [
         (2, 1, 2),
         (1, 2, 2),
-        pytest.param(4, 2, 4, marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")),
+        pytest.param(4, 2, 4, marks=pytest.mark.gpus(4)),
     ],
     ids=["2to1", "1to2", "4to2"],
 )

@@ -6,17 +6,9 @@ from typing import Any
 import pytest
 
 from rollout import Engine, SamplingParams
-from tests.helpers.models import save_tiny
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import random_prompts
 
 PAGE = 4
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny(directory, "qwen3", head_dim=16)
-    return directory
 
 
 class Script:
@@ -104,9 +96,10 @@ def free_pages(engine: Engine) -> set[int]:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bool) -> None:
-    """1,000 tokens in chunks of 64: as many go through the model as for one sample, until samples differ."""
+    """300 tokens in chunks of 64: as many go through the model as for one sample, until samples differ. Requests of
+    their own compute it 8 times."""
     engine = Engine.from_pretrained(path, kv_tokens=2048, max_prefill_tokens=64, prefix_cache=prefix_cache)
-    (prompt,) = random_prompts((1000,))
+    (prompt,) = random_prompts((300,))
     prefilled = 0
     forward = engine.runner.forward
 
@@ -118,16 +111,11 @@ def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bo
     engine.runner.forward = count  # type: ignore[method-assign]
     (group,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=1.0, n=8, seed=1))
     assert len({tuple(each.token_ids) for each in group}) == 8
-    assert prefilled == 1000
-    assert engine.stats.computed_tokens == 1000 + 8 * 5 and engine.stats.prefix_hit_tokens == 0
-
-
-def test_without_forks_each_sample_would_compute_it(path: Path) -> None:
-    """What the test above would count if samples were requests of their own."""
-    engine = Engine.from_pretrained(path, kv_tokens=4096, max_prefill_tokens=64, prefix_cache=False)
-    (prompt,) = random_prompts((300,))
-    engine.generate([prompt] * 8, SamplingParams(max_tokens=2, temperature=0))
-    assert engine.stats.computed_tokens == 8 * 301
+    assert prefilled == 300
+    assert engine.stats.computed_tokens == 300 + 8 * 5 and engine.stats.prefix_hit_tokens == 0
+    if not prefix_cache:
+        engine.generate([prompt] * 8, SamplingParams(max_tokens=1, temperature=0))
+        assert engine.stats.computed_tokens == 300 + 8 * 5 + 8 * 300
 
 
 def test_groups_of_two_prompts_fork_each_from_its_own(path: Path) -> None:

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from rollout import Completion, SamplingParams
-from tests.helpers.models import build_tiny, greedy
-from tests.helpers.tiers import blocks_of, poison, tiered
-from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_lifecycle import TINY, update
-from tests.rollout.test_prefix_cache import assert_same, failing, make, path, run
+from tests.helpers.effort import pairwise
+from tests.helpers.models import greedy
+from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
+from tests.helpers.rollout.tiers import blocks_of, failing, lose_device, make, out_of_memory, tiered
+from tests.helpers.rollout.updates import tiny, update
 
-__all__ = ["path"]  # a fixture
 LONG = SamplingParams(max_tokens=40, temperature=0)
 CROWD = (20, 25, 30, 16, 23)
 
@@ -30,7 +29,6 @@ def crowd() -> list[list[int]]:
 
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=11)
-CROWDED = [replace(params, n=n) for params in (LONG, SAMPLED) for n in (1, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +45,22 @@ def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completio
     return answers
 
 
-@pytest.mark.parametrize("params", CROWDED)
-@pytest.mark.parametrize("way", ["recompute", "swap", "both"])
+@pytest.mark.parametrize(("way", "params", "n"), pairwise(["recompute", "swap", "both"], [LONG, SAMPLED], [1, 3]))
 def test_preempted_samples_answer_as_if_nothing_had_happened(
-    path: Path, uncrowded: Any, params: SamplingParams, way: str, device: str, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    uncrowded: Any,
+    params: SamplingParams,
+    n: int,
+    way: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Swapped ones go on where they were: alone and swapped, the model sees every token once."""
     engine = tiered(path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way)
     if way == "both":
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(blocks_of(engine).cost, "swaps", lambda victim: next(turns))
+    params = replace(params, n=n)
     out = engine.generate(crowd(), params, on_progress=lambda *_: engine.check_integrity())
     for mine, its in zip(out, uncrowded(device, params), strict=True):
         assert_same(mine, its)
@@ -67,23 +72,22 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
 
 def test_a_swapped_sample_goes_on_where_it_was(path: Path) -> None:
     """The model sees every token once, as without preemption."""
-    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
-    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
+    engine = tiered(path, kv_tokens=96, preemption="swap")
+    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
     assert engine.stats.preempted_swap == engine.stats.swapped_back > 0
-    assert engine.stats.computed_tokens == plain.stats.computed_tokens
+    assert engine.stats.computed_tokens == sum(CROWD) + len(CROWD) * (LONG.max_tokens - 1)
 
 
 def test_a_host_without_room_means_recompute(path: Path) -> None:
     engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4)  # two pages
-    plain = make(path, prefix_cache=False, kv_tokens=1024)
-    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
+    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
     assert engine.stats.preempted_recompute > 0
 
 
 def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    engine = tiered(path, kv_tokens=96, preemption="swap")
     caplog.set_level(logging.INFO, logger="rollout")
 
     def drop(*_: int) -> None:
@@ -93,7 +97,7 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
         engine.check_integrity()
 
     out = engine.generate(crowd(), LONG, on_progress=drop)
-    assert_same([samples[0] for samples in out], run(plain, crowd(), LONG))
+    check(tiny(0), crowd(), out)
     assert engine.stats.swapped_back < engine.stats.preempted_swap
     assert "pages that the tiers had to drop" in caplog.text
 
@@ -119,7 +123,7 @@ def test_the_rates_are_those_of_the_engines_own_steps_and_copies(
 
 
 def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
-    engine, plain = tiered(path, kv_tokens=96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    engine = tiered(path, kv_tokens=96, preemption="swap")
     naps = 0
 
     def nap(*_: int) -> None:
@@ -129,10 +133,10 @@ def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
             engine.sleep(unfinished="preempt")
             engine.check_integrity()
             engine.wake_up()
-            poison(engine)
+            lose_device(engine)
 
     out = engine.generate(crowd(), LONG, on_progress=nap)
-    assert_same([samples[0] for samples in out], run(plain, crowd(), LONG))
+    check(tiny(0), crowd(), out)
     assert naps > 0 and engine.stats.swapped_back > 0
     engine.check_integrity()
 
@@ -156,25 +160,23 @@ def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -
 
     out = engine.generate(crowd(), LONG, on_progress=change)
     assert changed
-    model = build_tiny("qwen3", seed=1, **TINY)
     for index, at in changed.items():
         answer = out[index][0]
         assert answer.weight_versions == [0] * at + [1] * (40 - at)
-        assert answer.token_ids[at:] == greedy(model, crowd()[index] + answer.token_ids[:at], 40 - at)
+        assert answer.token_ids[at:] == greedy(tiny(1), crowd()[index] + answer.token_ids[:at], 40 - at)
 
 
 @pytest.mark.parametrize("what", ["forward", "sample"])
 def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, plain = tiered(path, 96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
-    expected = run(plain, crowd(), LONG)
+    engine = tiered(path, 96, preemption="swap")
     for at in (1, 20, 35, 50):
-        with failing(engine, what, at, monkeypatch):
+        with failing(engine.runner, what, at, monkeypatch):
             engine.generate(crowd(), LONG)
         engine.check_integrity()
         assert blocks_of(engine).swapped_pages() == 0
         assert blocks_of(engine).tiers.protected_size == 0
     assert engine.stats.preempted_swap > 0
-    assert_same(run(engine, crowd(), LONG), expected)
+    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
 
 
 @pytest.mark.parametrize(
@@ -183,21 +185,17 @@ def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch
 def test_a_swap_that_fails_ends_the_call_only(
     path: Path, method: str, copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, plain = tiered(path, 96, preemption="swap"), make(path, prefix_cache=False, kv_tokens=1024)
+    engine = tiered(path, 96, preemption="swap")
     tiers = blocks_of(engine).tiers
     right = getattr(tiers, method)
 
-    def failing(*args: Any) -> Any:
+    def fails(*args: Any) -> Any:
         with monkeypatch.context() as inner:
             inner.setattr(tiers.lower.host, copy, out_of_memory)
             return right(*args)
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(tiers, method, failing)
+        patch.setattr(tiers, method, fails)
         engine.generate(crowd(), LONG)
     engine.check_integrity()
-    assert_same(run(engine, crowd(), LONG), run(plain, crowd(), LONG))
-
-
-def out_of_memory(*arguments: object) -> Any:
-    raise torch.OutOfMemoryError("no room")
+    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])

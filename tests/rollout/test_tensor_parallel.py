@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from memsaver.ops.digest import digest
 from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
 from rollout.parallel import TensorParallel
-from tests.helpers.models import MLA, save_tiny
+from tests.helpers.models import MLA
 from tests.helpers.peers import Failed, Peer
 from tests.helpers.ranks import results, start_ranks
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import GAP, MEAN_GAP, random_prompts
+from tests.helpers.rollout.saved import Saved
 
 # Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied and sliding.
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -60,12 +61,8 @@ def generate(rank: int, paths: list[str]) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    made = []
-    for i, (kind, overrides) in enumerate(MODELS):
-        made.append(str(tmp_path_factory.mktemp(f"model{i}")))
-        save_tiny(made[-1], kind, **overrides)
-    return made
+def paths(saved: Saved) -> list[str]:
+    return [str(saved(kind, **overrides)[0]) for kind, overrides in MODELS]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def test_answers_are_those_of_one_rank(paths: list[str], found: list[dict[int, A
             assert [each.token_ids for each in mine] == [each.token_ids for each in alone], f"rank {rank} of {size}"
             pairs = zip(mine, alone, strict=True)
             gap = torch.cat([torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]).abs()
-            assert gap.max() <= 5e-5 and gap.mean() <= 1e-5
+            assert gap.max() <= GAP and gap.mean() <= MEAN_GAP
         assert found[0][size][model][0] == found[1][size][model][0], "ranks differ in the bits of log-probabilities"
 
 
@@ -106,7 +103,9 @@ def test_digests_of_ranks_without_copies_add_up(paths: list[str], found: list[di
 
 
 def lose_one(rank: int, path: str, how: str) -> str:
-    engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=dist.group.WORLD, **CONFIG)
+    group = dist.new_group(timeout=timedelta(seconds=5))  # for what both do at once; a busy machine starts them apart
+    engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
+    dist.barrier()
 
     def on_progress(done: int, total: int, tokens: int) -> None:
         if rank == 1 and how == "raise":
@@ -114,14 +113,12 @@ def lose_one(rank: int, path: str, how: str) -> str:
         if rank == 1 and how == "die":
             os._exit(1)
 
-    start = time.monotonic()
     try:
         engine.generate(random_prompts((5,)), GREEDY, on_progress=on_progress)
     except (RuntimeError, OSError) as error:
         said = f"{type(error).__name__}: {error}"
     with pytest.raises(RuntimeError, match="cannot generate: tensor-parallel rank"):
         engine.generate(random_prompts((5,)), GREEDY)
-    assert time.monotonic() - start < 20
     return said
 
 
@@ -129,7 +126,7 @@ def lose_one(rank: int, path: str, how: str) -> str:
     ("how", "named"), [("raise", "rank 1 failed: OSError: cosmic ray"), ("die", "rank 1 is silent")]
 )
 def test_a_lost_rank_is_named_with_the_stage(paths: list[str], tmp_path: Path, how: str, named: str) -> None:
-    ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how, seconds=3)
+    ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how)
     said = results(ranks[:1])[0]
     assert said.startswith("RankError: tensor-parallel rank 0 of 2 waited in stage 'embedding' in vain: ")
     assert named in said
@@ -152,11 +149,12 @@ def test_ranks_of_another_configuration_are_refused(paths: list[str], tmp_path: 
 # ---------------------------------------------------------------- what is refused
 
 
-class _Group(TensorParallel):
+class Alone(TensorParallel):
     """Rank 0 of so many, without the others: enough to be refused."""
 
     def __init__(self, size: int, group: Any) -> None:
-        self.size, self.rank, self.failure, self._group = size, 0, None, group
+        super().__init__(1, group)
+        self.size = size
 
     def check_same(self, what: str, value: str) -> None:
         return
@@ -177,12 +175,11 @@ class _Group(TensorParallel):
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, overrides: dict[str, Any], size: int, message: str
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, kind: str, overrides: dict[str, Any], size: int, message: str
 ) -> None:
-    monkeypatch.setattr("rollout.engine.TensorParallel", _Group)
-    save_tiny(tmp_path, kind, **overrides)
+    monkeypatch.setattr("rollout.engine.TensorParallel", Alone)
     with pytest.raises(ValueError, match=message):
-        Engine.from_pretrained(tmp_path, tensor_parallel_size=size, **CONFIG)
+        Engine.from_pretrained(saved(kind, **overrides)[0], tensor_parallel_size=size, **CONFIG)
 
 
 def test_configurations_are_refused(paths: list[str]) -> None:

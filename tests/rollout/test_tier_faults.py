@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from rollout import Engine
-from tests.helpers.tiers import blocks_of, tiered
-from tests.rollout.test_greedy import random_prompts
-from tests.rollout.test_prefix_cache import assert_same, make, path, run, spent
-
-__all__ = ["path"]  # a fixture
+from tests.helpers.rollout.answers import check, random_prompts, run, spent
+from tests.helpers.rollout.tiers import blocks_of, out_of_memory, tiered
+from tests.helpers.rollout.updates import tiny
 
 
 def full(*arguments: object) -> int:
@@ -30,7 +26,7 @@ def with_disk(path: Path, directory: Path) -> Engine:
 def test_a_faulty_disk_costs_computing_and_is_logged(
     path: Path, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, plain = with_disk(path, tmp_path), make(path, prefix_cache=False)
+    engine = with_disk(path, tmp_path)
     prompts = random_prompts((80, 100, 100, 100), seed=3)
     if fault == "full":
         monkeypatch.setattr(os, "posix_fallocate", full)
@@ -47,7 +43,7 @@ def test_a_faulty_disk_costs_computing_and_is_logged(
         elif fault == "gone":
             each.unlink()
     for prompt in prompts:
-        assert_same(run(engine, [prompt]), run(plain, [prompt]))
+        check(tiny(0), [prompt], [run(engine, [prompt])])
     reasons = {
         "torn": "the file ends too early",
         "foreign": "key or checksum differ",
@@ -77,13 +73,9 @@ def test_a_directory_that_another_engine_left_is_not_believed(path: Path, tmp_pa
 def test_copies_to_the_host_that_fail_cost_nothing_but_themselves(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, plain = tiered(path), make(path, prefix_cache=False)
+    engine = tiered(path)
     prompts = random_prompts((80, 100, 100, 100), seed=3)
     monkeypatch.setattr(blocks_of(engine).tiers.lower.host, "backup_from_device_all_layer", out_of_memory)
     for prompt in prompts * 2:
-        assert_same(run(engine, [prompt]), run(plain, [prompt]))
+        check(tiny(0), [prompt], [run(engine, [prompt])])
     assert "not kept below the device: no room" in caplog.text and engine.stats.loaded_tokens == 0
-
-
-def out_of_memory(*arguments: object) -> Any:
-    raise torch.OutOfMemoryError("no room")

@@ -1,166 +1,22 @@
 """A random workload over device, host and disk, with preemption both ways and weights that change: every row that a
-sample is given was made of its own tokens under the present weights. Scheduler, ledgers and copies are real; the model
-writes what (version, tokens) hash to."""
+sample is given was made of its own tokens under the present weights. And one sequence swapped out and in."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-from collections import Counter
-from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
-from kvcache import (
-    BlockManager,
-    KVCacheConfig,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
-    ReqHandle,
-    ReqToTokenPool,
-)
+from kvcache import ReqHandle
 from kvcache.tiers import WritePolicy
-from rollout import KVTiers, SamplingParams
 from rollout.preemption import Swapped, Victim
-from rollout.samples import Sample
-from rollout.scheduler import Scheduler
-from rollout.tiered_blocks import TieredBlocks
-from tests.helpers.effort import rounds
-
-PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
-PAGE_BYTES = PS * LAYERS * 2 * 2 * 4
-
-
-def value(version: int, tokens: Sequence[int], layer: int) -> float:
-    """What the row of the last of these tokens is made of; exact in fp32."""
-    return float(hash((version, layer, *tokens)) % (1 << 24))
-
-
-class Recorded(TieredBlocks):
-    """Remembers what was admitted in a step, and preempts by dice."""
-
-    def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
-        super().__init__(blocks, config)
-        self.admitted: list[tuple[ReqHandle, list[int]]] = []
-        self.cost.swaps = self._either  # type: ignore[method-assign]
-        self._dice = dice
-
-    def _either(self, victim: Victim) -> bool:
-        assert 0 <= victim.tokens <= CONTEXT and victim.bytes_in <= CONTEXT * PAGE_BYTES // PS
-        return self._dice.random() < 0.7
-
-    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
-        found = super().admit(tokens, swapped)
-        assert found is not None
-        self.admitted.append((found[0], list(tokens[: found[1]])))
-        return found
-
-
-class World:
-    def __init__(self, device: str, dice: random.Random, host_pages: int, **tiers: Any) -> None:
-        self.dice, self.seen = dice, Counter[str]()
-        config = KVCacheConfig(
-            num_layers=LAYERS,
-            num_kv_heads=1,
-            head_dim=2,
-            size=PAGES * PS,
-            page_size=PS,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.pool = MHATokenToKVPool(config)
-        self.forget_device()
-        self.table = ReqToTokenPool(ROWS, CONTEXT, device)
-        ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
-        fields = KVTiers(host_bytes=host_pages * PAGE_BYTES, **tiers)
-        self.blocks = Recorded(BlockManager(self.table, ledger, self.pool), fields, dice)
-        self.scheduler = Scheduler(self.blocks, page_size=PS, max_running=ROWS, max_prefill_tokens=10)
-        self.requests = 0
-
-    @property
-    def version(self) -> int:
-        return self.blocks.tiers.version
-
-    def forget_device(self) -> None:
-        """What a pause and a resume leave: NaN."""
-        self.pool._storage.block.fill_(255)
-
-    def submit(self) -> None:
-        prompt = [self.dice.randint(0, 1) for _ in range(self.dice.randint(1, 20))]
-        params = SamplingParams(max_tokens=self.dice.randint(1, CONTEXT - len(prompt) - 2), n=self.dice.randint(1, 3))
-        self.scheduler.check_fits("prompt", len(prompt), params)
-        number, self.requests = self.requests, self.requests + 1
-        self.scheduler.add(
-            [
-                Sample(request=number, index=i, prompt=prompt, params=params, seed=0, stop_ids=frozenset([9]))
-                for i in range(params.n)
-            ]
-        )
-
-    def step(self) -> None:
-        """What the engine does, with a model whose rows can be told apart."""
-        step = self.scheduler.schedule()
-        assert step.decode or step.chunks
-        admitted, self.blocks.admitted = self.blocks.admitted, []
-        for layer in range(LAYERS):
-            for load in step.loads:
-                load.wait(layer)
-            for handle, tokens in admitted:
-                self.check(handle, tokens, layer)
-        rows = [(each.tokens(0, each.length), step.decode_slots[i : i + 1]) for i, each in enumerate(step.decode)]
-        rows += [(each.sample.tokens(0, each.start + each.length), each.slots) for each in step.chunks]
-        for tokens, slots in rows:
-            self.write(tokens, slots)
-        self.scheduler.computed(step)
-        due = list(step.decode)
-        for chunk in step.chunks:
-            if chunk.last:
-                due += [chunk.sample, *self.scheduler.fork_siblings(chunk.sample)]
-        for sample in due:
-            self.scheduler.append(sample, self.dice.choices([0, 1, 9], [6, 6, 1])[0], -1.0, 0)
-
-    def check(self, handle: ReqHandle, tokens: list[int], layer: int) -> None:
-        self.seen["found" if tokens else "nothing found"] += 1
-        slots = self.table.req_to_token[handle.row, : len(tokens)].long()
-        expected = torch.tensor([value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))])
-        for part in self.pool.stored.values():
-            rows = part[layer, slots].cpu().flatten(1)
-            assert torch.equal(rows, expected[:, None].expand_as(rows)), "a stale or foreign slot"
-
-    def write(self, tokens: list[int], slots: torch.Tensor) -> None:
-        ends = range(len(tokens) - len(slots) + 1, len(tokens) + 1)
-        for layer in range(LAYERS):
-            made = torch.tensor([value(self.version, tokens[:end], layer) for end in ends], device=slots.device)
-            for part in self.pool.stored.values():
-                part[layer, slots] = made[:, None, None].expand(-1, *part.shape[2:])
-
-    def check_ledgers(self) -> None:
-        self.blocks.check_integrity()
-        waiting = [each.swapped for each in self.scheduler.waiting if each.swapped is not None]
-        assert all(each.swapped is None for each in self.scheduler.running)
-        assert self.blocks.swapped_pages() == sum(each.page > 0 for each in waiting)
-        (ledger,) = self.blocks.ledgers
-        if not self.scheduler.running:
-            assert ledger.available == ledger.total == PAGES
-            assert self.table.available_size() == ROWS
-
-    def disturb(self, what: str) -> None:
-        if what == "raise":
-            self.blocks.new_weights()
-        elif what == "pause":
-            self.scheduler.preempt_all()
-            self.blocks.park(keep=True)
-            assert self.blocks.blocks.available_pages == PAGES
-            self.forget_device()
-        elif what == "abort" and self.scheduler.unfinished:
-            self.scheduler.abort([self.dice.choice(self.scheduler.unfinished)])
-        elif what == "fail":  # a step that took pages and computed nothing
-            self.blocks.admitted.clear() if self.scheduler.unfinished and self.scheduler.schedule() else None
-            self.scheduler.preempt_all()
+from tests.helpers.effort import rounds, some
+from tests.helpers.rollout.tiered_world import LAYERS, PAGES, PS, World
 
 
 def on_disk(tmp_path: Path, dice: random.Random, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -186,8 +42,15 @@ def damage(directory: Path, dice: random.Random) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("disk", [True, False])
-@pytest.mark.parametrize("policy", get_args(WritePolicy))
+@pytest.mark.parametrize(
+    ("policy", "disk"),
+    some(
+        ("write_through", True),
+        ("write_back", False),
+        ("write_through_selective", True),
+        whole=list(product(get_args(WritePolicy), [True, False])),
+    ),
+)
 def test_weights_that_change_now_and_then(
     policy: WritePolicy, disk: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +82,7 @@ def test_weights_that_change_between_all_rounds(policy: WritePolicy, device: str
     """Hits, loads and swaps inside of every round; none of what the rounds before left everywhere is one."""
     dice = random.Random(policy)
     world = World(device, dice, 24, write_policy=policy, disk_directory=tmp_path, disk_bytes=40 * 8192)
-    for version in range(12):
+    for version in range(6):
         assert world.version == version
         for _ in range(12):
             world.submit()
@@ -228,7 +91,7 @@ def test_weights_that_change_between_all_rounds(policy: WritePolicy, device: str
             world.check_ledgers()
         world.disturb("raise")
     stats = world.scheduler.stats
-    assert min(stats.preempted_swap, stats.swapped_back, stats.loaded_tokens) >= 5, stats
+    assert min(stats.preempted_swap, stats.swapped_back, stats.loaded_tokens) > 0, stats
 
 
 @pytest.mark.parametrize("policy", get_args(WritePolicy))
@@ -247,3 +110,93 @@ def test_weights_that_change_at_every_step(policy: WritePolicy, device: str, tmp
         world.check_ledgers()
     assert world.seen["found"] == 0 and world.seen["nothing found"] > 100
     assert world.scheduler.stats.preempted_recompute > 0 and world.scheduler.stats.prefix_hit_tokens == 0
+
+
+# ---------------------------------------------------------------- one sequence
+
+
+def computed(world: World, tokens: list[int]) -> ReqHandle:
+    """A sequence whose tokens are all in the cache."""
+    admitted = world.blocks.admit([*tokens, 7])
+    assert admitted is not None
+    handle, found = admitted
+    slots = world.blocks.extend([handle], [len(tokens)])
+    assert slots is not None
+    if found < len(tokens):
+        world.write(tokens, slots)
+    world.blocks.keep(handle, tokens)
+    return handle
+
+
+def swapped(world: World, tokens: list[int]) -> Swapped:
+    """Such a sequence after it was swapped out, with nothing of it left on the device."""
+    handle = computed(world, tokens)
+    out = world.blocks.swap_out(handle, tokens)
+    assert out is not None and out.tokens == len(tokens)
+    world.blocks.release(handle, tokens)
+    world.blocks.tiers.evict(PAGES * PS)
+    world.forget_device()
+    return out
+
+
+def make_world(device: str, monkeypatch: pytest.MonkeyPatch, host_pages: int = 60) -> World:
+    world = World(device, random.Random(0), host_pages)
+    monkeypatch.setattr(world.blocks.cost, "swaps", lambda victim: True)
+    return world
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_all_of_a_swapped_sequence_comes_back(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(device, monkeypatch)
+    tokens = list(range(length))
+    out = swapped(world, tokens)
+    assert (out.page > 0) == (length % PS > 0) and world.blocks.swapped_pages() == length % PS
+    admitted = world.blocks.admit([*tokens, 7], out)
+    assert admitted is not None and admitted[1] == length and world.blocks.swapped_pages() == 0
+    for layer in range(LAYERS):
+        for load in world.blocks.loads():
+            load.wait()
+        world.check(admitted[0], tokens, layer)
+    world.blocks.check_integrity()
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_last_page_of_other_weights_is_not_taken(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even behind whole pages that were computed again under the new ones."""
+    world = make_world(device, monkeypatch)
+    tokens = list(range(length))
+    out = swapped(world, tokens)
+    world.blocks.new_weights()
+    world.blocks.release(computed(world, tokens), tokens)
+    admitted = world.blocks.admit([*tokens, 7], out)
+    assert admitted is not None and admitted[1] == length // PS * PS and world.blocks.swapped_pages() == 0
+    world.blocks.check_integrity()
+
+
+def test_others_may_have_computed_more_meanwhile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(device, monkeypatch)
+    tokens = list(range(12))
+    out = swapped(world, tokens[:7])
+    world.blocks.release(computed(world, tokens), tokens)
+    admitted = world.blocks.admit([*tokens, 7], out)
+    assert admitted is not None and admitted[1] == 12 and world.blocks.swapped_pages() == 0
+    world.blocks.check_integrity()
+
+
+def test_a_prefix_that_others_hold_is_no_cost_of_a_victim(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, victims = make_world(device, monkeypatch), []
+    monkeypatch.setattr(world.blocks.cost, "swaps", victims.append)
+    tokens = list(range(8))
+    first = computed(world, tokens)
+    second = computed(world, [*tokens, 20, 21, 22])
+    per_token = world.pool.bytes_per_token
+    assert world.blocks.swap_out(second, [*tokens, 20, 21, 22]) is None
+    world.blocks.release(first, tokens)
+    assert world.blocks.swap_out(second, [*tokens, 20, 21, 22]) is None
+    written = 1 * per_token  # all whole pages were written through
+    assert victims == [
+        Victim(tokens=3, bytes_out=written, bytes_in=3 * per_token),
+        Victim(tokens=11, bytes_out=written, bytes_in=11 * per_token),
+    ]
+    world.blocks.release(second, [*tokens, 20, 21, 22])
+    world.blocks.check_integrity()

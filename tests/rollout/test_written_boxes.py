@@ -11,37 +11,14 @@ import torch
 from torch import Tensor
 
 from memsaver import StateError
-from memsaver.ops.strided import row_major
-from rollout import Engine, PackedBox, WeightOffer, WeightUpdateError, WriteReceipt
+from rollout import Engine, PackedBox, WeightUpdateError, WriteReceipt
 from rollout.boxes import write_boxes
-from tests.helpers.models import save_tiny
-from tests.rollout.test_lifecycle import TINY, answers, tiny, update, write
+from tests.helpers.rollout.updates import answers, message, update, write
 
 
 @pytest.fixture
-def engine(tmp_path: Path, device: str) -> Engine:
-    save_tiny(tmp_path, "qwen3", **TINY)
-    return Engine.from_pretrained(tmp_path, device=device, kv_tokens=512)
-
-
-def message(offer: WeightOffer, seed: int) -> tuple[list[PackedBox], Tensor]:
-    """All parameters of another random model, the first one in two boxes."""
-    parameters, boxes, parts, end = dict(tiny(seed).named_parameters()), [], [], 0
-    for piece in offer.manifest.slices:
-        value = parameters[piece.name].detach().contiguous().view(torch.uint8).flatten()
-        box = PackedBox(
-            at=end, offset=piece.offset, shape=piece.shape, strides=piece.strides or row_major(piece.shape), itemsize=4
-        )
-        boxes.append(box)
-        parts.append(value)
-        end += value.numel()
-    first = boxes.pop(0)
-    half = first.shape[0] // 2
-    row = first.nbytes // first.shape[0]
-    boxes.insert(0, replace(first, shape=(half, *first.shape[1:])))
-    rest = (first.shape[0] - half, *first.shape[1:])
-    boxes.insert(1, replace(first, shape=rest, at=first.at + half * row, offset=first.offset + half * row))
-    return boxes, torch.cat(parts)
+def engine(path: Path, device: str) -> Engine:
+    return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 
 def receipt_of(engine: Engine, seed: int, version: int) -> WriteReceipt:

@@ -102,6 +102,8 @@ def generate(
     engine = DecodeEngine.from_pretrained(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
+    if split.decode > 1:
+        dist.barrier(group)  # who connects later than the other may take longer than its patience with a rank's hello
     reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
     engine.connect(
         accept(address, split.prefill, KEY), reader, ring_bytes=split.ring_bytes, on_loss=split.on_loss, timeout=timeout

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from multiprocessing import Pipe
-from pathlib import Path
 
 import pytest
 import torch
 
-from rollout import SamplingParams
-from rollout.split import DecodeEngine, MappedReader
-from rollout.split.geometry import geometry
+from kvcache import ReqHandle
+from rollout.samples import Chunk, Sample
+from rollout.split import MappedReader
+from rollout.split.channel import Peers
+from rollout.split.inbox import Inbox
 from rollout.split.messages import Ask, Filled, First, Hello
-from tests.helpers.models import save_tiny
-from tests.rollout.split.test_split import CONFIG, MODEL, TOKEN
+from tests.helpers.rollout.answers import GREEDY
+from tests.helpers.rollout.split import TOKEN
+
+SLOTS = [3, 4, 6]
 
 
-@pytest.mark.parametrize("lost", [None, "preempted", "admitted anew", "aborted"])
-def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> None:
-    save_tiny(tmp_path, "qwen3", **MODEL)
-    engine = DecodeEngine.from_pretrained(tmp_path, **CONFIG)
+@pytest.mark.parametrize("lost", [None, "preempted", "admitted anew", "recomputed"])
+def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
     mine, theirs = Pipe()
-    theirs.send(Hello(tp_size=1, tp_rank=0, geometry=geometry(engine.model, engine.cache, torch.float32)))
-    engine.connect([mine], MappedReader(), ring_bytes=40 * TOKEN)
-    samples = engine._submit([5, 6, 7], SamplingParams(max_tokens=4, temperature=0))
-    engine._step()
-    hello, ask = theirs.recv(), theirs.recv()
-    assert hello.ring_bytes == 40 * TOKEN and isinstance(ask, Ask) and ask.prompt == [5, 6, 7]
-    if lost == "aborted":
-        engine.scheduler.abort(samples)
+    hello = Hello(tp_size=1, tp_rank=0, geometry="equal", ring_bytes=40 * TOKEN)
+    theirs.send(hello)
+    k, v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
+    ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
+    inbox = Inbox((k, v), 4, 0, 1, Peers("prefill", [mine], hello, 5.0), MappedReader(), ring)
+    sample = Sample(
+        request=0, index=0, prompt=[5, 6, 7], params=GREEDY, seed=0, stop_ids=frozenset(),
+        handle=ReqHandle(1, 0), remote=True,
+    )  # fmt: skip
+    inbox.ask(Chunk(sample=sample, start=0, length=3, slots=torch.tensor(SLOTS)))
+    assert theirs.recv() == hello
+    ask = theirs.recv()
+    assert isinstance(ask, Ask) and ask.prompt == [5, 6, 7]
+    if lost == "recomputed":
+        sample.remote = False
     elif lost:
-        engine.scheduler.preempt_all()
-        if lost == "admitted anew":
-            engine.scheduler.schedule()
-    inbox = engine.inbox
-    inbox._ring.fill_(0x40)
-    inbox._k.zero_()
+        sample.handle = ReqHandle(1, 1) if lost == "admitted anew" else None
     theirs.send(Filled(number=0, nth=0, first=First(tokens=(9,), logprobs=(-1.0,), version=0)))
     inbox.receive(5)
-    assert bool(inbox._k.any()) == (lost is None)
-    assert inbox.allocator.outstanding == 0 and inbox.transfers[0].complete
-    engine._receive()
-    assert engine.split.arrived == (lost is None) and not inbox.transfers
-    assert samples[0].output == ([9] if lost is None else [])
+    for part in (k, v):
+        assert part.any((0, 2, 3)).nonzero().flatten().tolist() == (SLOTS if lost is None else [])
+    (transfer,) = inbox.transfers
+    assert transfer.complete and transfer.wanted == (lost is None) and inbox.allocator.outstanding == 0
     theirs.close()

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,10 @@ from rollout.errors import PeerLostError
 from rollout.split import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
 from rollout.split.geometry import geometry
 from rollout.split.messages import Ask, Hello, Range
-from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.rollout.split.ranks import KEY, Split, generate, serve
-from tests.rollout.split.test_split import CONFIG, TOKEN, path, tokens
-from tests.rollout.test_greedy import random_prompts
-
-__all__ = ["path"]  # a fixture
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, generate, serve, tokens
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
@@ -35,20 +31,21 @@ CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=
 class HalfMapped(MappedWriter):
     """Dies in its third transfer, half of which is in the ring."""
 
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
-        if self.requests == 3:
-            super()._put(peer, staged[: len(staged) // 2].clone().fill_(77), offset)
-            os._exit(1)
-        super()._put(peer, staged, offset)
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests < 2:
+            super().put(peer, staged, offset)
+            return
+        super().put(peer, staged[: len(staged) // 2].clone().fill_(77), offset)
+        os._exit(1)
 
 
 class DyingGroup(GroupWriter):
     """Dies when its third transfer was announced, or is about to be."""
 
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
-        if self.requests == 3:
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests == 2:
             os._exit(1)
-        super()._put(peer, staged, offset)
+        super().put(peer, staged, offset)
 
 
 class Unheard(GroupWriter):
@@ -100,11 +97,16 @@ def prefill(split: Split, addresses: list[str], how: str) -> Any:
     if how == "silent":
         engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
         engine.connect(dial(addresses, KEY, timeout=200), MappedWriter())
-        time.sleep(60)
+        time.sleep(60)  # until it is killed
     writer = MappedWriter() if split.mapped else GroupWriter([0, 1])
     if how == "dies":
         writer = HalfMapped() if split.mapped else DyingGroup([0, 1])
     return serve(split, None, addresses, writer, version=1 if how == "newer" else 0)
+
+
+@pytest.fixture(scope="module")
+def path(saved: Saved) -> str:
+    return str(saved("qwen3", **MODEL)[0])
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +204,7 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
     engine.check_integrity()
 
 
-def test_models_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "mistral", sliding_window=16)
-    engine = PrefillEngine.from_pretrained(tmp_path, **CONFIG)
+def test_models_that_cannot_be_split_are_refused(saved: Saved) -> None:
+    engine = PrefillEngine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
     with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
         engine.connect([], MappedWriter())

@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 
-from rollout import Completion, Engine, SamplingParams
+from rollout import Engine, SamplingParams
 from tests.helpers.effort import rounds
-from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.rollout.split.ranks import Split, run
-from tests.rollout.test_greedy import random_prompts
+from tests.helpers.rollout.answers import GAP, GREEDY, random_prompts
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run, tokens
 
-MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
-TOKEN = 2 * 2 * 4 * 16 * 4  # bytes: keys and values of 2 layers, 4 KV heads of 16 fp32 elements
-GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
-CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_tokens": 48}
 REQUESTS = rounds(60, 200)
 TOPOLOGIES = [(4, 2, True), (2, 4, True), (1, 2, True), (4, 2, False), (2, 4, False), (1, 2, False)]
 BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
@@ -48,10 +44,8 @@ def burst() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = str(tmp_path_factory.mktemp("model"))
-    save_tiny(made, "qwen3", **MODEL)
-    return made
+def path(saved: Saved) -> str:
+    return str(saved("qwen3", **MODEL)[0])
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +81,6 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
     return [list(of) for of in zip(*by_rank, strict=True)]
 
 
-def tokens(answers: list[list[list[Completion]]]) -> list[Any]:
-    return [[[sample.token_ids for sample in request] for request in call] for call in answers]
-
-
 @pytest.mark.parametrize(
     "nth", range(len(TOPOLOGIES)), ids=[f"{a}to{b}{'' if m else '-gloo'}" for a, b, m in TOPOLOGIES]
 )
@@ -104,7 +94,7 @@ def test_answers_are_one_engines(path: str, found: list[list[Any]], nth: int) ->
         for mine, theirs in zip(seen["answers"], alone, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 for sample, other in zip(a, b, strict=True):
-                    assert sample.logprobs == pytest.approx(other.logprobs, abs=5e-5)
+                    assert sample.logprobs == pytest.approx(other.logprobs, abs=GAP)
         assert (seen["split"].arrived, seen["split"].recomputed) == (12, 0)
         assert seen["outstanding"] == 0
         generated = sum(len(sample.token_ids) - 1 for call in alone for request in call for sample in request)
@@ -152,7 +142,7 @@ def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:
         assert seen["error"] is None and seen["reason"] is None
         assert tokens(seen["answers"]) == tokens(alone)
         for mine, theirs in zip(chain(*seen["answers"]), chain(*alone), strict=True):
-            assert [each.score for each in mine] == pytest.approx([each.score for each in theirs], abs=5e-5)
+            assert [each.score for each in mine] == pytest.approx([each.score for each in theirs], abs=GAP)
         assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 0, 0)
         assert seen["stats"]["prefix_hit_tokens"] == 64 + 48
     assert found[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN

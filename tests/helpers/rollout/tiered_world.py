@@ -1,0 +1,157 @@
+"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row that a sample is given
+can be told from all others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache import (
+    BlockManager,
+    KVCacheConfig,
+    MHATokenToKVPool,
+    PagedTokenToKVPoolAllocator,
+    ReqHandle,
+    ReqToTokenPool,
+)
+from rollout import KVTiers, SamplingParams
+from rollout.preemption import Swapped, Victim
+from rollout.samples import Sample
+from rollout.scheduler import Scheduler
+from rollout.tiered_blocks import TieredBlocks
+from tests.helpers.rollout.poison import fill
+
+PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
+PAGE_BYTES = PS * LAYERS * 2 * 2 * 4
+
+
+def value(version: int, tokens: Sequence[int], layer: int) -> float:
+    """What the row of the last of these tokens is made of; exact in fp32."""
+    return float(hash((version, layer, *tokens)) % (1 << 24))
+
+
+class Recorded(TieredBlocks):
+    """Remembers what was admitted in a step, and preempts by dice."""
+
+    def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
+        super().__init__(blocks, config)
+        self.admitted: list[tuple[ReqHandle, list[int]]] = []
+        self.cost.swaps = self._either  # type: ignore[method-assign]
+        self._dice = dice
+
+    def _either(self, victim: Victim) -> bool:
+        assert 0 <= victim.tokens <= CONTEXT and victim.bytes_in <= CONTEXT * PAGE_BYTES // PS
+        return self._dice.random() < 0.7
+
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+        found = super().admit(tokens, swapped)
+        assert found is not None
+        self.admitted.append((found[0], list(tokens[: found[1]])))
+        return found
+
+
+class World:
+    def __init__(self, device: str, dice: random.Random, host_pages: int, **tiers: Any) -> None:
+        self.dice, self.seen = dice, Counter[str]()
+        config = KVCacheConfig(
+            num_layers=LAYERS,
+            num_kv_heads=1,
+            head_dim=2,
+            size=PAGES * PS,
+            page_size=PS,
+            dtype=torch.float32,
+            device=device,
+        )
+        self.pool = MHATokenToKVPool(config)
+        self.forget_device()
+        self.table = ReqToTokenPool(ROWS, CONTEXT, device)
+        ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
+        fields = KVTiers(host_bytes=host_pages * PAGE_BYTES, **tiers)
+        self.blocks = Recorded(BlockManager(self.table, ledger, self.pool), fields, dice)
+        self.scheduler = Scheduler(self.blocks, page_size=PS, max_running=ROWS, max_prefill_tokens=10)
+        self.requests = 0
+
+    @property
+    def version(self) -> int:
+        return self.blocks.tiers.version
+
+    def forget_device(self) -> None:
+        """What a pause and a resume leave: NaN."""
+        fill(self.pool, slice(None))
+
+    def submit(self) -> None:
+        prompt = [self.dice.randint(0, 1) for _ in range(self.dice.randint(1, 20))]
+        params = SamplingParams(max_tokens=self.dice.randint(1, CONTEXT - len(prompt) - 2), n=self.dice.randint(1, 3))
+        self.scheduler.check_fits("prompt", len(prompt), params)
+        number, self.requests = self.requests, self.requests + 1
+        self.scheduler.add(
+            [
+                Sample(request=number, index=i, prompt=prompt, params=params, seed=0, stop_ids=frozenset([9]))
+                for i in range(params.n)
+            ]
+        )
+
+    def step(self) -> None:
+        """What the engine does, with a model whose rows can be told apart."""
+        step = self.scheduler.schedule()
+        assert step.decode or step.chunks
+        admitted, self.blocks.admitted = self.blocks.admitted, []
+        for layer in range(LAYERS):
+            for load in step.loads:
+                load.wait(layer)
+            for handle, tokens in admitted:
+                self.check(handle, tokens, layer)
+        rows = [(each.tokens(0, each.length), step.decode_slots[i : i + 1]) for i, each in enumerate(step.decode)]
+        rows += [(each.sample.tokens(0, each.start + each.length), each.slots) for each in step.chunks]
+        for tokens, slots in rows:
+            self.write(tokens, slots)
+        self.scheduler.computed(step)
+        due = list(step.decode)
+        for chunk in step.chunks:
+            if chunk.last:
+                due += [chunk.sample, *self.scheduler.fork_siblings(chunk.sample)]
+        for sample in due:
+            self.scheduler.append(sample, self.dice.choices([0, 1, 9], [6, 6, 1])[0], -1.0, 0)
+
+    def check(self, handle: ReqHandle, tokens: list[int], layer: int) -> None:
+        self.seen["found" if tokens else "nothing found"] += 1
+        slots = self.table.req_to_token[handle.row, : len(tokens)].long()
+        expected = torch.tensor([value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))])
+        for part in self.pool.stored.values():
+            rows = part[layer, slots].cpu().flatten(1)
+            assert torch.equal(rows, expected[:, None].expand_as(rows)), "a stale or foreign slot"
+
+    def write(self, tokens: list[int], slots: torch.Tensor) -> None:
+        ends = range(len(tokens) - len(slots) + 1, len(tokens) + 1)
+        for layer in range(LAYERS):
+            made = torch.tensor([value(self.version, tokens[:end], layer) for end in ends], device=slots.device)
+            for part in self.pool.stored.values():
+                part[layer, slots] = made[:, None, None].expand(-1, *part.shape[2:])
+
+    def check_ledgers(self) -> None:
+        self.blocks.check_integrity()
+        waiting = [each.swapped for each in self.scheduler.waiting if each.swapped is not None]
+        assert all(each.swapped is None for each in self.scheduler.running)
+        assert self.blocks.swapped_pages() == sum(each.page > 0 for each in waiting)
+        (ledger,) = self.blocks.ledgers
+        if not self.scheduler.running:
+            assert ledger.available == ledger.total == PAGES
+            assert self.table.available_size() == ROWS
+
+    def disturb(self, what: str) -> None:
+        if what == "raise":
+            self.blocks.new_weights()
+        elif what == "pause":
+            self.scheduler.preempt_all()
+            self.blocks.park(keep=True)
+            assert self.blocks.blocks.available_pages == PAGES
+            self.forget_device()
+        elif what == "abort" and self.scheduler.unfinished:
+            self.scheduler.abort([self.dice.choice(self.scheduler.unfinished)])
+        elif what == "fail":  # a step that took pages and computed nothing
+            self.blocks.admitted.clear() if self.scheduler.unfinished and self.scheduler.schedule() else None
+            self.scheduler.preempt_all()

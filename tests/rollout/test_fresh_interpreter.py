@@ -1,0 +1,128 @@
+"""What takes a process of its own, one for all: imports, and kernels compiled for Hopper, which needs no GPU. Triton's
+interpreter, by which other tests run kernels, accepts more than the compiler."""
+
+import pytest
+
+from tests.helpers.compiler import compile_alone
+from tests.helpers.effort import some
+
+# KV rows: (dim, value_dim, queries of a KV head), dtype, whether products are wide, fp8 (bits of the mantissa, negative
+# where the queries' dtype is that of products). Latent where dim != value_dim.
+PLAIN, LATENT = (64, 64, 4), (576, 512, 16)
+KINDS = [("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*bf16", False, -3), ("*fp16", False, -2)]
+ATTENTION = some(
+    (PLAIN, "*bf16", False, 0),
+    (LATENT, "*bf16", False, 3),
+    whole=[
+        (dims, *kind)
+        for dims in (PLAIN, (128, 128, 4), LATENT)
+        for kind in [
+            ("*bf16", False, 0),
+            ("*fp32", True, 0),
+            ("*bf16", False, 3),
+            ("*bf16", False, -3),
+            ("*fp16", False, -2),
+        ]
+    ],
+)
+DTYPES = some("*bf16", whole=["*fp32"])  # of the fused kernels
+
+CODE = """
+import sys
+import rollout
+print("heavy", *{"ray", "transformers", "omegaconf"} & set(sys.modules))
+
+import re, subprocess, tempfile
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rollout.ops import activation_triton, attention_blocks as blocks, attention_kernels_triton as kernels
+from rollout.ops import norm_triton, rotary_triton, sample_triton
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+def compiled(kernel, constants, types, options, aligned=()):
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    sixteens = [i for i, (n, t) in enumerate(signature.items()) if n in aligned or aligned and t[0] == "*"]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+def spilled(binary):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
+
+def attention(kernel, dtype, fp8, settings):
+    options = {name: value for name, value in settings.items() if name in OPTIONS}
+    constants = {name: value for name, value in settings.items() if name not in OPTIONS}
+    constants |= {name: None for name in ("scales",) if name in kernel.arg_names and not fp8}
+    types = {"scale": "fp32", "scales": "*fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
+             "mapping": "*i64",
+             **dict.fromkeys(["q", "out"], dtype), **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
+    strides = [n for n in kernel.arg_names if "stride" in n and n != "stride_meta"]
+    made = compiled(kernel, constants, types, options, strides)
+    print("attention", kernel.__name__, made.metadata.shared, spilled(made.asm["cubin"]))
+
+for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
+    latent = dim != value_dim
+    shape = (group, dim, value_dim, wide, latent, fp8)
+    attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape) | dict(mapping=None))
+    attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape) | dict(mapping=None))
+    if not fp8:
+        settings = dict(BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=blocks.combine_warps(value_dim))
+        attention(kernels.decode_combine, dtype, fp8, dict(VALUE_DIM=value_dim, **settings))
+    if not latent and not fp8:
+        attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape))
+        attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape, windowed=True))
+
+FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs"]
+INT64 = ["positions", "slots", "counters", "tokens"]
+ELEMENTS = ["x", "residual", "weight", "out", "total", "gate_up", "q", "k", "v", "k_cache", "v_cache", "logits"]
+KEYS_ONLY = dict(VALUE_DIM=0, BLOCK_V=0)
+HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
+FUSED = [
+    (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
+    (norm_triton._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
+    (activation_triton._silu_mul, dict(BLOCK=1024)),
+    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
+    (rotary_triton._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
+    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | HEADS | KEYS_ONLY),
+    (rotary_triton._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
+    (sample_triton._reduce_blocks, dict(BLOCK=2048)),
+    (sample_triton._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
+]
+for kernel, constants in FUSED:
+    for element in DTYPES:
+        types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(INT64, "*i64"),
+                 **dict.fromkeys(ELEMENTS, element)}
+        options = {} if kernel.__module__ == "rollout.ops.sample_triton" else {"enable_fp_fusion": False}
+        print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[list[str]]:
+    text = compile_alone(f"ATTENTION, DTYPES = {ATTENTION!r}, {DTYPES!r}\n{CODE}")
+    print(text)
+    return [line.split() for line in text.splitlines()]
+
+
+def test_importing_rollout_needs_neither_ray_nor_transformers(printed: list[list[str]]) -> None:
+    assert printed[0] == ["heavy"]
+
+
+def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -> None:
+    """Several programs fit on a multiprocessor; a few bytes of stack are left to other compiler versions."""
+    lines = [line for line in printed if line[0] == "attention"]
+    assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
+    assert max(int(line[2]) for line in lines) < 110 * 1024 and max(int(line[3]) for line in lines) <= 64
+
+
+def test_fused_kernels_fit(printed: list[list[str]]) -> None:
+    shared = [int(line[2]) for line in printed if line[0] == "fused"]
+    assert len(shared) == 9 * len(DTYPES) and max(shared) < 48 * 1024
