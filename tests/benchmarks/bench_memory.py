@@ -13,7 +13,6 @@ import torch
 from memsaver import MemorySaver
 from tests.benchmarks import common
 from tests.benchmarks.common import GIB, MIB, Case, Figure, Figures, Scale, Times, figures
-from tests.benchmarks.floors import extent_by_driver
 from tests.benchmarks.rival_tms import in_its_process
 from tests.helpers.peers import Peer
 
@@ -74,7 +73,9 @@ def to_the_driver(fill: bool, scale: Scale) -> Figures:
 
 def driver_floor(fill: bool, scale: Scale) -> Figures:
     count, nbytes = _sizes(scale)
-    return figures(extent_by_driver(scale.device, count * nbytes, "resume", "pause", partial(_write, fill, scale)))
+    return figures(
+        common.extent_by_driver(scale.device, count * nbytes, "resume", "pause", partial(_write, fill, scale))
+    )
 
 
 def rival(written: str, scale: Scale) -> Figures:

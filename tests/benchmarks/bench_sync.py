@@ -37,7 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, [*GROUPS, *ONE, *TWO])
     options.set_defaults(cases=["two"] if torch.cuda.device_count() > 1 else ["one"])
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--layers", nargs=2, type=int, metavar=("BF16", "FP32"), help="of 28")
     args = options.parse_args(arguments)
     cases: dict[str, Callable[[], Figures]] = {}
     for group, members in GROUPS.items():
@@ -47,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         gpus = 1 if group == "one" else 2
         if torch.cuda.device_count() == 1 < gpus:
             raise SystemExit("the cases of two GPUs need two")
-        scale, found = floors.with_rates(sync_scale(make_scale(args), args.layers or LAYERS[group], args.repeats), gpus)
+        scale, found = floors.with_rates(sync_scale(make_scale(args), LAYERS[group], args.repeats), gpus)
         if found:
             cases["floors"] = lambda found=found: found
         cases |= {name: partial(case, scale) for name, case in chosen.items()}

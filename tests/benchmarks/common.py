@@ -18,18 +18,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
+from memsaver.backends.base import make_backend
+
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2
-
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-    "vocab_size": 96,
-}
 
 
 class Skipped(Exception):
@@ -79,25 +71,24 @@ def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> 
 # ---------------------------------------------------------------- models
 
 
-QWEN25: dict[str, dict[str, Any]] = {
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "vocab_size": 151936,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "vocab_size": 152064,
-    },
+def _shape(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+TINY = _shape(32, 48, 2, 4, 2, 96, False)
+QWEN25 = {
+    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, True),
+    "7b": _shape(3584, 18944, 28, 28, 4, 152064, False),
 }
 
 
@@ -239,6 +230,35 @@ def measured_copy_rate(scale: Scale) -> float:
     return 2 * source.numel() / (ms / 1e3)
 
 
+def extent_by_driver(
+    device: torch.device, nbytes: int, take: str, give: str, between: Callable[[], object]
+) -> dict[str, float]:
+    """Medians, under these names, of create and map, and of unmap and release, of one extent and nothing else.
+    between: after it was given."""
+    backend, times, handle = make_backend(device), Times(), 0
+    nbytes = backend.round_up(nbytes)
+    address = backend.reserve(nbytes)
+
+    def taken() -> None:
+        nonlocal handle
+        handle = backend.create(nbytes).handle
+        backend.map(address, nbytes, handle)
+        backend.set_access(address, nbytes)
+
+    def given() -> None:
+        backend.unmap(address, nbytes)
+        backend.release(handle, nbytes)
+
+    taken()
+    for _ in times.rounds:
+        times(give, given)
+        between()
+        times(take, taken)
+    given()
+    backend.unreserve(address, nbytes)
+    return times.medians
+
+
 def share(scale: Scale, what: str, nbytes: int, us: float, target: str = "") -> Figures:
     """Time and share of the copy rate of an operation that reads and writes `nbytes` together."""
     return [
@@ -264,36 +284,32 @@ def others_write(scale: Scale, nbytes: int) -> None:
     torch.cuda.empty_cache()
 
 
-class Sampler:
-    """Used bytes of a GPU every half millisecond, from a thread; nothing rises on the CPU."""
+def rise_of(device: torch.device, run: Callable[[], object]) -> int:
+    """Bytes by which a GPU's use rose while it ran, looked at every half millisecond; 0 on the CPU."""
+    if device.type != "cuda":
+        run()
+        return 0
+    settle(device)
+    torch.cuda.empty_cache()
+    used, done = list[int](), threading.Event()
 
-    def __init__(self, device: torch.device) -> None:
-        self._used: list[int] = []
-        self._device = device
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            free, total = torch.cuda.mem_get_info(self._device)
-            self._used.append(total - free)
+    def look() -> None:
+        while not done.is_set():
+            free, total = torch.cuda.mem_get_info(device)
+            used.append(total - free)
             time.sleep(5e-4)
 
-    def __enter__(self) -> Sampler:
-        if self._device.type == "cuda":
-            self._thread.start()
-            while not self._used:
-                time.sleep(1e-3)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        if self._used:
-            self._thread.join()
-
-    @property
-    def rise(self) -> int:
-        return max(self._used) - self._used[0] if self._used else 0
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        while not used:
+            time.sleep(1e-3)
+        run()
+        settle(device)
+    finally:
+        done.set()
+        thread.join()
+    return max(used) - used[0]
 
 
 # ---------------------------------------------------------------- scripts
@@ -364,7 +380,8 @@ def report(
 ) -> None:
     """Conditions and a Markdown table, printed; full results as JSON under the folder that the caller named."""
     print(conditions())
-    print_table(head, rows)
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(_cell(value) for value in row) + " |", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{script}.json").write_text(json.dumps({"conditions": conditions(), **results}, indent=1))
@@ -372,23 +389,10 @@ def report(
 
 def conditions() -> str:
     """Date, hardware and versions, in one line."""
-    packages = ("triton", "transformers", "ray")
-    versions = [f"{name} {_version(name)}" for name in packages]
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = [f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{time.strftime('%Y-%m-%d')}; {name}, torch {torch.__version__}, {', '.join(versions)}"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-    print("\n".join(lines), flush=True)
 
 
 def _cell(value: object) -> str:

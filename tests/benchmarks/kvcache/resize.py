@@ -10,8 +10,7 @@ import torch
 
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times
-from tests.benchmarks.floors import extent_by_driver
+from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times, extent_by_driver
 from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
 TOKENS = 64  # that the graph writes and reads

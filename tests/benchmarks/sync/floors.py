@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.benchmarks.common import Figures, measured_copy_rate, median_ms, settle
-from tests.benchmarks.sync.base import RANKS, TARGET, WARMUP, SyncScale, alone, synced
-from tests.benchmarks.sync.shapes import moves
+from tests.benchmarks.sync.base import RANKS, TARGET, WARMUP, SyncScale, alone, moves, synced
 
 WAYS = {  # what the second of two ranks needs of the first one's shard
     "2 shards -> 2 replicas": ("replica", False),

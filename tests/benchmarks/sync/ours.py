@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +15,20 @@ import torch.distributed as dist
 import memsaver
 from memsaver.places import place_of
 from rollout import Engine
-from tests.benchmarks.common import MIB, TINY, Figure, Figures, Sampler, Skipped, figures, medians, write_config
-from tests.benchmarks.sync.base import RANKS, TARGET, Source, SyncScale, content, ranks, rise_of, synced
-from tests.benchmarks.sync.shapes import held_box, moves, needed_box, tp_dim
+from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config
+from tests.benchmarks.sync.base import (
+    RANKS,
+    TARGET,
+    Source,
+    SyncScale,
+    content,
+    held_box,
+    moves,
+    needed_box,
+    ranks,
+    synced,
+    tp_dim,
+)
 from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.consensus import StoreConsensus
@@ -88,25 +98,23 @@ def _by_pages(scale: SyncScale, source: Source) -> Figures:
     return figures({f"{name}, first time, digests read": first.seconds * 1e3, name: steady})
 
 
-def _over_actors(
-    trainer: RemoteTrainer, rollout: RemoteRollout, version: int, beside: AbstractContextManager[Any] | None = None
-) -> dict[str, float]:
-    """beside: the sync alone, not waking up and sleeping."""
+def _over_actors(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> dict[str, float]:
     time.sleep(ASLEEP)
     rollout.wake_up(["weights"])
-    with beside or nullcontext():
-        started = time.perf_counter()
-        receipt = trainer.sync_weights(version)
-        call = time.perf_counter() - started
+    started = time.perf_counter()
+    receipt = trainer.sync_weights(version)
+    call = time.perf_counter() - started
     rollout.sleep(level=2)
     return {**_row(receipt), "call": call * 1e3}
 
 
 def _rise(scale: SyncScale, trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> int:
     """Bytes of the device, all processes together. Apart from the times: who asks for it all the time slows mapping."""
-    sampler = Sampler(scale.device)
-    _over_actors(trainer, rollout, version, sampler)
-    return sampler.rise
+    time.sleep(ASLEEP)
+    rollout.wake_up(["weights"])
+    rise = rise_of(scale.device, lambda: trainer.sync_weights(version))
+    rollout.sleep(level=2)
+    return rise
 
 
 def _row(receipt: SyncReceipt) -> dict[str, float]:

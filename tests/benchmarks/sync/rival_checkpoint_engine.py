@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.benchmarks.common import GIB, Figures, Skipped, medians, settle
-from tests.benchmarks.sync.base import Source, SyncScale, check, make_source, make_target, pair, rise_of, synced
+from tests.benchmarks.common import GIB, Figures, Skipped, medians, rise_of, settle
+from tests.benchmarks.sync.base import Source, SyncScale, check, make_source, make_target, pair, synced
 
 NAME = "model"
 ROUNDS = 3  # after one: pinning the host's memory takes most of that one

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tests.benchmarks.common import Figures, settle, timed
+from tests.benchmarks.common import Figures, rise_of, settle, timed
 from tests.benchmarks.sync import base
-from tests.benchmarks.sync.base import TARGET, WARMUP, Source, SyncScale, synced
-from tests.benchmarks.sync.shapes import Shapes
+from tests.benchmarks.sync.base import TARGET, WARMUP, Shapes, Source, SyncScale, synced
 
 Message = list[tuple[Any, list[tuple[str, int]]]]
 """Handles, and of each the parameters in it with the number of their first element."""
@@ -61,7 +60,7 @@ def _trainer(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> 
     def sync() -> None:
         send(pipe, scale, tensors)
 
-    rise = base.rise_of(device, sync)
+    rise = rise_of(device, sync)
     times = [timed(sync, device) for _ in range(WARMUP + scale.repeats)]
     pipe.send_bytes(END)
     assert pipe.recv() == "checked"
