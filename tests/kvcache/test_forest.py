@@ -200,7 +200,7 @@ def test_a_long_random_walk(page_size: int, window: int | None, two: bool) -> No
 @pytest.mark.parametrize("two", [False, True])
 def test_short_walks_of_any_mixture(two: bool) -> None:
     """What long walks rarely reach: rules left out of a run, and other page sizes and windows."""
-    for seed in range(rounds(25, 3000)):
+    for seed in range(rounds(20, 3000)):
         dice = random.Random(seed)
         forest = Forest(dice.randint(1, 5), dice.randint(1, 12) if two or dice.random() < 0.5 else None, two)
         weights = [dice.choice([0, 0.3, 1, 3]) for _ in STEPS[:-1]]

@@ -22,7 +22,8 @@ from tests.helpers.kvcache.pools import FP8, pool_of
 
 pytestmark = [
     pytest.mark.alone,  # on a GPU: a pool takes a large part of it
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim"),  # Triton's interpreter, `tl.range`
+    # in Triton's interpreter: `tl.range`, and numpy
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim", "ignore:.*encountered in multiply"),
 ]
 
 PS, LAYERS, LIMIT = 16, 2, 2**31
