@@ -17,8 +17,6 @@ from tests.helpers.effort import rounds
 from tests.helpers.kvcache.engine import DEVICE_PAGES, PS, Engine
 
 POLICIES = get_args(WritePolicy)
-
-
 PROMPT = list(range(8))
 
 
@@ -62,12 +60,9 @@ def test_what_is_split_between_tiers(device: str, tmp_path: Path) -> None:
 def test_when_pages_are_written(policy: WritePolicy, device: str) -> None:
     engine = Engine(device, policy, 20)
     used = []
-    engine.run(PROMPT)
-    used.append(engine.host.allocator.available_pages)
-    engine.run(PROMPT)
-    used.append(engine.host.allocator.available_pages)
-    engine.run(PROMPT)
-    used.append(engine.host.allocator.available_pages)
+    for _ in range(3):
+        engine.run(PROMPT)
+        used.append(engine.host.allocator.available_pages)
     engine.cache.evict(8)
     used.append(engine.host.allocator.available_pages)
     wanted = {
