@@ -54,7 +54,7 @@ def kept(scale: Scale) -> Figures:
 
 def _write(fill: bool, scale: Scale) -> None:
     """fill: another allocation takes and writes all memory, so that what comes next has to be cleared."""
-    common.others_write(scale, common.free_bytes() if fill else 0)
+    common.others_write(scale, None if fill else 0)
 
 
 def to_the_driver(fill: bool, scale: Scale) -> Figures:

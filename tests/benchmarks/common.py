@@ -62,6 +62,7 @@ class Figure:
 
 Figures = list[Figure]
 Case = Callable[[Scale], Figures]
+Model = dict[str, Any]
 
 
 def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> Figures:
@@ -267,18 +268,15 @@ def share(scale: Scale, what: str, nbytes: int, us: float, target: str = "") -> 
     ]
 
 
-def free_bytes() -> int:
-    """Bytes of the device that another can take, less some for itself; few where there is none."""
-    return torch.cuda.mem_get_info()[0] - 2 * GIB if torch.cuda.is_available() else MIB
-
-
-def others_write(scale: Scale, nbytes: int) -> None:
-    """What another engine would do with the memory meanwhile; 0: nothing, and the driver clears it."""
+def others_write(scale: Scale, nbytes: int | None) -> None:
+    """What another engine would do with the memory meanwhile. None: with nearly all that is free; 0: nothing, and the
+    driver clears it."""
     if scale.tiny or not scale.on_gpu:
         return
-    if not nbytes:
+    if nbytes == 0:
         time.sleep(1.0)
         return
+    nbytes = torch.cuda.mem_get_info()[0] - 2 * GIB if nbytes is None else nbytes
     torch.full((nbytes,), 255, dtype=torch.uint8, device=scale.device)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

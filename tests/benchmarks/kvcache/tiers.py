@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -13,7 +12,7 @@ import torch
 from kvcache import MHATokenToKVPool
 from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, Transfer, page_hashes
 from kvcache.tiers.host import Layout
-from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures
+from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures, timed
 from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
 PAGE_BYTES = LAYERS * PAGE_SIZE * 2 * HEADS * DIM * 2
@@ -103,14 +102,11 @@ def disk(scale: Scale) -> Figures:
     back, keys = torch.zeros_like(content), page_hashes(range(pages), 1)
     with tempfile.TemporaryDirectory(dir=None if scale.tiny else DISK) as folder:
         tier = DiskTier(Path(folder), 2 * pages * PAGE_BYTES, page_bytes=PAGE_BYTES, format="", owner="benchmark")
-        begin = time.perf_counter()
-        for key, page in zip(keys, content, strict=True):
-            tier.put(key, page)
-        middle = time.perf_counter()
-        for key, page in zip(keys, back, strict=True):
-            assert tier.get(key, page)
-        end = time.perf_counter()
+        ms = {
+            "put": timed(lambda: [tier.put(key, page) for key, page in zip(keys, content, strict=True)]),
+            "get": timed(lambda: [tier.get(key, page) for key, page in zip(keys, back, strict=True)]),
+        }
         tier.close()
     assert torch.equal(content, back)
-    size, name = pages * PAGE_BYTES / GIB, f"pages of {PAGE_BYTES / MIB:.1f} MiB, "
-    return figures({"put": size / (middle - begin), "get": size / (end - middle)}, "GiB/s", name)
+    rates = {what: pages * PAGE_BYTES / GIB / (each / 1e3) for what, each in ms.items()}
+    return figures(rates, "GiB/s", f"pages of {PAGE_BYTES / MIB:.1f} MiB, ")

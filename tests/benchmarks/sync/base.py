@@ -235,11 +235,9 @@ def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:
 def pair(scale: SyncScale, trainer: Callable[..., Any], engine: Callable[..., Any], *args: Any) -> list[Any]:
     """`run(pipe, *args)` of both, the pipe to the other."""
     ends = server.Pipe()
-    try:
-        peers = [Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)]
-    finally:
-        for end in ends:
-            end.close()  # theirs alone: one hears when the other is gone
+    peers = [Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)]
+    for end in ends:
+        end.close()  # theirs alone: one hears when the other is gone
     return answers(peers, scale.seconds)
 
 
