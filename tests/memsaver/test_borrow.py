@@ -113,6 +113,15 @@ def test_what_does_not_fit_the_owners_pages_is_refused(world: World) -> None:
     assert world.seen() == [9] * 7 and int(active[-1]) == int(little[-1]) == 1
 
 
+def test_tensors_that_died_need_no_pages(world: World) -> None:
+    world.rest = world.first[:1]
+    gc.collect()
+    small = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(9)
+    world.saver.borrow("weights", world.owner.share("small"))
+    assert int(world.first[-1]) == int(small[0]) == 9
+    world.saver.pause()
+
+
 def test_a_tag_with_too_few_addresses_is_refused(device: str) -> None:
     world = World(device, reserve_bytes=4 * MIB)
     with pytest.raises(ValueError, match="has addresses for 4.0 MiB; tag 'params' has 6.0 MiB"):

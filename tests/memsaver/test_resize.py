@@ -9,6 +9,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.imports import imports
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB
 
@@ -130,6 +131,14 @@ def test_new_tensors_fill_the_hole(device: str) -> None:
     third.fill_(7)
     assert int(again[-1]) == 5
     saver.check_integrity()
+
+
+def test_what_peers_imported_of_the_rest_is_revoked(device: str) -> None:
+    saver, _ = make(device)
+    memsaver.attach(saver.share("kv")).close()
+    held = len(imports)
+    saver.resize("kv", 16 * MIB)
+    assert len(imports) < held
 
 
 def test_mistakes(device: str) -> None:

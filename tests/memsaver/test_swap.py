@@ -122,10 +122,13 @@ def test_too_little_memory_is_told_and_nothing_changes(device: str) -> None:
     del keep
 
 
-def test_every_driver_call_fails_once(device: str) -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_every_driver_call_fails_once(in_turn: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_turn:
+        monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
     raised = 0
     for fault in every_call(device):
-        world = World(device, (2, 4), (4, 4))
+        world = World(device, (4, 4) if in_turn else (2, 4), (4, 4))
         try:
             with fault.at(world.saver.backend):
                 world.swap()
