@@ -17,6 +17,7 @@ from memsaver import MemorySaver
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, process_bytes
+from tests.helpers.rollout.answers import GAP
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
 
@@ -60,6 +61,7 @@ def fresh_engine(path: str, trainer: Trainer) -> Engine:
     return engine
 
 
+@pytest.mark.alone
 @pytest.mark.soak
 def test_cycles_with_new_weights_each(
     tmp_path: Path, scribbler: Scribbler, record_property: Callable[..., None]
@@ -143,7 +145,7 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
         one, other = (engine.generate(inputs, SAMPLED if batch < 6 else GREEDY) for engine in engines)
         assert tokens_of(one) == tokens_of(other), f"batch {batch}"
         for mine, theirs in zip((s for g in one for s in g), (s for g in other for s in g), strict=True):
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=5e-5)
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=GAP)
         for engine in engines:
             engine.check_integrity()
             assert not engine.kv_pool.stored["k"][:, 1:16].isnan().any()

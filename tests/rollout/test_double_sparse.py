@@ -11,7 +11,7 @@ import torch
 from rollout import DoubleSparsity, Engine, SamplingParams, heavy_channels
 from rollout.ops.attention import BatchShape, DecodeBucket, StoredKV, decode_bucket, plan_torch
 from rollout.ops.double_sparse import choose_tokens, decode_sparse
-from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.answers import CLOSE, GAP, random_prompts
 from tests.helpers.rollout.forcing import agreement
 from tests.helpers.rollout.saved import Saved
 
@@ -91,7 +91,7 @@ class Case:
 def test_attends_exactly_over_the_best_and_the_newest(tokens: int, recent: int, device: str) -> None:
     case = Case(device)
     out = case.decode(tokens, recent).cpu()
-    torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=3e-6, rtol=0)
+    torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=CLOSE, rtol=0)
 
 
 def test_enough_tokens_are_full_attention(device: str) -> None:
@@ -186,7 +186,7 @@ def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
     for prompt, (tokens, logprobs) in zip(PROMPTS, together, strict=True):
         ((alone,),) = engine.generate([prompt], GREEDY)
         assert alone.token_ids == tokens
-        torch.testing.assert_close(torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=5e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=GAP, rtol=0)
 
 
 def test_agreement_grows_with_tokens_and_channels(make: Make) -> None:

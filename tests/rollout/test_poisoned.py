@@ -47,7 +47,7 @@ def generate_poisoned(path: Path, device: str, prompts: list[list[int]]) -> list
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    some(("llama", 1), ("qwen2", 9), ("qwen3", 20), whole=product(["llama", "qwen2", "qwen3"], [1, 9, 64])),
+    some(("llama", 1), ("qwen3", 9), whole=product(["llama", "qwen2", "qwen3"], [1, 9, 64])),
 )
 def test_random_models(saved: Saved, kind: str, batch: int, device: str) -> None:
     path, model = saved(kind, max_position_embeddings=2048)

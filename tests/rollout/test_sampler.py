@@ -208,6 +208,8 @@ def test_fused_equals_torch(vocab: int, dtype: torch.dtype, impl: str, device: s
     made = plain([0.0, 0.3, 1.0, 3.0] * 3, device)
     tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
     exact = torch.log_softmax((x.float() / made.temperature).double(), -1).gather(1, tokens[:, None]).squeeze(1)
+    # Masses of blocks are positive sums in a tree, of at most 13 roundings, and exponentials of 2 ulp: 2**-20 of a
+    # mass, so of a logarithm as much absolutely.
     torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-6)
     assert torch.equal(tokens[::4], x[::4].float().argmax(-1))
     assert_drawn_by_the_inverse_cdf(x, made, tokens)

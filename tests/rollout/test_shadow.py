@@ -62,6 +62,7 @@ def end_update(engine: Engine, how: str) -> None:
             engine.verify_update(receipt)
 
 
+@pytest.mark.alone
 def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, device: str) -> None:
     for how in ("commit", "abort", "refused", "sleep"):  # what is taken once: tables, a lease's thread
         end_update(engine, how)

@@ -28,6 +28,10 @@ gaps none is beyond 3.5 of these."""
 MEAN_GAP = 1e-5
 """The mean of |gap| of such a walk is 0.8 of 1.5e-5, and less where logits are smaller."""
 
+CLOSE = 3e-6
+"""Of attention's outputs, below 5, in fp32: a product of up to 64 terms for a score, whose error the softmax passes on,
+and a mean of up to 4097 values whose weights add up to 1: the roundings walk to about sqrt(2 * 64) * 2**-24 * 4."""
+
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,5 @@
-"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row that a sample is given
-can be told from all others."""
+"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row that a sample is
+given can be told from all others."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ CASES = {
 def lose(rank: int, path: str, sockets: str) -> Any:
     """Ranks 0 and 1 decode, case after case; each case has a prefill rank of its own."""
     groups = [dist.new_group([0, 1]) for _ in CASES]
+    dist.barrier()  # nobody dies while others still connect to it
     splits = [
         Split(
             path=path, prefill=1, decode=2, mapped=case.mapped, ring_bytes=40 * TOKEN // 2, calls=CALLS,
