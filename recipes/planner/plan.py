@@ -15,6 +15,7 @@ from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
 from recipes.planner.sizes import engine_sizes
+from recipes.planner.tracing import PAGE
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
@@ -159,7 +160,7 @@ def _most_tokens(
 ) -> int:
     """Tokens of the pool if it took all that the other memory leaves in every stage where it is there."""
     there = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
-    left = gpu.total - _SPARE - max(there, default=0)
+    left = (gpu.total - _SPARE - max(there, default=0)) // PAGE * PAGE  # the pool takes whole pages
     return max(0, tokens + math.floor(left / per_token / page) * page)
 
 

@@ -1,5 +1,7 @@
 """Recipes: what loads, and the one line that every mistake gets."""
 
+from __future__ import annotations
+
 import dataclasses
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from trainer_bridge.cycle import KEEPABLE
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
 
 
-def test_an_unfetched_model_names_the_command_that_brings_it(tmp_path, capsys, monkeypatch):
+def test_an_unfetched_model_names_the_command_that_brings_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert main(["run", "smollm2-135m", "driver=inprocess"]) == 2
     message = capsys.readouterr().err
@@ -31,7 +35,7 @@ def test_an_unfetched_model_names_the_command_that_brings_it(tmp_path, capsys, m
         ("steps: 3\nmodle: {}\n", ["modle", "did you mean model?"]),
     ],
 )
-def test_a_bad_file_is_one_line(text, words, tmp_path):
+def test_a_bad_file_is_one_line(text: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(recipes.RecipeError) as caught:
         recipes.load(tmp_path / "mine.yaml")
@@ -41,29 +45,31 @@ def test_a_bad_file_is_one_line(text, words, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml"])
-def test_a_packaged_recipe_loads_by_any_name(name):
+def test_a_packaged_recipe_loads_by_any_name(name: str) -> None:
     assert recipes.load(name).steps > 0
 
 
-def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(tmp_path, monkeypatch):
+def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY.read_text().replace("steps: 50", "steps: 7"))
     assert recipes.load("tiny").steps == 7
 
 
-def test_a_misspelt_recipe_is_told_what_there_is():
+def test_a_misspelt_recipe_is_told_what_there_is() -> None:
     for wrong, right in (("tinny", "tiny"), ("qwen2.5-0.5", "qwen2.5-0.5b"), ("qwen2.5-1.5b.yml", "qwen2.5-1.5b")):
         with pytest.raises(recipes.RecipeError, match=rf"did you mean {right}\?.*packaged recipes: .*, tiny"):
             recipes.load(wrong)
 
 
-def test_overrides_apply_in_order_and_keep_the_rest():
+def test_overrides_apply_in_order_and_keep_the_rest() -> None:
     recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.top_k=5", "trainer.learning_rate=1e-4"])
     assert (recipe.steps, recipe.sampling.top_k, recipe.trainer.learning_rate) == (4, 5, 1e-4)
     assert recipe.sampling.max_tokens == recipes.load("tiny").sampling.max_tokens
 
 
-def test_a_recipe_is_frozen():
+def test_a_recipe_is_frozen() -> None:
     recipe = recipes.load("tiny")
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.steps = 5
@@ -71,13 +77,13 @@ def test_a_recipe_is_frozen():
         recipe.sampling.max_tokens = 5
 
 
-def test_lists_are_replaced_whole():
+def test_lists_are_replaced_whole() -> None:
     assert recipes.load("qwen2.5-0.5b", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
     assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
     assert recipes.load("tiny").cycle.keep == recipes.load("tiny").eval.also_digits == []
 
 
-def test_a_path_takes_the_place_of_a_random_model():
+def test_a_path_takes_the_place_of_a_random_model() -> None:
     model = recipes.load("tiny", ["model.path=x"]).model
     assert (model.path, model.random_init) == ("x", False)
     assert recipes.load("qwen2.5-0.5b", ["model.path=x", "task.name=chain_sum"]).model.path == "x"
@@ -86,14 +92,14 @@ def test_a_path_takes_the_place_of_a_random_model():
     assert random.model.random_init
 
 
-def test_an_engine_without_a_pool_size_takes_a_share_and_an_override_takes_its_place():
+def test_an_engine_without_a_pool_size_takes_a_share_and_an_override_takes_its_place() -> None:
     engine = recipes.load("qwen2.5-7b-8xh100").engine
     assert (engine.kv_tokens, engine.mem_fraction_static) == (None, 0.9)
     engine = recipes.load("qwen2.5-7b-8xh100", ["engine.kv_tokens=4096"]).engine
     assert (engine.kv_tokens, engine.mem_fraction_static) == (4096, None)
 
 
-def test_interpolation_resolves():
+def test_interpolation_resolves() -> None:
     assert recipes.load("tiny", ["seed=${steps}"]).seed == recipes.load("tiny").steps
 
 

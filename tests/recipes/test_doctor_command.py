@@ -1,12 +1,14 @@
 """`memsaver doctor`: the table, the last line, the exit status."""
 
+from __future__ import annotations
+
 import pytest
 
 from memsaver.doctor import PROBES, Check
 from recipes.cli import main
 
 
-def test_the_command_examines_this_machine(capsys, monkeypatch):
+def test_the_command_examines_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["doctor", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -16,8 +18,10 @@ def test_the_command_examines_this_machine(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("skip", 0), ("fail", 1)])
-def test_only_a_failed_check_makes_the_exit_status_1(status, code, capsys, monkeypatch):
-    asked = []
+def test_only_a_failed_check_makes_the_exit_status_1(
+    status: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
     check = Check("thing", status, "found", "remedy")
     monkeypatch.setattr("memsaver.doctor.examine", lambda device: asked.append(device) or [check])
     assert main(["doctor"]) == code
@@ -25,13 +29,13 @@ def test_only_a_failed_check_makes_the_exit_status_1(status, code, capsys, monke
     assert capsys.readouterr().out.splitlines()[-1] == f"1 checks, {int(status in ('warn', 'fail'))} need attention"
 
 
-def test_a_device_that_is_not_there_is_told_without_a_traceback(capsys):
+def test_a_device_that_is_not_there_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cuda:99"]) == 1
     seen = capsys.readouterr()
     assert "fail" in seen.out and "Traceback" not in seen.out + seen.err
 
 
-def test_the_doctor_takes_no_overrides(capsys):
+def test_the_doctor_takes_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "steps=3"])
     assert caught.value.code == 2

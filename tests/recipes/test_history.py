@@ -1,12 +1,14 @@
 """Memory over time from events, and the step and the wake-up that are looked at closely."""
 
+from __future__ import annotations
+
 import pytest
 
 from memsaver import Event
 from recipes.history import by_process, levels, one_step, stages_between, wake_up
 
 
-def event(time, tag, committed, backup=0):
+def event(time: float, tag: str, committed: int, backup: int = 0) -> Event:
     return Event(time=time, seconds=0.0, op="resume", tag=tag, committed_bytes=committed, backup_bytes=backup)
 
 
@@ -17,7 +19,7 @@ EVENTS = {
 }
 
 
-def test_the_same_tag_of_two_processes_adds_up():
+def test_the_same_tag_of_two_processes_adds_up() -> None:
     found = levels(EVENTS, 0.0, 5.0)
     assert found.times == [0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     assert found.held == {
@@ -28,14 +30,14 @@ def test_the_same_tag_of_two_processes_adds_up():
     assert found.kept == [0, 0, 0, 0, 10, 10, 10]
 
 
-def test_a_later_window_begins_with_what_is_held_then():
+def test_a_later_window_begins_with_what_is_held_then() -> None:
     found = levels(EVENTS, 3.5, 4.5)
     assert found.times == [3.5, 4.0, 4.5]
     assert found.held == {"weights": [5, 5, 5], "params": [20, 20, 20], "extra": [0, 1, 1]}
     assert found.kept == [10, 10, 10]
 
 
-def test_bytes_by_process():
+def test_bytes_by_process() -> None:
     assert levels(EVENTS, 0.0, 5.0, by_process).held == {
         "rollout": [0, 0, 0, 5, 5, 6, 6],
         "trainer 0": [0, 10, 10, 10, 0, 0, 0],
@@ -43,7 +45,7 @@ def test_bytes_by_process():
     }
 
 
-def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends():
+def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
     bursts = [event(second + part / 100, "params", part % 7) for second in range(10) for part in range(1, 81)]
     found = levels({"trainer": bursts}, 0.0, 10.0)
     thin = found.thinned(10)
@@ -52,7 +54,7 @@ def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends():
     assert found.thinned(1000) is found
 
 
-def test_the_zoom_is_the_last_step_of_the_ordinary_kind():
+def test_the_zoom_is_the_last_step_of_the_ordinary_kind() -> None:
     spans = [("build", 0.0, 1.0), ("step 1", 1.0, 2.0), ("step 2", 2.0, 3.5), ("park_optim", 3.5, 3.6)]
     assert one_step(spans) == (2.0, 3.5, "step 2")
     assert one_step([*spans, ("save_checkpoint", 3.0, 3.2)]) == (1.0, 2.0, "step 1")
@@ -61,7 +63,7 @@ def test_the_zoom_is_the_last_step_of_the_ordinary_kind():
 
 
 @pytest.mark.parametrize("first", ["park_optim", "park_critic", "empty_cache", "wake_weights"])
-def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first):
+def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first: str) -> None:
     spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
     begin, end = wake_up(spans, 0.0, 6.0)
     assert begin == 2.0 and 4.0 <= end < 5.0

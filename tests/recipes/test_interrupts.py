@@ -1,8 +1,11 @@
 """Signals end a run; handlers are only borrowed, and only where Python lets a thread have them."""
 
+from __future__ import annotations
+
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,12 +16,12 @@ BAD = ["run", "tiny", "stepz=3"]
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-def handlers():
+def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in BOTH]
 
 
-def test_main_may_be_called_off_the_main_thread(capsys):
-    status = []
+def test_main_may_be_called_off_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(main(BAD)))
     thread.start()
     thread.join()
@@ -26,7 +29,7 @@ def test_main_may_be_called_off_the_main_thread(capsys):
     assert "stepz" in capsys.readouterr().err
 
 
-def test_main_gives_the_handlers_back():
+def test_main_gives_the_handlers_back() -> None:
     own = [signal.signal(number, lambda *_: None) for number in BOTH]
     try:
         before = handlers()
@@ -38,7 +41,7 @@ def test_main_gives_the_handlers_back():
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_raises_and_is_remembered(number):
+def test_a_signal_raises_and_is_remembered(number: int) -> None:
     before = handlers()
     with pytest.raises(KeyboardInterrupt), interrupts() as seen:
         os.kill(os.getpid(), number)

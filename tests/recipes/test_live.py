@@ -1,8 +1,11 @@
 """What a run shows: lines in a pipe, a panel in a terminal."""
 
+from __future__ import annotations
+
 import io
 import time
 
+import pytest
 from rich.console import Console
 
 from recipes.live import LiveView, LogView, Pace, describe, sparkline
@@ -21,7 +24,7 @@ ROW = {
 EVAL = {"kind": "eval", "step": 2, "exact_match": 0.5, "problems": 26}
 
 
-def test_sparkline_rises_with_its_values():
+def test_sparkline_rises_with_its_values() -> None:
     line = sparkline([0.0, 0.25, 0.5, 0.75, 1.0])
     assert list(line) == sorted(line)
     assert (line[0], line[-1]) == ("▁", "█")
@@ -29,11 +32,11 @@ def test_sparkline_rises_with_its_values():
     assert len(sparkline([0.5] * 100, width=10)) == 10
 
 
-def test_sparkline_keeps_rewards_outside_zero_and_one_in_range():
+def test_sparkline_keeps_rewards_outside_zero_and_one_in_range() -> None:
     assert sparkline([-3.0, 5.0]) == "▁█"
 
 
-def test_a_step_is_one_line():
+def test_a_step_is_one_line() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     line = describe(ROW)
@@ -42,13 +45,13 @@ def test_a_step_is_one_line():
     assert "\n" not in line
 
 
-def test_an_evaluation_names_what_stands_beside_the_task():
+def test_an_evaluation_names_what_stands_beside_the_task() -> None:
     row = {**EVAL, "exact_match_2_digits": 0.125, "exact_match_3_digits": 0.0}
     expected = "held-out exact match 0.500 of 26, 2 digits 0.125, 3 digits 0.000 after 2 updates"
     assert describe(row) == expected
 
 
-def test_the_log_has_a_line_a_row(capsys):
+def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     view = LogView(steps=9)
     view.stage("generate_sequences")
     view.memory({"weights": (1, 2)})
@@ -61,7 +64,7 @@ def test_the_log_has_a_line_a_row(capsys):
     assert "held-out exact match 0.500 of 26 after 2 updates" in lines[1]
 
 
-def test_the_time_left_follows_the_last_ten_steps():
+def test_the_time_left_follows_the_last_ten_steps() -> None:
     pace = Pace(100)
     assert pace.left({"step": 1, "step_seconds": 50.0}) == "ETA 1:22:30"
     for step in range(2, 12):
@@ -69,10 +72,10 @@ def test_the_time_left_follows_the_last_ten_steps():
     assert told == "ETA 0:02:58"
 
 
-def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys):
+def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     view, seen, deadline = LogView(9, quiet_seconds=0.01), "", time.monotonic() + 20
 
-    def wait_for(line):
+    def wait_for(line: str) -> None:
         nonlocal seen
         while line not in seen.splitlines():
             assert time.monotonic() < deadline
@@ -89,7 +92,7 @@ def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys)
     assert capsys.readouterr().out == ""
 
 
-def test_the_panel_shows_step_stage_reward_gap_and_memory():
+def test_the_panel_shows_step_stage_reward_gap_and_memory() -> None:
     out = io.StringIO()
     view = LiveView("tiny", 9, Console(file=out, force_terminal=True, width=110, color_system=None))
     try:

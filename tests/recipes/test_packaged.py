@@ -1,6 +1,9 @@
 """The packaged recipes: short, of the real shapes, and no smaller GPU than their training state needs."""
 
+from __future__ import annotations
+
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 import recipes
 from kvcache import layout
 from recipes import run
+from recipes.config import Recipe
 from recipes.config.schema import leaves
 from recipes.config.shapes import shapes
 from recipes.loading import PACKAGE, load, save_recipe
@@ -48,13 +52,13 @@ KV_BYTES = {  # a token, bf16
 MOE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
 
 
-@pytest.fixture(params=NAMES)
-def recipe(request):
-    return load(request.param)
+@pytest.fixture(scope="module")
+def packaged() -> dict[str, Recipe]:
+    return {name: load(name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory):
+def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of each shape's config."""
     folder, tokenizer = tmp_path_factory.mktemp("shapes"), toy_tokenizer(TOY_WORDS)
     for name, fields in shapes().items():
@@ -63,7 +67,7 @@ def described(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_shape_is_the_published_one(name, described):
+def test_a_shape_is_the_published_one(name: str, described: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(described / name)
@@ -77,25 +81,21 @@ def test_a_shape_is_the_published_one(name, described):
         assert sum(torch.Size(each.shape).numel() for group in groups for each in group.params) == PARAMETERS[name]
 
 
-def test_every_shape_has_its_figures():
+def test_every_shape_has_its_figures_and_what_was_never_run_says_so(packaged: dict[str, Recipe]) -> None:
     assert set(shapes()) == set(PARAMETERS) == set(KV_BYTES)
+    assert {name for name, recipe in packaged.items() if recipe.status == "run"} == HAVE_RUN
 
 
-def test_what_was_never_run_says_so():
-    assert {name for name in NAMES if load(name).status == "run"} == HAVE_RUN
+def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(packaged: dict[str, Recipe]) -> None:
+    for name, recipe in packaged.items():
+        lines = (PACKAGE / f"{name}.yaml").read_text().splitlines()
+        head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+        assert 2 <= head <= 9 and len(lines) - head <= 28, name
+        verb = "plan" if recipe.model.shape in MOE else "run"
+        assert any(f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head]), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(name):
-    lines = (PACKAGE / f"{name}.yaml").read_text().splitlines()
-    head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    assert 2 <= head <= 9
-    assert len(lines) - head <= 28
-    verb = "plan" if load(name).model.shape in MOE else "run"
-    assert any(f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head])
-
-
-def test_the_page_names_every_recipe_and_every_key():
+def test_the_page_names_every_recipe_and_every_key() -> None:
     page = (PACKAGE.parent / "docs" / "recipes.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith(("| `", "| top level"))]
     assert [name for name in NAMES if not any(row.startswith(f"| `{name}`") for row in rows)] == []
@@ -105,19 +105,16 @@ def test_the_page_names_every_recipe_and_every_key():
         assert any(row.startswith(start) and f"`{name}`" in row for row in rows), key
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_resolved_recipe_loads_as_the_same(name, tmp_path):
-    recipe = load(name, ["seed=9", "trainer.weight_decay=0.01"])
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load(tmp_path / "recipe.yaml") == recipe
+def test_a_resolved_recipe_loads_as_the_same_and_a_real_model_takes_the_place_of_its_own(
+    packaged: dict[str, Recipe], tmp_path: Path
+) -> None:
+    for name, recipe in packaged.items():
+        save_recipe(recipe, tmp_path / "recipe.yaml")
+        assert load(tmp_path / "recipe.yaml") == recipe, name
+        assert load(name, ["model.path=x"]).model.path == "x"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_real_model_takes_the_place_of_a_random_one_by_its_path_alone(name):
-    assert load(name, ["model.path=x"]).model.path == "x"
-
-
-def device_bytes(recipe):
+def device_bytes(recipe: Recipe) -> tuple[float, float]:
     """(training, sync): what one GPU cannot do without, of trained state, and of trainer and engine at the sync."""
     shape = PARAMETERS[recipe.model.shape or recipe.model.path]
     wide = {"float32": 4, "bfloat16": 2}[recipe.trainer.dtype]
@@ -127,37 +124,39 @@ def device_bytes(recipe):
     return params * kinds, params + 2 * shape / recipe.engine.tensor_parallel_size
 
 
-def test_a_gpu_holds_what_no_plan_can_do_without(recipe):
+def test_a_gpu_holds_what_no_plan_can_do_without(packaged: dict[str, Recipe]) -> None:
     """A lower bound; the planner reckons the rest (activations, logits, gathered layers, buffers)."""
-    if recipe.model.config is not None:
-        return
-    total = GPU_BYTES[recipe.cluster.gpu]
-    training, sync = device_bytes(recipe)
-    assert training < 0.9 * total
-    assert sync < 0.95 * total
+    for name, recipe in packaged.items():
+        if recipe.model.config is None:
+            training, sync = device_bytes(recipe)
+            total = GPU_BYTES[recipe.cluster.gpu]
+            assert training < 0.9 * total and sync < 0.95 * total, name
 
 
-def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(recipe, described, tmp_path, monkeypatch):
+def test_the_pool_of_a_planned_recipe_holds_all_requests_that_run_at_once(
+    packaged: dict[str, Recipe], described: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On GPUs of the size it names; what the rollout does not compute is refused by one line. Nothing is fetched."""
-    if recipe.status == "run":
-        return
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     monkeypatch.setattr("recipes.preparation.find_model", lambda name: described / name)
-    if recipe.model.shape in MOE:
-        with pytest.raises(
-            recipes.RecipeError, match=f"model.shape={recipe.model.shape}: is no model that the rollout"
-        ):
-            prepare(recipe, tmp_path)
-        return
-    setup = prepare(recipe, tmp_path)
-    assert setup.kv_tokens >= recipe.engine.max_running * setup.max_request_tokens
+    for name, recipe in packaged.items():
+        if recipe.status == "run":
+            continue
+        gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
+        if recipe.model.shape in MOE:
+            with pytest.raises(recipes.RecipeError, match=f"shape={recipe.model.shape}: is no model that the rollout"):
+                prepare(recipe, tmp_path)
+        else:
+            setup = prepare(recipe, tmp_path)
+            assert setup.kv_tokens >= recipe.engine.max_running * setup.max_request_tokens, name
 
 
 @pytest.mark.parametrize("status", ["run", "planned"])
-def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(status, tmp_path, monkeypatch, capsys):
-    def stop(setup):
+def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_pictures: None
+) -> None:
+    def stop(setup: object) -> None:
         raise recipes.RunError("build", "far enough")
 
     monkeypatch.setattr(run, "open_pair", stop)

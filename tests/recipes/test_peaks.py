@@ -1,22 +1,26 @@
 """Peaks per stage from what the sides report: before, after, torch's own peak, and what else is on the device."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from memsaver import MemorySaver, Usage
 from recipes.peaks import Peaks
 
 
-def usage(tags, torch=0, peak=0, used=None):
+def usage(tags: dict[str, int], torch: int = 0, peak: int = 0, used: int | None = None) -> Usage:
     return Usage(tags=tags, torch_bytes=torch, torch_peak_bytes=peak, device_used_bytes=used, host_bytes=0)
 
 
 class Side:
-    def __init__(self, *readings):
+    def __init__(self, *readings: Usage) -> None:
         self.readings = list(readings)
 
-    def take_usage(self):
+    def take_usage(self) -> Usage:
         return self.readings.pop(0)
 
 
-def collect(stages, **sides):
+def collect(stages: list[str], **sides: list[Usage]) -> dict[str, Any]:
     peaks = Peaks()
     for owner, readings in sides.items():
         peaks.watch(owner.replace("_0", "[0]").replace("_1", "[1]"), Side(*readings).take_usage)
@@ -25,7 +29,7 @@ def collect(stages, **sides):
     return peaks.take()
 
 
-def test_a_side_that_leaves_counts_with_what_it_held_before():
+def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
     found = collect(["train", "park"], trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)])
     assert found["train"] == {
         "processes": {"trainer": 17},
@@ -37,7 +41,7 @@ def test_a_side_that_leaves_counts_with_what_it_held_before():
     assert found["park"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
 
 
-def test_the_fullest_of_several_devices_counts():
+def test_the_fullest_of_several_devices_counts() -> None:
     found = collect(
         ["sync"],
         trainer_0=[usage({"params": 10}, 0, 0, 50)],
@@ -49,7 +53,7 @@ def test_the_fullest_of_several_devices_counts():
     assert found["processes"] == {"trainer[0]": 10, "rollout[0]": 7, "trainer[1]": 10}
 
 
-def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_gone():
+def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_gone() -> None:
     peaks = Peaks()
     side = Side(usage({"kv_cache": 3}, 0, 9, 20), usage({"kv_cache": 8}, 0, 1, 30), usage({}, 0, 0, 5))
     peaks.watch("rollout", side.take_usage)
@@ -61,7 +65,7 @@ def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_g
     assert set(peaks.take()) == {"sleep"}
 
 
-def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else():
+def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else() -> None:
     saver = MemorySaver(device="cpu")
     kept = saver.empty((1 << 16,), tag="kv_cache")
     assert saver.take_usage() == usage({"kv_cache": kept.nbytes})

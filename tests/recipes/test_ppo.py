@@ -1,7 +1,10 @@
 """The arithmetic of PPO against formulas written out, and that mini-batches depend on (seed, step) alone."""
 
+from __future__ import annotations
+
 import math
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +24,12 @@ from recipes.ppo import (
 )
 from trainer_bridge import SequenceBatch
 
-EXACT = settings(derandomize=True, max_examples=100, deadline=None)
+EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
 answers = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5)  # (reward, value) a token
 
 
-def by_definition(rewards, values, gamma, lam):
+def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """The weighted mean of all n-step advantages, each n written out; what is left over goes to the longest."""
     found = []
     for t in range(len(rewards)):
@@ -43,7 +46,9 @@ def by_definition(rewards, values, gamma, lam):
 
 @EXACT
 @given(answers, st.floats(0.1, 1), st.floats(0.1, 1))
-def test_advantages_are_the_weighted_n_step_ones(tokens, gamma, lam):
+def test_advantages_are_the_weighted_n_step_ones(
+    tokens: list[list[tuple[float, float]]], gamma: float, lam: float
+) -> None:
     rewards = [[reward for reward, _ in row] for row in tokens]
     values = [[value for _, value in row] for row in tokens]
     advantages, returns = compute_advantages(rewards, values, gamma, lam)
@@ -52,14 +57,14 @@ def test_advantages_are_the_weighted_n_step_ones(tokens, gamma, lam):
         assert wanted == pytest.approx([a + v for a, v in zip(mine, values[row], strict=True)], abs=1e-12)
 
 
-def test_with_lambda_one_the_return_is_what_was_earned_and_an_answer_that_was_cut_off_earns_no_more():
+def test_with_lambda_one_the_return_is_what_was_earned_and_an_answer_that_was_cut_off_earns_no_more() -> None:
     _, returns = compute_advantages([[1.0, 2.0, 4.0]], [[0.3, -5.0, 7.0]], 0.5, 1.0)
     assert returns == [pytest.approx([3.0, 4.0, 4.0])]
 
 
 @EXACT
 @given(st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows)))
-def test_whitened_over_all_tokens(rows):
+def test_whitened_over_all_tokens(rows: list[list[float]]) -> None:
     flat = [each for row in rows for each in row]
     white = [each for row in whiten(rows) for each in row]
     assert list(map(len, whiten(rows))) == list(map(len, rows))
@@ -70,13 +75,13 @@ def test_whitened_over_all_tokens(rows):
     assert white == pytest.approx([(each - sum(flat) / len(flat)) / spread for each in flat], rel=1e-6, abs=1e-6)
 
 
-def test_a_token_pays_for_its_distance_and_the_last_one_gets_the_reward():
+def test_a_token_pays_for_its_distance_and_the_last_one_gets_the_reward() -> None:
     logprobs, reference = [[-1.0, -2.0], [-3.0], []], [[-1.5, -1.0], [-3.0], []]
     assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [pytest.approx([-0.05, 1.1]), [0.5], []]
     assert token_rewards([1.0, 0.5, 9.0], logprobs, None, 0.1) == [[0.0, 1.0], [0.5], []]
 
 
-def test_the_divergence_is_over_tokens_and_never_negative():
+def test_the_divergence_is_over_tokens_and_never_negative() -> None:
     assert kl_to_reference([[-1.0], [-1.0, -2.0]], [[-1.0], [-1.0, -2.0]]) == 0
     apart = [[-1.0], [0.0, -3.0]]  # one token as likely, one e times more, one e times less
     assert kl_to_reference([[-1.0], [-1.0, -2.0]], apart) == pytest.approx((math.e - 2 + 1 / math.e) / 3)
@@ -84,7 +89,7 @@ def test_the_divergence_is_over_tokens_and_never_negative():
 
 @EXACT
 @given(st.integers(1, 40), st.integers(1, 3), st.data())
-def test_every_pass_deals_every_answer_once(count, epochs, data):
+def test_every_pass_deals_every_answer_once(count: int, epochs: int, data: st.DataObject) -> None:
     parts_a_pass = data.draw(st.integers(1, count))
     parts = mini_batches(count, epochs, parts_a_pass, 0, 1)
     assert len(parts) == epochs * parts_a_pass
@@ -94,22 +99,22 @@ def test_every_pass_deals_every_answer_once(count, epochs, data):
         assert max(map(len, mine)) - min(map(len, mine)) <= 1
 
 
-def test_the_order_is_a_function_of_seed_and_step():
+def test_the_order_is_a_function_of_seed_and_step() -> None:
     first = mini_batches(30, 2, 3, 0, 1)
     assert first == mini_batches(30, 2, 3, 0, 1)
     assert first[:3] != first[3:]
     assert len({str(mini_batches(30, 1, 1, seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-def test_figures_are_means_over_the_updates_and_each_sees_its_part():
-    seen = []
+def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
+    seen: list[SequenceBatch] = []
 
     class Trainer:
-        def update_critic(self, batch):
+        def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
             seen.append(batch)
             return {"value_loss": float(len(seen))}
 
-    fields = {"values": [[1.0], [2.0, 3.0], [4.0]], "returns": [[0.0], [0.0, 0.0], [0.0]]}
+    fields: dict[str, Any] = {"values": [[1.0], [2.0, 3.0], [4.0]], "returns": [[0.0], [0.0, 0.0], [0.0]]}
     batch = SequenceBatch(prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields)
     assert update_critic(Trainer(), batch, [[2, 0], [1]]) == {"value_loss": 1.5}
     assert [each.prompt_ids for each in seen] == [[[3], [1]], [[2]]]
@@ -118,7 +123,7 @@ def test_figures_are_means_over_the_updates_and_each_sees_its_part():
     assert seen[0].old_logprobs is None and seen[0].advantages is None
 
 
-def test_explained_variance():
+def test_explained_variance() -> None:
     returns = [[1.0, 2.0], [3.0]]
     assert explained_variance(returns, returns) == 1
     assert explained_variance([[5.0, 5.0], [5.0]], returns) == 0
@@ -128,7 +133,7 @@ def test_explained_variance():
     assert explained_variance([[1.0], [2.0]], [[3.0], [3.0]]) == 0  # nothing to explain
 
 
-def test_what_the_algorithms_ask_of_the_trainer():
+def test_what_the_algorithms_ask_of_the_trainer() -> None:
     words = ["ppo.epochs=2", "ppo.mini_batches=3", "ppo.critic_warmup_steps=4", "steps=10", "ppo.value_clip=0.5"]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))
     assert fields["decay_steps"] == 6 * 6 and fields["critic"].decay_steps == 10 * 6

@@ -1,7 +1,10 @@
 """From recipe to setup: the packaged shapes, what a random model leaves on the disk, and how large the pool becomes."""
 
+from __future__ import annotations
+
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ KV_BYTES = {"qwen2.5-0.5b": 12_288, "qwen2.5-1.5b": 28_672, "qwen2.5-7b": 57_344
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch: pytest.MonkeyPatch):
     """A GPU of 80 GiB, as far as preparation looks."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     properties = types.SimpleNamespace(total_memory=80 * GIB)
@@ -32,7 +35,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", QWEN)
-def test_the_pool_of_a_packaged_recipe_holds_all_its_samples(name, tmp_path):
+def test_the_pool_of_a_packaged_recipe_holds_all_its_samples(name: str, tmp_path: Path) -> None:
     setup = prepare(recipes.load(name, ["device=cpu"]), tmp_path)
     recipe, page = setup.recipe, setup.recipe.engine.page_size
     samples = recipe.grpo.prompts_per_step * recipe.grpo.samples_per_prompt
@@ -40,7 +43,7 @@ def test_the_pool_of_a_packaged_recipe_holds_all_its_samples(name, tmp_path):
     assert samples * -(-setup.max_request_tokens // page) * page <= setup.kv_tokens
 
 
-def test_a_random_model_is_described_without_weights(tmp_path):
+def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     setup = prepare(recipes.load("tiny"), tmp_path / "run")
     assert setup.model_dir == tmp_path / "run" / "model"
     names = {file.name for file in setup.model_dir.iterdir()}
@@ -55,7 +58,7 @@ def test_a_random_model_is_described_without_weights(tmp_path):
     assert load_model_config(wider.model_dir).vocab_size == 1000
 
 
-def test_the_recipe_reaches_trainer_and_engine(tmp_path):
+def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path) -> None:
     words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu"]
     words += ["engine.kv_cache_dtype=fp8_e4m3", "engine.host_to_device_ratio=2"]
     setup = prepare(recipes.load("tiny", words), tmp_path)
@@ -66,7 +69,7 @@ def test_the_recipe_reaches_trainer_and_engine(tmp_path):
     assert engine_arguments(prepare(recipes.load("tiny"), tmp_path))["tiers"] is None
 
 
-def test_ranks_of_one_engine_preempt_alike(tmp_path):
+def test_ranks_of_one_engine_preempt_alike(tmp_path: Path) -> None:
     words = ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5", "driver=ray", "device=cpu"]
     two = ["engine.tensor_parallel_size=2", "cluster.n_gpus_per_node=2"]
     for more, preemption in ([], "cheapest"), (two, "swap"):
@@ -78,7 +81,7 @@ def test_ranks_of_one_engine_preempt_alike(tmp_path):
 
 @pytest.mark.parametrize("name", QWEN)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_share_of_the_gpu_is_weights_and_pool(name, dtype, tmp_path, gpu):
+def test_a_share_of_the_gpu_is_weights_and_pool(name: str, dtype: str, tmp_path: Path, gpu: None) -> None:
     """Of a random model too: nothing is read but its config."""
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.dtype={dtype}"]
     setup = prepare(recipes.load(name, share), tmp_path)
@@ -91,7 +94,9 @@ def test_a_share_of_the_gpu_is_weights_and_pool(name, dtype, tmp_path, gpu):
 
 
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
-def test_a_rank_keeps_its_part_of_weights_and_rows(stored, tmp_path, gpu, monkeypatch):
+def test_a_rank_keeps_its_part_of_weights_and_rows(
+    stored: str, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     words = ["driver=ray", "cluster.n_gpus_per_node=2", "engine.tensor_parallel_size=2"]
     words += ["engine.kv_tokens=null", f"engine.kv_cache_dtype={stored}"]
@@ -113,7 +118,9 @@ def test_a_rank_keeps_its_part_of_weights_and_rows(stored, tmp_path, gpu, monkey
         ),
     ],
 )
-def test_devices_that_are_not_there_or_do_not_fit(words, expected, tmp_path, gpu):
+def test_devices_that_are_not_there_or_do_not_fit(
+    words: list[str], expected: list[str], tmp_path: Path, gpu: None
+) -> None:
     with pytest.raises(recipes.RecipeError) as caught:
         prepare(recipes.load("tiny", ["driver=ray", "device=auto", *words]), tmp_path / "run")
     for word in expected:
@@ -121,7 +128,7 @@ def test_devices_that_are_not_there_or_do_not_fit(words, expected, tmp_path, gpu
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_states_of_linear_layers_are_part_of_the_share(tmp_path, gpu):
+def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None) -> None:
     config = "{model_type: qwen3_next, num_experts: 0, layer_types: [linear_attention, full_attention]}"
     share = ["device=cuda:0", "engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.config={config}"]
     setup = prepare(recipes.load("tiny", share), tmp_path)
@@ -134,7 +141,7 @@ def test_states_of_linear_layers_are_part_of_the_share(tmp_path, gpu):
         prepare(recipes.load("tiny", [*share, "engine.max_running=50000"]), tmp_path / "more")
 
 
-def test_a_share_that_the_weights_alone_exceed(tmp_path, gpu):
+def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> None:
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.1"]
     remedy = r"set engine.mem_fraction_static=0.18$"  # 14.2 of 80 GiB, and two pages
     with pytest.raises(
@@ -146,7 +153,7 @@ def test_a_share_that_the_weights_alone_exceed(tmp_path, gpu):
     assert prepare(recipes.load("qwen2.5-7b", share), tmp_path).kv_tokens >= 16
 
 
-def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path, monkeypatch):
+def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt takes as many tokens here as its problem has characters."""
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")

@@ -1,7 +1,10 @@
 """The run folder: rows that survive a kill, checkpoints that are whole or absent, a trace and pictures that open."""
 
+from __future__ import annotations
+
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from matplotlib import pyplot
 import recipes
 from memsaver import Event
 from recipes import environment
+from recipes.config import Recipe
 from recipes.plots import draw_reward, evaluations_panel
 from recipes.run_folder import RunFolder
 
@@ -22,47 +26,47 @@ def recipe():
 
 
 @pytest.fixture
-def folder(tmp_path, recipe):
+def folder(tmp_path: Path, recipe: Recipe):
     return RunFolder.create(tmp_path / "run", recipe)
 
 
-def train_row(step, reward=0.5):
+def train_row(step: int, reward: float = 0.5):
     gaps = {"gap_mean": 1e-6, "gap_max": 1e-5}
     return {"kind": "train", "step": step, "reward": reward, "exact_match": reward, **gaps}
 
 
-def event(time, tag, committed, backup=0, op="resume"):
+def event(time: float, tag: str, committed: int, backup: int = 0, op: str = "resume"):
     return Event(time=time, seconds=0.01, op=op, tag=tag, committed_bytes=committed, backup_bytes=backup)
 
 
-def fill(path):
+def fill(path: Path):
     path.mkdir()
     (path / "state").write_text("x")
 
 
-def test_a_used_folder_is_refused(folder, recipe):
+def test_a_used_folder_is_refused(folder: RunFolder, recipe: Recipe) -> None:
     with pytest.raises(recipes.RecipeError, match="--resume"):
         RunFolder.create(folder.path, recipe)
 
 
-def test_a_folder_that_ray_deletes_is_refused(tmp_path, recipe):
+def test_a_folder_that_ray_deletes_is_refused(tmp_path: Path, recipe: Recipe) -> None:
     inside = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef" / "runs" / "tiny"
     with pytest.raises(recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"):
         RunFolder.create(inside, recipe)
     assert not inside.exists()
 
 
-def test_rows_are_on_disk_as_soon_as_they_are_added(folder):
+def test_rows_are_on_disk_as_soon_as_they_are_added(folder: RunFolder) -> None:
     folder.add_row(train_row(1))
     assert json.loads((folder.path / "metrics.jsonl").read_text()) == train_row(1)
 
 
-def test_the_latest_checkpoint_is_one_that_was_written(folder):
+def test_the_latest_checkpoint_is_one_that_was_written(folder: RunFolder) -> None:
     with pytest.raises(recipes.RecipeError, match="no checkpoint"):
         folder.last_checkpoint()
     folder.save_checkpoint(2, 1, fill)
 
-    def fail(path):
+    def fail(path: Path):
         path.with_name(path.name + ".partial").mkdir()
         raise OSError("disk full")
 
@@ -74,7 +78,7 @@ def test_the_latest_checkpoint_is_one_that_was_written(folder):
     assert folder.last_checkpoint_step() == 6
 
 
-def test_the_newest_checkpoints_stay(folder):
+def test_the_newest_checkpoints_stay(folder: RunFolder) -> None:
     for step in (2, 4, 10, 12):
         folder.save_checkpoint(step, 2, fill)
     names = {path.name for path in (folder.path / "checkpoints").iterdir()}
@@ -82,7 +86,7 @@ def test_the_newest_checkpoints_stay(folder):
     assert folder.last_checkpoint_step() == 12
 
 
-def test_reopening_drops_what_the_checkpoint_does_not_know(folder, recipe):
+def test_reopening_drops_what_the_checkpoint_does_not_know(folder: RunFolder, recipe: Recipe) -> None:
     rows = [{"kind": "eval", "step": 0}, train_row(1), train_row(2), {"kind": "eval", "step": 2}, train_row(3)]
     for row in rows:
         folder.add_row(row)
@@ -97,14 +101,14 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(folder, recipe):
     assert (folder.path / "trace-until-step-2-1.json").read_text() == "old"
 
 
-def test_reopening_before_the_first_checkpoint_drops_everything(folder, recipe):
+def test_reopening_before_the_first_checkpoint_drops_everything(folder: RunFolder, recipe: Recipe) -> None:
     for row in ({"kind": "eval", "step": 0}, train_row(1)):
         folder.add_row(row)
     again = RunFolder.reopen(folder.path, recipe)
     assert again.rows == [] and (folder.path / "metrics.jsonl").read_text() == ""
 
 
-def test_trace_and_pictures(folder):
+def test_trace_and_pictures(folder: RunFolder) -> None:
     for step in (1, 2):
         folder.add_row(train_row(step))
         start = 100.0 + step
@@ -126,7 +130,7 @@ def test_trace_and_pictures(folder):
         assert data.startswith(PNG) and len(data) > 10_000
 
 
-def test_every_kind_of_evaluation_has_a_curve(folder):
+def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
     """Also where only the later session of a run evaluated that kind."""
     rows = [{"kind": "eval", "step": 0, "exact_match": 0.25, "problems": 4}, train_row(1)]
     rows += [{"kind": "eval", "step": 1, "exact_match": 0.5, "exact_match_2_digits": 0.125, "problems": 4}]
@@ -144,7 +148,7 @@ def test_every_kind_of_evaluation_has_a_curve(folder):
     assert (folder.path / "reward.png").read_bytes().startswith(PNG)
 
 
-def test_a_run_that_failed_early_still_gets_its_trace(folder):
+def test_a_run_that_failed_early_still_gets_its_trace(folder: RunFolder) -> None:
     folder.add_span("build", 1.0, 2.0)
     folder.write_trace()
     assert folder.write_pictures() is None
@@ -152,19 +156,21 @@ def test_a_run_that_failed_early_still_gets_its_trace(folder):
     assert not (folder.path / "reward.png").exists()
 
 
-def test_a_run_that_did_nothing_has_an_empty_trace(folder):
+def test_a_run_that_did_nothing_has_an_empty_trace(folder: RunFolder) -> None:
     folder.write_trace()
     assert folder.write_pictures() is None
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
 
 
-def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
+def test_missing_matplotlib_is_a_sentence(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "recipes.plots", None)
     monkeypatch.delattr(recipes, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
 
 
-def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(folder, recipe, monkeypatch):
+def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
+    folder: RunFolder, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = json.loads((folder.path / "environment.json").read_text())
     assert found["cpus"] >= 1 and found["packages"]["torch"] == torch.__version__
     folder.save_checkpoint(2, 1, fill)

@@ -1,7 +1,11 @@
 """Tasks: the split, how an answer is read, what it is worth."""
 
+from __future__ import annotations
+
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,20 +13,20 @@ from recipes.cli import main
 from recipes.config import FieldError, TaskSection
 from recipes.errors import RecipeError
 from recipes.models import decode, encode_prompt, toy_tokenizer
-from recipes.tasks import TOY_WORDS, Problem, extract_number, is_held_out, make_task
+from recipes.tasks import TOY_WORDS, Problem, Task, extract_number, is_held_out, make_task
 
 
 @pytest.fixture(scope="module")
-def chain_sum():
+def chain_sum() -> Task:
     return make_task(TaskSection(name="chain_sum"))
 
 
 @pytest.fixture(scope="module")
-def toy():
+def toy() -> Task:
     return make_task(TaskSection(name="toy", partial_credit=0.5))
 
 
-def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum):
+def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum: Task) -> None:
     train = {problem.question for problem in chain_sum.train}
     held_out = {problem.question for problem in chain_sum.held_out}
     assert not train & held_out
@@ -33,14 +37,14 @@ def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum):
     assert 30 <= len(held_out) <= 50
 
 
-def test_the_answers_of_all_one_digit_sums_are_right(chain_sum):
+def test_the_answers_of_all_one_digit_sums_are_right(chain_sum: Task) -> None:
     for problem in chain_sum.train + chain_sum.held_out:
         expression = problem.question.removesuffix(" =").rpartition(": ")[2]
         a, sign, b = expression.split()
         assert int(problem.answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
 
 
-def test_the_split_depends_on_the_question_text_alone(chain_sum):
+def test_the_split_depends_on_the_question_text_alone(chain_sum: Task) -> None:
     assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
     for problem in chain_sum.held_out:
         assert is_held_out(problem.question, 0.2)
@@ -48,13 +52,13 @@ def test_the_split_depends_on_the_question_text_alone(chain_sum):
     assert set(chain_sum.held_out) < set(wider.held_out)
 
 
-def test_the_split_is_the_same_on_every_machine():
+def test_the_split_is_the_same_on_every_machine() -> None:
     """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is ba7816bf..."""
     for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
         assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
 
 
-def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum):
+def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum: Task) -> None:
     task = make_task(TaskSection(name="chain_sum"), also_digits=[2, 3])
     assert (task.train, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert list(task.beside) == ["2_digits", "3_digits"]
@@ -67,13 +71,13 @@ def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum):
     assert len(list(task.problems())) == 200 + sum(map(len, task.beside.values()))
 
 
-def test_the_first_held_out_problems_are_a_fair_sample():
+def test_the_first_held_out_problems_are_a_fair_sample() -> None:
     task = make_task(TaskSection(name="chain_sum", num_digits=2))
     first_numbers = {problem.question.split()[-4] for problem in task.held_out[:43]}
     assert len(first_numbers) > 20, "all begin alike"
 
 
-def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum):
+def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum: Task) -> None:
     task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
     own, other = task.kinds
     assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
@@ -84,11 +88,11 @@ def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_
     assert set(task.problems()) == {*own, *other, *task.held_out, *task.beside["2_digits"], *task.beside["3_digits"]}
 
 
-def _digits(problem):
+def _digits(problem: Problem) -> set[int]:
     return {len(word) for word in problem.question.split() if word.isdigit()}
 
 
-def _share(text):
+def _share(text: str) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -96,7 +100,7 @@ def _share(text):
     return high
 
 
-def test_toy_split_is_disjoint_and_complete(toy):
+def test_toy_split_is_disjoint_and_complete(toy: Task) -> None:
     train, held_out = set(toy.train), set(toy.held_out)
     assert not train & held_out
     assert len(train) + len(held_out) == 64
@@ -120,7 +124,7 @@ def test_toy_split_is_disjoint_and_complete(toy):
         ("", None),
     ],
 )
-def test_the_last_number_is_read_with_its_sign(text, number):
+def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
     assert extract_number(text) == number
 
 
@@ -138,7 +142,7 @@ def test_the_last_number_is_read_with_its_sign(text, number):
         ("", True, False),
     ],
 )
-def test_chain_sum_scores(chain_sum, text, ended, exact):
+def test_chain_sum_scores(chain_sum: Task, text: str, ended: bool, exact: bool) -> None:
     problem = Problem(question="5 - 9", answer="-4")
     score = chain_sum.score(problem, text, ended)
     assert (score.exact, score.reward) == (exact, float(exact))
@@ -154,12 +158,14 @@ def test_chain_sum_scores(chain_sum, text, ended, exact):
         ("", True, False, 0.0),
     ],
 )
-def test_toy_scores_keep_partial_credit_out_of_exact_match(toy, text, ended, exact, reward):
+def test_toy_scores_keep_partial_credit_out_of_exact_match(
+    toy: Task, text: str, ended: bool, exact: bool, reward: float
+) -> None:
     score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
     assert (score.exact, score.reward) == (exact, reward)
 
 
-def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy):
+def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> None:
     """A random model's vocabulary has ids that are no word; left out, "b <id> end" would be the right answer."""
     tokenizer = toy_tokenizer(TOY_WORDS)
     (b,) = tokenizer.convert_tokens_to_ids(["b"])
@@ -171,7 +177,7 @@ def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy):
     assert toy.score(problem, texts[1], False).reward == 0
 
 
-def test_the_toy_prompt_goes_through_a_chat_template():
+def test_the_toy_prompt_goes_through_a_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
     ids = encode_prompt(tokenizer, "first of b e")
     words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>", "<|im_start|>", "assistant"]
@@ -200,7 +206,7 @@ number = 3
 
 
 @pytest.fixture
-def own_module(tmp_path, monkeypatch):
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`own_tasks`, a module in the working directory, which is not on the path of an installed command."""
     (tmp_path / "own_tasks.py").write_text(OWN)
     (tmp_path / "own_syntax.py").write_text("def")
@@ -210,7 +216,7 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("own_tasks", None)
 
 
-def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module):
+def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: None) -> None:
     task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
     assert (task.name, len(list(task.problems())), task.beside) == ("echo", 40, {})
     assert {p.question for p in task.held_out} == {f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)}
@@ -228,25 +234,27 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module):
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
     ],
 )
-def test_what_leads_to_no_task_says_why(own_module, name, expected):
+def test_what_leads_to_no_task_says_why(own_module: None, name: str, expected: list[str]) -> None:
     with pytest.raises(RecipeError, match=f"^task.name={name}: ") as raised:
         make_task(TaskSection(name=name))
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_a_task_of_ones_own_must_leave_something_to_learn_and_to_evaluate(own_module):
+def test_a_task_of_ones_own_must_leave_something_to_learn_and_to_evaluate(own_module: None) -> None:
     with pytest.raises(RecipeError, match="leaves no problem for training"):
         make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
 
 
 @pytest.mark.parametrize("name", ["chess", "module:", ":function", "my-task:f", "a:b:c", "a.b"])
-def test_a_name_is_a_packaged_task_or_module_and_function(name):
+def test_a_name_is_a_packaged_task_or_module_and_function(name: str) -> None:
     with pytest.raises(FieldError, match="must be one of toy, chain_sum, or package.module:function"):
         TaskSection(name=name)
 
 
-def test_a_random_model_needs_the_words_of_the_task(own_module, tmp_path, capsys):
+def test_a_random_model_needs_the_words_of_the_task(
+    own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
     assert "task.name=own_tasks:echo: a random model has no tokenizer for it; give" in capsys.readouterr().err

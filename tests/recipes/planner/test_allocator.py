@@ -1,5 +1,7 @@
 """The caching allocator: by hand where torch's rules are known, and what must always hold."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +13,13 @@ from recipes.planner.allocator import MIB, CachingAllocator
     ("nbytes", "taken"),
     [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 1, 12), (33 * MIB, 34)],
 )
-def test_a_first_request_takes_a_segment_of_torchs_size(nbytes, taken):
+def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int) -> None:
     allocator = CachingAllocator()
     allocator.allocate("a", nbytes)
     assert allocator.reserved == allocator.peak == taken * MIB
 
 
-def test_a_freed_block_serves_the_next_request_and_the_rest_of_it_another():
+def test_a_freed_block_serves_the_next_request_and_the_rest_of_it_another() -> None:
     allocator = CachingAllocator()
     allocator.allocate("a", 40 * MIB)
     allocator.free("a")
@@ -28,7 +30,7 @@ def test_a_freed_block_serves_the_next_request_and_the_rest_of_it_another():
     assert allocator.reserved == 50 * MIB
 
 
-def test_less_than_a_mebibyte_is_not_split_off_a_large_block():
+def test_less_than_a_mebibyte_is_not_split_off_a_large_block() -> None:
     allocator = CachingAllocator()
     allocator.allocate("a", 40 * MIB)
     allocator.free("a")
@@ -37,7 +39,7 @@ def test_less_than_a_mebibyte_is_not_split_off_a_large_block():
     assert allocator.reserved == 60 * MIB
 
 
-def test_the_smallest_block_that_suffices_is_taken():
+def test_the_smallest_block_that_suffices_is_taken() -> None:
     allocator = CachingAllocator()
     for name, size in (("a", 60), ("b", 40)):
         allocator.allocate(name, size * MIB)
@@ -48,7 +50,7 @@ def test_the_smallest_block_that_suffices_is_taken():
     assert allocator.reserved == 100 * MIB
 
 
-def test_free_neighbours_become_one():
+def test_free_neighbours_become_one() -> None:
     allocator = CachingAllocator()
     allocator.allocate("whole", 60 * MIB)
     allocator.free("whole")
@@ -60,7 +62,7 @@ def test_free_neighbours_become_one():
     assert allocator.reserved == 60 * MIB
 
 
-def test_a_stream_is_not_served_from_anothers_cache():
+def test_a_stream_is_not_served_from_anothers_cache() -> None:
     allocator = CachingAllocator()
     allocator.allocate("a", 40 * MIB, stream=0)
     allocator.free("a")
@@ -68,7 +70,7 @@ def test_a_stream_is_not_served_from_anothers_cache():
     assert allocator.reserved == 80 * MIB
 
 
-def test_one_small_block_keeps_a_whole_segment():
+def test_one_small_block_keeps_a_whole_segment() -> None:
     """Why torch's cache is emptied together with cuBLAS's workspaces."""
     allocator = CachingAllocator()
     allocator.allocate("logits", 2374 * MIB)
@@ -86,10 +88,13 @@ steps = st.lists(
 )
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps, st.booleans())
-def test_what_is_held_covers_what_lives_and_all_of_it_comes_back(requests, empty):
-    allocator, live, most = CachingAllocator(), {}, 0
+def test_what_is_held_covers_what_lives_and_all_of_it_comes_back(
+    requests: list[tuple[int, int, int]], empty: bool
+) -> None:
+    allocator, most = CachingAllocator(), 0
+    live: dict[int, int] = {}
     for key, size, stream in requests:
         if key in live:
             allocator.free(key)

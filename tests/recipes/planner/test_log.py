@@ -1,16 +1,20 @@
 """A trace of few layers, and the one of many that follows from it."""
 
+from __future__ import annotations
+
 import pytest
 
 from recipes.planner.allocator import MIB
-from recipes.planner.log import Log, replay, with_layers
+from recipes.planner.log import Key, Log, replay, with_layers
 
 
-def model(layers):
+def model(layers: int) -> Log:
     """A forward that keeps 20 MiB a layer and prefetches 40 for the next, and a backward that frees both."""
-    log, kept, ahead = Log(), {}, {}
+    log = Log()
+    kept: dict[int, Key] = {}
+    ahead: dict[int, Key] = {}
 
-    def take(nbytes):
+    def take(nbytes: int) -> Key:
         key = log.new_key()
         log.add("allocate", key, nbytes)
         return key
@@ -24,7 +28,7 @@ def model(layers):
         kept[layer] = take(20 * MIB)
     log.leave()
     log.add("read")
-    grads = {}
+    grads: dict[int, Key] = {}
     for layer in reversed(range(layers)):
         log.enter("backward", layer)
         grads[layer] = take(50 * MIB)
@@ -41,17 +45,17 @@ def model(layers):
 
 
 @pytest.mark.parametrize("more", [0, 1, 7])
-def test_a_pattern_repeated_is_the_model_with_more_layers(more):
+def test_a_pattern_repeated_is_the_model_with_more_layers(more: int) -> None:
     few = replay(with_layers(model(6).entries, 2, more))
     assert few == replay(iter(model(6 + more).entries))
     assert few[-1][0] == 0
 
 
-def test_more_layers_take_more():
+def test_more_layers_take_more() -> None:
     assert replay(with_layers(model(6).entries, 2, 7))[0] > replay(iter(model(6).entries))[0]
 
 
-def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure():
+def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure() -> None:
     log = Log()
     for layer in range(6):
         log.enter("forward", layer)

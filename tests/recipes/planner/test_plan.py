@@ -116,7 +116,8 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
     advised = re.search(r"set engine\.kv_tokens=(\d+)", printed)
     assert advised is not None, printed
     plan = plan_of(recipes.load("tiny", [f"engine.kv_tokens={advised[1]}"]), "tiny", gpu=None)
-    assert plan.fits and plan.most_kv_tokens == plan.kv_tokens == int(advised[1])
+    assert plan.fits and plan.kv_tokens == int(advised[1])
+    assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, "far from all that would fit"
 
 
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:

@@ -1,7 +1,10 @@
 """The page: one file that holds everything, looked at in a real browser, whatever the run's folder lacks."""
 
+from __future__ import annotations
+
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from matplotlib import image
@@ -20,7 +23,7 @@ PLAN = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 12 * MI
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with everything there is: critic, plan, peaks, two sessions."""
     run = make_run(tmp_path_factory.mktemp("runs") / "whole", value_loss=0.5, peaks=PEAKS, plan=PLAN)
     shutil.copy(run / "trace.json", run / "trace-until-step-6-1.json")
@@ -28,17 +31,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(folder):
+def page(folder: Path) -> Path:
     assert main(["report", str(folder)]) == 0
     return folder / "report.html"
 
 
 @pytest.fixture(scope="module")
-def chromium():
+def chromium() -> str:
     return browser.find_browser()
 
 
-def test_the_page_needs_nothing_from_outside(page):
+def test_the_page_needs_nothing_from_outside(page: Path) -> None:
     html = page.read_text()
     assert "://" not in html and "@import" not in html
     assert re.findall(r'\ssrc="', html) == []
@@ -48,7 +51,7 @@ def test_the_page_needs_nothing_from_outside(page):
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= ids
 
 
-def test_every_colour_of_a_chart_is_one_of_the_theme(page):
+def test_every_colour_of_a_chart_is_one_of_the_theme(page: Path) -> None:
     style = (FOLDER / "page.css").read_text()
     charts = re.findall(r'<svg class="chart".*?</svg>', page.read_text(), re.DOTALL)
     assert len(charts) == CHARTS
@@ -57,7 +60,7 @@ def test_every_colour_of_a_chart_is_one_of_the_theme(page):
         assert all(f"--{name}:" in style for name in re.findall(r"var\(--([a-z0-9-]+)\)", chart))
 
 
-def test_what_a_run_writes_is_text_on_the_page(tmp_path):
+def test_what_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
     run = tmp_path / "run <i>"
     run.mkdir()
     (run / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
@@ -65,7 +68,7 @@ def test_what_a_run_writes_is_text_on_the_page(tmp_path):
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
 
 
-def test_in_a_browser(chromium, page, tmp_path):
+def test_in_a_browser(chromium: str, page: Path, tmp_path: Path) -> None:
     found = browser.look(chromium, page, tmp_path)
     assert found["error"] is None and int(found["ready"]) > 100
     assert found["sections"] == SECTIONS and len(found["charts"]) == CHARTS
@@ -75,7 +78,7 @@ def test_in_a_browser(chromium, page, tmp_path):
     assert found["walked"].startswith("step 2\n") and found["escaped"]
 
 
-def test_the_probe_sees_what_is_wrong(chromium, page, tmp_path):
+def test_the_probe_sees_what_is_wrong(chromium: str, page: Path, tmp_path: Path) -> None:
     """A page made worse: each finding of the test above can be there."""
     html = page.read_text().replace("<h1>", '<img src="http://memsaver.invalid/x.png"><h1>')
     html = html.replace("<script>", "<script>queueMicrotask(() => { throw new Error('worse'); });", 1)
@@ -94,7 +97,7 @@ def test_the_probe_sees_what_is_wrong(chromium, page, tmp_path):
     assert "Reward and evaluations: three" in found["outside"] and found["wider"] >= 1000
 
 
-def test_dark_and_narrow(chromium, page, tmp_path):
+def test_dark_and_narrow(chromium: str, page: Path, tmp_path: Path) -> None:
     picture = image.imread(browser.screenshot(chromium, page, tmp_path, 500, 1600, browser.DARK))
     assert picture.shape[:2] == (1600, 500)
     assert picture[2, 2, :3].max() < 0.15  # the ground is dark
@@ -112,7 +115,7 @@ def test_dark_and_narrow(chromium, page, tmp_path):
     ],
     ids=["killed", "trace only", "nothing but the recipe"],
 )
-def test_a_partial_folder_gives_a_page_that_says_so(tmp_path, lacking, said):
+def test_a_partial_folder_gives_a_page_that_says_so(tmp_path: Path, lacking: list[str], said: list[str]) -> None:
     run = make_run(tmp_path / "run", steps=1)
     for name in lacking:
         (run / name).unlink()
@@ -122,14 +125,14 @@ def test_a_partial_folder_gives_a_page_that_says_so(tmp_path, lacking, said):
         assert words in html
 
 
-def test_no_run_is_one_line_and_status_2(tmp_path, capsys):
+def test_no_run_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"memsaver: report {tmp_path / 'absent'}: no such folder; give the folder of a run, for example runs/tiny-..."
     ]
 
 
-def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path, monkeypatch):
+def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").touch()
     with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a file"):
         write_report(tmp_path, tmp_path / "no" / "where.html")

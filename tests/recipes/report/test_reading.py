@@ -1,20 +1,23 @@
 """What is read of a run's folder, whole or broken, and what is said to be missing."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
 
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.report.reading import read_run
+from recipes.report.reading import RunRecord, read_run
 from tests.helpers.recipes.folders import MIB, make_run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     return read_run(make_run(tmp_path_factory.mktemp("runs") / "whole"))
 
 
-def test_a_whole_run_has_no_gaps(whole):
+def test_a_whole_run_has_no_gaps(whole: RunRecord) -> None:
     assert whole.gaps == []
     assert [row["step"] for row in whole.train] == [1, 2, 3, 4, 5, 6]
     assert [row["exact_match"] for row in whole.evaluations] == [0.125, 0.75]
@@ -22,7 +25,7 @@ def test_a_whole_run_has_no_gaps(whole):
     assert whole.environments[0]["cpus"] >= 1 and "torch" in whole.environments[0]["packages"]
 
 
-def test_times_and_bytes_are_those_of_the_trace(whole):
+def test_times_and_bytes_are_those_of_the_trace(whole: RunRecord) -> None:
     assert whole.end == pytest.approx(7.0)
     assert ("step 1", pytest.approx(1.0), pytest.approx(2.0)) in whole.spans
     first = whole.events["trainer"][0]
@@ -30,14 +33,14 @@ def test_times_and_bytes_are_those_of_the_trace(whole):
     assert first.time == pytest.approx(1.01) and first.seconds == pytest.approx(0.001)
 
 
-def test_no_folder_and_no_run_are_one_line(tmp_path):
+def test_no_folder_and_no_run_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such folder"):
         read_run(tmp_path / "absent")
     with pytest.raises(RecipeError, match="holds no run"):
         read_run(tmp_path)
 
 
-def test_a_killed_run_says_what_it_left_out(tmp_path):
+def test_a_killed_run_says_what_it_left_out(tmp_path: Path) -> None:
     path = make_run(tmp_path / "killed", steps=3, trace=False)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"kind": "tra')
@@ -64,7 +67,9 @@ def test_a_killed_run_says_what_it_left_out(tmp_path):
         ("metrics.jsonl", '5\n{"kind": "train"}\nnull\n', "3 of 3 lines"),
     ],
 )
-def test_a_broken_file_is_a_gap_and_the_others_are_read(tmp_path, name, content, words):
+def test_a_broken_file_is_a_gap_and_the_others_are_read(
+    tmp_path: Path, name: str, content: str | None, words: list[str]
+) -> None:
     path = make_run(tmp_path / "run", steps=1)
     if content is None:
         (path / name).unlink()
@@ -76,7 +81,7 @@ def test_a_broken_file_is_a_gap_and_the_others_are_read(tmp_path, name, content,
     assert bool(run.spans) == (name != "trace.json")
 
 
-def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path):
+def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=2)
     trace = (path / "trace.json").read_text()
     (path / "trace-until-step-9-1.json").write_text(trace)
@@ -93,7 +98,7 @@ def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path):
     }
 
 
-def test_a_plan_is_read(tmp_path):
+def test_a_plan_is_read(tmp_path: Path) -> None:
     plan = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 5}}]}
     run = read_run(make_run(tmp_path / "run", steps=1, plan=plan))
     assert run.plan == json.loads(json.dumps(plan)) and run.gaps == []
