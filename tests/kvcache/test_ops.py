@@ -73,7 +73,7 @@ def test_kv_write_past_2_to_the_31_elements() -> None:
     buffer = torch.empty(slots, heads, dim, dtype=torch.uint8, device=DEVICE)
     assert (slots - 1) * heads * dim > 2**31
     loc = torch.tensor([slots - 1, 1], device=DEVICE)
-    k = torch.arange(2 * heads * dim, device=DEVICE).to(torch.uint8).view(2, heads, dim)
+    k = (torch.arange(2 * heads * dim, device=DEVICE) % 251).to(torch.uint8).view(2, heads, dim)
     v = torch.tensor([5, 6], dtype=torch.uint8, device=DEVICE).view(2, 1, 1).expand(2, heads, 1)
     narrow = torch.empty(slots, heads, 1, dtype=torch.uint8, device=DEVICE)
     set_kv_buffer(k, v, buffer, narrow, loc, impl="triton")
@@ -148,7 +148,7 @@ def test_rows_move_past_2_to_the_31_elements() -> None:
     slots, width = 2**20 + 2, 1024
     part = torch.empty((2, slots, width), dtype=torch.uint8, device=DEVICE)
     assert (2 * slots - 2) * width > 2**31
-    rows = torch.arange(2 * 3 * width, device=DEVICE).to(torch.uint8).view(2, 3, width)
+    rows = (torch.arange(2 * 3 * width, device=DEVICE) % 251).to(torch.uint8).view(2, 3, width)
     part[:, [0, 1, slots - 1]] = rows
     tgt, src = torch.tensor([[slots - 1, 0, slots - 2], [1, slots - 1, 0]], device=DEVICE)
     move_rows([part], tgt, src, "triton")
@@ -156,3 +156,7 @@ def test_rows_move_past_2_to_the_31_elements() -> None:
     as_one = part.view(1, 2 * slots, width)
     move_rows([as_one], tgt[:1] + slots, tgt[1:2], "triton")
     assert torch.equal(as_one[:, tgt[:1] + slots], rows[None, 0, 2:])
+    ends = torch.tensor([0, 2 * slots - 1], device=DEVICE)
+    as_one[:, ends] = rows[None, 0, :2]
+    move_rows([as_one], ends, ends.flip(0), "triton")  # both are staged
+    assert torch.equal(as_one[:, ends.flip(0)], rows[None, 0, :2])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache import HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool
+from kvcache import HostCopy, HybridLinearKVPool, KVCacheConfig, MHATokenToKVPoolFP4, SWAKVPool
 from kvcache.config import FP4_DTYPE
 from tests.helpers.kvcache.blocks import DEVICE
 from tests.helpers.kvcache.pools import PS, at, mha, stored
@@ -78,6 +78,11 @@ def test_moves_and_copies_take_both_sides_along() -> None:
             assert pool.get_rows(layer, slots)[0][:, 0, 0].tolist() == [layer, 10 + layer]
     with pytest.raises(ValueError, match="the host copy is of"):
         pool.load_cpu_copy(pool.full_pool.get_cpu_copy(at(4)), at(4))
+    before = [part.clone() for part in stored(pool)]
+    half = HostCopy((copy.format[0], ("of another pool",)), copy.tensors)  # the full side would fit
+    with pytest.raises(ValueError, match="the host copy is of"):
+        pool.load_cpu_copy(half, at(25, 26))
+    assert all(torch.equal(a, b) for a, b in zip(stored(pool), before, strict=True))
 
 
 def test_wrong_sides_and_mappings() -> None:
