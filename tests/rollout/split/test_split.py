@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout import Engine, SamplingParams
-from tests.helpers.effort import rounds
+from tests.helpers.effort import rounds, some
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import GAP, GREEDY, random_prompts
 from tests.helpers.rollout.saved import Saved
@@ -17,7 +17,7 @@ from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run, tokens
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 REQUESTS = rounds(60, 200)
-TOPOLOGIES = [(4, 2, True), (2, 4, True), (1, 2, True), (4, 2, False), (2, 4, False), (1, 2, False)]
+TOPOLOGIES = some((4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)])
 BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
 LONG = SamplingParams(max_tokens=40, temperature=0)
 BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
