@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,13 @@ from trainer_bridge.consensus import Alone, StoreConsensus
 from trainer_bridge.errors import SyncError
 
 
-def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any], timeout: float = 20.0) -> list[Any]:
+def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any]) -> list[Any]:
     """What `run` returned or raised in each of `size` ranks."""
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
         try:
-            results[rank] = run(StoreConsensus(store, rank, size, timeout=timeout))
+            results[rank] = run(StoreConsensus(store, rank, size, timeout=20.0))
         except Exception as error:
             results[rank] = error
 
@@ -84,21 +83,23 @@ def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(size: int, at: i
 
 
 def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
-    store = dist.HashStore()
+    given_up = threading.Event()
 
     def run(consensus: StoreConsensus) -> Any:
         consensus.agree("open", lambda: None)
+        consensus.timeout = 1.0  # the two that wait must not miss each other
         if consensus.rank == 1:
-            time.sleep(1.0)
+            assert given_up.wait(20)
         errors = []
         for stage in ("write", "commit"):
             with pytest.raises(SyncError) as caught:
                 consensus.agree(stage, lambda: None)
             errors.append(str(caught.value))
+            given_up.set()
         return errors
 
-    for result in together(store, 3, run, timeout=0.3):
-        assert "failed in stage 'write'" in result[0] and "waited 0.3 s for rank 1, in vain" in result[0]
+    for result in together(dist.HashStore(), 3, run):
+        assert "failed in stage 'write'" in result[0] and "waited 1 s for rank 1, in vain" in result[0]
         assert "failed in stage 'commit'" in result[1] and "start all ranks anew" in result[1]
 
 

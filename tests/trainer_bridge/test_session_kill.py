@@ -20,17 +20,16 @@ import pytest
 
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.effort import rounds
-from tests.helpers.memory import open_fds
+from tests.helpers.memory import settled_fds
 from tests.helpers.peers import Gone
 from tests.helpers.trainer_bridge.hooked import MOMENTS, STAGES
 from tests.helpers.trainer_bridge.sync_pair import Pair
-from tests.helpers.trainer_bridge.trainers import Death
+from tests.helpers.trainer_bridge.trainers import PATIENCE, Death
 from trainer_bridge.errors import SyncError
 from trainer_bridge.session import SyncReceipt
 
 SLACK_FDS = 2  # for the test runner's own; what a round leaves would be one each
-PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
-KILL_PATIENCE = 1.0  # the survivor waits so long in every round
+KILL_PATIENCE = 2.0  # seconds; the survivor waits so long in every round
 SOME = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 
 
@@ -115,7 +114,7 @@ class Killing:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.version = max(engine.weights_version for engine in pair.engines)
-        pair.start(PATIENCE)
+        pair.start()
         for shadow in (False, True, False):
             self.version += 1
             synced(pair, self.version, shadow=shadow)
@@ -128,12 +127,12 @@ class Killing:
 
     def round(self, case: Round) -> None:
         pair, old = self.pair, self.version + 1
-        pair.start(KILL_PATIENCE)
+        pair.start()
         synced(pair, old, shadow=case.shadow_before)
         self.check_both(old)
         assert pair.held() == self.floor, "the death before has left memory behind"
         self.version = old + 1
-        pair.order(self.version, dies=case.victim, death=case.death, shadow=case.shadow)
+        pair.order(self.version, dies=case.victim, death=case.death, shadow=case.shadow, timeout=KILL_PATIENCE)
         self.watch(case, old)
         self.check_results(case, pair.results())
         pair.stop()
@@ -187,19 +186,19 @@ class Killing:
 @pytest.mark.soak
 def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
     killing = Killing(pair)
-    fds, threads = open_fds(), _threads()
+    fds, threads = settled_fds(), _threads()
     for case in drawn(rounds(10, 200)):
         killing.round(case)
-    pair.start(PATIENCE)
+    pair.start()
     killing.version += 1
     synced(pair, killing.version)
     killing.check_both(killing.version)
     pair.stop()
     assert pair.held() == killing.floor
     deadline = time.monotonic() + 5
-    while open_fds() > fds + SLACK_FDS or _threads() - threads:
+    while settled_fds() > fds + SLACK_FDS or _threads() - threads:
         left = _threads() - threads
-        assert time.monotonic() < deadline, f"{open_fds()} fds, {fds} before; threads {left} beside {threads}"
+        assert time.monotonic() < deadline, f"{settled_fds()} fds, {fds} before; threads {left} beside {threads}"
         time.sleep(0.05)
 
 
@@ -225,12 +224,12 @@ def test_nothing_grows_over_syncs(pair: Pair) -> None:
         return [*(trainer.hear() for trainer in pair.trainers), pair.held()]
 
     version = max(engine.weights_version for engine in pair.engines) + 1
-    pair.start(PATIENCE)
+    pair.start()
     some(1, 12)
-    before, fds, threads = held(), open_fds(), _threads()
+    before, fds, threads = held(), settled_fds(), _threads()
     count = rounds(30, 1000)
     some(20, count)
     assert held() == before
-    assert open_fds() <= fds + SLACK_FDS and not _threads() - threads
+    assert settled_fds() <= fds + SLACK_FDS and not _threads() - threads
     assert [pair.serves(number) for number in (0, 1)] == [version + 20 + count] * 2
     pair.stop()

@@ -49,8 +49,8 @@ class Pair:
 
     # ---------------------------------------------------------------- trainers
 
-    def start(self, timeout: float) -> None:
-        """A new pair of trainers; they connect. timeout: seconds one of them waits for the other in a stage."""
+    def start(self) -> None:
+        """A new pair of trainers; they connect."""
         prefix, count = f"pair {next(self._pairs)}", len(self.engines)
         for rank, (engine, lock) in enumerate(zip(self.engines, self.locks, strict=True)):
             setting = Setting(
@@ -60,7 +60,6 @@ class Pair:
                 prefix=prefix,
                 shapes=self.shapes,
                 place=engine.weight_layout().place,
-                timeout=timeout,
             )
             self.trainers.append(TrainerRank(setting, engine, lock))
         for trainer in self.trainers:

@@ -26,6 +26,7 @@ from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from trainer_bridge.session import WeightSync
 from trainer_bridge.sources import fsdp_shards
 
+PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
 Shapes = Mapping[str, tuple[int, ...]]
 _CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "commit"}  # and the stages they are in
 
@@ -50,15 +51,15 @@ class Setting:
     prefix: str
     shapes: Shapes
     place: str
-    timeout: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One sync. seed: of the weights (`weights`)."""
+    """One sync. seed: of the weights (`weights`). timeout: seconds it waits for the other ranks in a stage."""
 
     version: int
     seed: int
+    timeout: float = PATIENCE
     shadow: bool = False
     names: tuple[str, ...] | None = None
     death: Death | None = None
@@ -126,9 +127,7 @@ class _Trainer:
         self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
         self._store = dist.TCPStore("127.0.0.1", setting.port, is_master=False)
         store = dist.PrefixStore(setting.prefix, self._store)
-        self._consensus = HookedConsensus(
-            store, setting.rank, setting.size, timeout=setting.timeout, hook=self._die_if_due
-        )
+        self._consensus = HookedConsensus(store, setting.rank, setting.size, timeout=PATIENCE, hook=self._die_if_due)
         target = _RemoteTarget(calls, self._die_if_due)
         self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=setting.place)
 
@@ -137,7 +136,7 @@ class _Trainer:
         whole = weights(self._setting.shapes, order.seed)
         for shard in self._shards:
             self._sources[shard.name].copy_(_part(shard, whole))
-        self._death, self._begun = order.death, 0
+        self._death, self._begun, self._consensus.timeout = order.death, 0, order.timeout
         try:
             return self._sync.sync(order.version, shadow=order.shadow, names=order.names, on_part=self._on_part)
         except Exception as error:
