@@ -1,14 +1,31 @@
 """Bookkeeping never waits for the kernels under way, however much it sends."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool, SWATokenToKVPoolAllocator
-from tests.benchmarks.common import Scale, check_no_wait
 from tests.helpers.kvcache.blocks import make_pool
 
 TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
-SCALE = Scale(device=torch.device("cuda:0"), tiny=True)
+DEVICE = torch.device("cuda:0")
+
+
+def check_no_wait(run: Callable[[], object]) -> None:
+    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # 0.2 s
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake.query(), "the call came back after the device was done: it waited"
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
@@ -16,24 +33,21 @@ SCALE = Scale(device=torch.device("cuda:0"), tiny=True)
 def test_alloc_extend(window: bool) -> None:
     size = 4 * TOKENS
     allocator = (
-        SWATokenToKVPoolAllocator(size, size, 1, SCALE.device)
-        if window
-        else PagedTokenToKVPoolAllocator(size, 1, SCALE.device)
+        SWATokenToKVPoolAllocator(size, size, 1, DEVICE) if window else PagedTokenToKVPoolAllocator(size, 1, DEVICE)
     )
 
     def run() -> None:
         assert allocator.alloc_extend([0], [TOKENS], [-1], TOKENS) is not None
 
-    run()  # compiles
-    check_no_wait(SCALE, run)
+    check_no_wait(run)
 
 
 @pytest.mark.gpu
 def test_extend_and_a_copy_on_write() -> None:
     pool = make_pool(4 * TOKENS, 16)
     manager = BlockManager(
-        ReqToTokenPool(4, 2 * TOKENS, SCALE.device),
-        PagedTokenToKVPoolAllocator(pool.size, 16, SCALE.device),
+        ReqToTokenPool(4, 2 * TOKENS, DEVICE),
+        PagedTokenToKVPoolAllocator(pool.size, 16, DEVICE),
         pool,
     )
 
@@ -45,5 +59,4 @@ def test_extend_and_a_copy_on_write() -> None:
         manager.release(parent)
         manager.release(child)
 
-    run()
-    check_no_wait(SCALE, run)
+    check_no_wait(run)
