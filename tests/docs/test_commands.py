@@ -56,7 +56,7 @@ def test_memsaver_commands_parse(page: Path) -> None:
             assert known, f"{name_of(page)}:{number}: {recipe}"
 
 
-def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(tmp_path, monkeypatch) -> None:
+def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "first-steps.md"
     ((name, text),) = saved(page).items()
     (tmp_path / name).write_text(text)

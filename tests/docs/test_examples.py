@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import memsaver
 from examples import own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.run import start_run
 from tests.helpers.docs.pages import ROOT, blocks
+from tests.helpers.recipes.runs import rows
 from tests.helpers.trainer_bridge.models import write_model
 
 EXAMPLES = ROOT / "examples"
@@ -25,11 +26,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("loop", [plain_loop, plain_loop_with_cycle])
-def test_the_loop_learns_before_and_after(loop, path, monkeypatch):
+def test_the_loop_learns_before_and_after(loop: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     savers: list[memsaver.MemorySaver] = []
 
     class Seen(memsaver.MemorySaver):
-        def __init__(self, **arguments):
+        def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             savers.append(self)
 
@@ -42,7 +43,7 @@ def test_the_loop_learns_before_and_after(loop, path, monkeypatch):
         assert (parked.count("params"), parked.count("optim")) == (14, 14)
 
 
-def test_the_engine_answers_with_the_loops_own_weights(path):
+def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
     """After the cycle's sync the rollout's greedy tokens are transformers' with the model that learns."""
     model = plain_loop.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
@@ -62,7 +63,7 @@ def test_the_engine_answers_with_the_loops_own_weights(path):
     assert side.saver.report().committed_bytes == held
 
 
-def test_the_cycle_takes_about_35_lines_which_the_page_marks():
+def test_the_cycle_takes_about_35_lines_which_the_page_marks() -> None:
     before, after = (
         (EXAMPLES / f"{name}.py").read_text().splitlines() for name in ("plain_loop", "plain_loop_with_cycle")
     )
@@ -74,13 +75,13 @@ def test_the_cycle_takes_about_35_lines_which_the_page_marks():
     assert shown["examples/plain_loop_with_cycle.py"] == f'hl_lines="{marks}"'
 
 
-def test_memsaver_around_another_engine(path):
+def test_memsaver_around_another_engine(path: str) -> None:
     seen = own_engine.main(path)
     assert seen["bytes held while paused"] == 0 < seen["bytes held"] == seen["bytes held afterwards"]
     assert seen["addresses are the same"] and seen["weights were kept"] and seen["answer is the same"]
 
 
-def test_content_that_is_discarded_is_gone_and_costs_no_copy(path):
+def test_content_that_is_discarded_is_gone_and_costs_no_copy(path: str) -> None:
     """On the CPU new memory reads as zeros."""
     saver = memsaver.MemorySaver(device="cpu")
     engine = own_engine.OtherEngine(path, saver)
@@ -94,7 +95,7 @@ def test_content_that_is_discarded_is_gone_and_costs_no_copy(path):
     saver.close()
 
 
-def test_a_model_of_ones_own(tmp_path):
+def test_a_model_of_ones_own(tmp_path: Path, no_pictures: None) -> None:
     own_model.write_model(tmp_path / "model")
     assert len(own_model.ask(tmp_path / "model")) in range(1, 5)
     run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
@@ -102,14 +103,9 @@ def test_a_model_of_ones_own(tmp_path):
     assert row["gap_max"] < 5e-5, "trainer and rollout read different weights"
 
 
-def test_a_task_of_ones_own_is_learnt(tmp_path, monkeypatch):
+def test_a_task_of_ones_own_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
     """Named in a recipe and imported from where the command is run."""
     monkeypatch.chdir(ROOT)
     small = ["steps=4", "eval.every=0", "checkpoint.every=0"]
     rewards = [row["reward"] for row in rows(start_run("examples/own_task.yaml", small, tmp_path / "run"), "train")]
     assert rewards[0] < 0.1 and rewards[-1] > 0.15
-
-
-def rows(run: Path, kind: str) -> list[dict]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
