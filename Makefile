@@ -6,23 +6,41 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap
 
-.PHONY: setup demo test lint docs dist plans soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
+
+# Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it.
+PIP := $(BIN)/pip install -q --no-compile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
 
 setup: $(READY)
 
-# torch first and by name: the CPU build here; the project's own dependencies then pull no other torch.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
+# What running takes. torch first and by name: the CPU build here; the project's own dependencies then pull no other.
+.venv/.run: $(SOURCES)
+	@echo "set-up 1 of 2: torch into .venv (200 MB, once)"
 	$(PY) -m venv .venv
-	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[cuda,ray,models,plots,dev]'
+	$(PIP) torch==2.13.0
+	@echo "set-up 2 of 2: memsaver, its C shim, transformers, matplotlib (about 100 MB, once)"
+	$(PIP) -c constraints.txt -e '.[cuda,models,plots]'
 	touch $@
 
-demo: setup
+# And what tests take.
+$(READY): .venv/.run
+	@echo "set-up: ray, pytest, hypothesis, ruff, mypy (about 100 MB, once)"
+	$(PIP) -c constraints.txt -e '.[cuda,ray,models,plots,dev]'
+	touch $@
+
+demo: .venv/.run
+	@echo "demo: $(RECIPE), which takes about a minute"
 	$(BIN)/memsaver run $(RECIPE)
 
-# A second try for what fails: some tests kill processes or count descriptors while others run beside them. -ra tells.
+# What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. docs/testing.md
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --ignore tests/packaging --ignore tests/plans
+	$(PYTEST) --ignore tests/packaging --ignore tests/plans
+
+# And the rest of what is worth keeping: whole matrices of cases, tests marked `extended`.
+test-all: setup
+	$(PYTEST) --all
 
 lint: setup
 	$(BIN)/ruff check .
@@ -34,7 +52,7 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 .venv/.docs: $(READY)
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(PIP) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # dist/: the sdist, the wheel built from it; both tried out in an environment of their own.
@@ -50,8 +68,10 @@ plans: setup
 GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
 OUT ?= runs/benchmarks
 
+# What counts a device's bytes runs by itself, the rest beside each other.
 test-gpu:
-	$(GPU) -m pytest -m gpu
+	$(GPU) -m pytest -m "gpu and alone"
+	$(GPU) -m pytest -m "gpu and not alone" -n 4 --dist loadgroup --no-loadscope-reorder
 
 # Full counts of every soak test, on the CPU and, where there is one, on the GPU.
 soak:

@@ -1,10 +1,12 @@
-"""The import direction of docs/architecture.md, read from the sources."""
+"""The rules of docs/architecture.md and docs/testing.md that can be read off the sources."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,37 +26,71 @@ ALONE = {
     "omegaconf": ["recipes/"],
     "torch.distributed.fsdp": ["trainer_bridge/"],
 }
+OTHERS = {"os", "torch", "_python_dispatch"}  # modules whose private names are not ours to mend
+OTHERS_NAMES = {"_local_tensor"}  # of torch's DTensor
+PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
+
+Rule = Callable[[str, ast.AST], Iterator[str]]
 
 
-def sources() -> list[Path]:
-    return [path for package in CHAIN for path in sorted((ROOT / package).rglob("*.py"))]
-
-
-def imports(path: Path) -> list[str]:
-    """Every module that a file imports, anywhere in it."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.append(node.module)
-    return found
+def imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
 
 
 def starts(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_follow_the_chain(path: Path) -> None:
-    relative = str(path.relative_to(ROOT))
-    package = CHAIN.index(relative.split("/")[0])
-    for module in imports(path):
+def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
+    package = CHAIN.index(file.split("/")[0])
+    for module in imports(node):
         for later in CHAIN[package + 1 :]:
-            assert not starts(module, later), f"{relative} imports {module}: {later} comes after {CHAIN[package]}"
+            if starts(module, later):
+                yield f"imports {module}: {later} comes after {CHAIN[package]}"
         for name, places in ALONE.items():
-            if starts(module, name):
-                assert relative.startswith(tuple(places)), f"{relative} may not import {module}"
+            if starts(module, name) and not file.startswith(tuple(places)):
+                yield f"may not import {module}"
+
+
+def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
+    own = "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"  # scripts and their parts
+    for module in imports(node):
+        if starts(module, "tests") and not (starts(module, "tests.helpers") or starts(module, own)):
+            yield f"imports {module}: what tests share belongs to tests/helpers"
+
+
+def reads_public_state(file: str, node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Attribute) and _private(node.attr) and node.attr not in OTHERS_NAMES:
+        root = node.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not own and not (isinstance(root, ast.Name) and root.id in OTHERS):
+            yield f"reads {ast.unparse(node)}"
+    if isinstance(node, ast.ImportFrom) and any(starts(node.module or "", package) for package in CHAIN):
+        yield from (f"imports {alias.name} of {node.module}" for alias in node.names if _private(alias.name))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_PATH.fullmatch(node.value):
+        yield f"names {node.value}"
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize(
+    ("folders", "rule"),
+    [(CHAIN, follows_the_chain), (["tests"], takes_helpers_from_their_place), (["tests"], reads_public_state)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
+    broken = []
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        file = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            broken += [f"{file}:{getattr(node, 'lineno', 0)} {problem}" for problem in rule(file, node)]
+    assert not broken, "\n".join(broken)
 
 
 def test_importing_memsaver_is_cheap() -> None:
