@@ -16,7 +16,6 @@ import torch
 
 import memsaver
 from rollout import Engine
-from tests.helpers.memory import scribble
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import config, make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
@@ -152,7 +151,7 @@ def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[st
     learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
     values = trainer.compute_values(make_batch(COUNTS[0]))
     trainer.park()
-    scribble(1 << 20, "cpu")
+    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)  # takes what was freed; a rank can have no process of its own
     trainer.restore()
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
     assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
@@ -172,7 +171,7 @@ def worker(rank: int, path: str, out: str) -> None:
     }
     before = bits(trainer)
     trainer.park()
-    scribble(1 << 20, "cpu")
+    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)  # takes what was freed; a rank can have no process of its own
     trainer.restore()
     assert_same_bits(bits(trainer), before)
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
