@@ -30,6 +30,7 @@ ON_GPU = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_prints_its_table_and_saves_it(
     script: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -183,6 +183,7 @@ def test_a_leased_tag_is_not_counted_twice(install: Install) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_real_one_adds_up() -> None:
     tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()

@@ -73,6 +73,7 @@ def test_tokens_are_those_of_a_sync_by_copies(
     assert seen[0] == seen[1] and seen[0][0] != seen[0][1] != seen[0][2]
 
 
+@pytest.mark.alone
 def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None:
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
         cycle = Cycle(trainer, engine, alias=True)

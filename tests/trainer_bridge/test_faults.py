@@ -48,6 +48,7 @@ def test_a_rollout_killed_when_half_is_written(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: str) -> None:
     engine = {**ENGINE, "kv_tokens": 1 << 20}  # 512 MiB
     batch = make_batch(4)

@@ -19,7 +19,7 @@ from trainer_bridge import Cycle, Trainer
 from trainer_bridge.aligned import aligned_dims
 
 pytestmark = pytest.mark.gpu
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.gpus(2)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
@@ -102,6 +102,7 @@ def held() -> dict[str, int]:
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_gpus)])
 def test_nothing_grows_over_syncs(world: int, tmp_path: Path) -> None:
     count = rounds(50, 1000)

@@ -76,7 +76,7 @@ def test_messages_of_a_handle_are_bounded(seen: list[dict]) -> None:
     assert not any(seen[0]["far"].messages) and not seen[0]["mixed"].messages[0] and seen[0]["mixed"].messages[1]
 
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO_GPUS = pytest.mark.gpus(2)
 
 
 @pytest.mark.gpu
