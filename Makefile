@@ -10,7 +10,7 @@ BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync 
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it.
 PIP := $(BIN)/pip install -q --no-compile
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
 
 setup: $(READY)
@@ -71,7 +71,7 @@ OUT ?= runs/benchmarks
 # What counts a device's bytes runs by itself, the rest beside each other.
 test-gpu:
 	$(GPU) -m pytest -m "gpu and alone"
-	$(GPU) -m pytest -m "gpu and not alone" -n 4 --dist loadgroup --no-loadscope-reorder
+	$(GPU) -m pytest -m "gpu and not alone" -n 4 --no-loadscope-reorder
 
 # Full counts of every soak test, on the CPU and, where there is one, on the GPU.
 soak:

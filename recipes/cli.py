@@ -55,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.execute(arguments)
         except RecipeError as error:
             return _fail(2, error, arguments.verbose)
-        except (RunError, KeyboardInterrupt) as error:
-            if not interrupted:
-                return _fail(1, error, arguments.verbose)
-            print("memsaver: interrupted", file=sys.stderr)
-            return 128 + interrupted[0]
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupted:  # whatever it became on its way out
+                return _fail(128 + interrupted[0], error, arguments.verbose, "interrupted")
+            if not isinstance(error, (RunError, KeyboardInterrupt)):
+                raise
+            return _fail(1, error, arguments.verbose)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -75,10 +76,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _fail(status: int, error: BaseException, verbose: bool) -> int:
+def _fail(status: int, error: BaseException, verbose: bool, text: str = "") -> int:
     if verbose:
         traceback.print_exception(error)
-    print(f"memsaver: {one_line(error)}", file=sys.stderr)
+    print(f"memsaver: {text or one_line(error)}", file=sys.stderr)
     return status
 
 

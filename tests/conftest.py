@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,7 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what this run or machine is not for. What is left stays in the order that pytest-randomly gave it, but
     the Ray cluster's tests come first and then the packages with long files, so that the workers end together."""
@@ -43,9 +44,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted(wanted, key=lambda item: (not _on_ray(item), not item.nodeid.startswith(LONG)))
-    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        for item in items:  # files stay whole, and one worker has the one Ray cluster
-            item.add_marker(pytest.mark.xdist_group("ray" if _on_ray(item) else item.nodeid.partition("::")[0]))
+    if strays := [item.nodeid for item in items if _on_ray(item) and not _of_ray(item.nodeid)]:
+        raise pytest.UsageError(f"tests marked `ray` belong to files named test_ray*.py: {strays[0]}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays on one worker, and one worker has all that use the one Ray cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if _of_ray(nodeid) else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
+
+
+def _of_ray(nodeid: str) -> bool:
+    return "/test_ray" in nodeid
 
 
 def _wanted(item: pytest.Item, everything: bool) -> bool:
@@ -57,6 +73,15 @@ def _wanted(item: pytest.Item, everything: bool) -> bool:
 
 def _on_ray(item: pytest.Item) -> bool:
     return item.get_closest_marker("ray") is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A file that leaves torch's default process group behind fails, not the next one that makes its own."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a test of this file left torch.distributed's default process group")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

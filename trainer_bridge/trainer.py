@@ -74,24 +74,27 @@ class Trainer:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self._owns_group = ensure_process_group(self.device)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
-        if layout is not None and (saver is None or self.world > 1):
-            raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
-        if layout is not None and config.lora is not None:
-            raise ValueError(
-                "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
-            )
-        self._parking = Parking(saver)
-        self.reference = self._first_weights(mesh)
-        self.model = build_model(config, mesh, self.device, saver, shard_dims, layout, drawn_as=config.torch_dtype)
-        self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
-        self.step = 0
-        self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
-        self._add_params()
-        self._parking.add(OPTIM)
-        self.critic = self._value_model(mesh)
-        self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_group)
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
+            if layout is not None and (saver is None or self.world > 1):
+                raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
+            if layout is not None and config.lora is not None:
+                raise ValueError(
+                    "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
+                )
+            self._parking = Parking(saver)
+            self.reference = self._first_weights(mesh)
+            self.model = build_model(config, mesh, self.device, saver, shard_dims, layout, drawn_as=config.torch_dtype)
+            self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
+            self.step = 0
+            self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
+            self._add_params()
+            self._parking.add(OPTIM)
+            self.critic = self._value_model(mesh)
+            self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
+            undo.pop_all()
 
     def compute_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
@@ -281,6 +284,9 @@ class Trainer:
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""
         self._publisher.close()
+        self._end_group()
+
+    def _end_group(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

@@ -55,10 +55,23 @@ class RayCluster:
         self._open.close()
         self._url = None
 
-    def job_client(self) -> Any:
+    def submit(self, entrypoint: str, environment: dict[str, Any]) -> tuple[Any, str]:
+        """A client for jobs, and the id of this one. The node's agent that starts jobs comes up after the cluster."""
         from ray.job_submission import JobSubmissionClient
 
-        return JobSubmissionClient(self._url)
+        client, job = JobSubmissionClient(self._url), ""
+
+        def submitted() -> bool:
+            nonlocal job
+            try:
+                job = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": environment})
+            except RuntimeError as error:
+                if "No available agent" not in str(error):
+                    raise
+            return bool(job)
+
+        until(submitted)
+        return client, job
 
     def actors(self) -> list[int]:
         """Processes of trainers and rollouts, whoever made them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memsaver import StateError
 from recipes.cli import main
 from recipes.interrupts import interrupts
 
@@ -38,6 +39,22 @@ def test_main_gives_the_handlers_back() -> None:
     finally:
         for number, handler in zip(BOTH, own, strict=True):
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_an_interrupt_is_said_whatever_it_became_on_its_way_out(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken_into(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            signal.sigtimedwait([], 5)
+        finally:
+            raise StateError("what it broke into cannot be closed")
+
+    monkeypatch.setattr("recipes.run.start_run", broken_into)
+    assert main(["run", "tiny"]) == 128 + number
+    assert capsys.readouterr().err == "memsaver: interrupted\n"
 
 
 @pytest.mark.parametrize("number", BOTH)

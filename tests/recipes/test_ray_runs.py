@@ -108,14 +108,12 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
 ) -> None:
     """With the numbers of a run that nothing happened to; what was lost is written down. Stopped, it leaves status 143,
     trace and pictures, and no actor."""
-    folder, jobs = tmp_path / "run", ray_cluster.job_client()
+    folder = tmp_path / "run"
     overrides = [*SMALL, "driver=ray", "steps=100000", "checkpoint.every=2", "checkpoint.max_restarts=1"]
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
-    job = jobs.submit_job(
-        entrypoint=f"trap : TERM; {command}; echo exit status $?", runtime_env={"env_vars": environment}
-    )
+    jobs, job = ray_cluster.submit(f"trap : TERM; {command}; echo exit status $?", environment)
 
     def log() -> list[str]:
         return jobs.get_job_logs(job).splitlines()
