@@ -66,7 +66,7 @@ def reads_public_state(file: str, node: ast.AST) -> Iterator[str]:
         root = node.value
         while isinstance(root, ast.Attribute):
             root = root.value
-        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        own = ast.unparse(node.value) in ("self", "cls", "super()")
         if not own and not (isinstance(root, ast.Name) and root.id in OTHERS):
             yield f"reads {ast.unparse(node)}"
     if isinstance(node, ast.ImportFrom) and any(starts(node.module or "", package) for package in CHAIN):
