@@ -7,8 +7,10 @@ before: so the tag's content need not survive a pause, only its addresses.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,12 +54,13 @@ class DecodeGraphs:
         self._pool = saver.mem_pool(CUDA_GRAPH)  # after the graphs: they are dropped before it
         self.captures = self.replays = 0
         stream = torch.cuda.Stream(saver.device)
-        for size in reversed(self.sizes):  # the largest first: the smaller ones fit into the memory it leaves
-            try:
-                self._graphs[size] = self._capture(decode, size, stream)
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"capturing a CUDA graph for {size} requests: lower kv_tokens or max_running")
-                raise
+        with _no_collection():
+            for size in reversed(self.sizes):  # the largest first: the smaller ones fit into the memory it leaves
+                try:
+                    self._graphs[size] = self._capture(decode, size, stream)
+                except torch.OutOfMemoryError as error:
+                    error.add_note(f"capturing a CUDA graph for {size} requests: lower kv_tokens or max_running")
+                    raise
 
     @property
     def max_batch(self) -> int:
@@ -95,6 +98,19 @@ class DecodeGraphs:
         _forget_workspaces()
         self.captures += 1
         return graph
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage first, not inside: torch aborts the process when an earlier engine's graphs die in a capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _forget_workspaces() -> None:

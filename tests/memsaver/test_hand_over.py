@@ -186,14 +186,14 @@ def test_a_killed_peer_leaves_nothing(device: str, when: str) -> None:
         held.gone = True
         until(lambda: len(imports) == before)
         if when == "as owner":
-            assert used - held() == SIZE
+            until(lambda: used - held() == SIZE)  # the driver clears up behind a dead process, which takes a while
             with pytest.raises(memsaver.LeaseError, match="does not answer"):
                 saver.resume()
                 saver.pause(release="hand_over", to=other.pool)
             assert not saver.is_paused("kv")
         else:
             saver.pause()
-            assert used - held() == SIZE
+            until(lambda: used - held() == SIZE)
         saver.resume()
         mine.fill_(1)
         saver.check_integrity()

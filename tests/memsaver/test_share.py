@@ -76,13 +76,13 @@ def test_a_peer_copies_from_another_gpu() -> None:
 
 def test_a_dead_peer_ends_its_lease(device: str) -> None:
     saver, _ = _shared(device)
+    before, committed = process_bytes(device), saver.report().committed_bytes
     with remote_saver(device) as peer:
         peer.attach(saver.share("weights", writable=True))
         peer.kill()
         until(lambda: not saver.report().tags["weights"].leases)
-        before, committed = process_bytes(device), saver.report().committed_bytes
         saver.pause("weights")
-        assert before - process_bytes(device) == committed
+        until(lambda: before - process_bytes(device) == committed)  # the driver clears up behind it, a while
 
 
 @pytest.mark.soak
