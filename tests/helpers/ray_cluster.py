@@ -42,7 +42,7 @@ class RayCluster:
         made = ray.init(
             address="local",
             num_cpus=CPUS,
-            include_dashboard=True,  # jobs need it
+            include_dashboard=None,  # jobs need it; where Ray lacks what it takes, all else runs without
             dashboard_port=0,
             log_to_driver=False,
             logging_level="ERROR",
