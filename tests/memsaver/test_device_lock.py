@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from memsaver import MemorySaver
 from memsaver import device_lock as module
 from memsaver.device_lock import DeviceLock, device_lock
 from memsaver.errors import BackendError, LockTimeout, MemSaverError
-from tests.helpers.memsaver.savers import at_once
+from tests.helpers.memsaver.savers import MIB, at_once
 from tests.helpers.peers import Peer
 
 
@@ -296,3 +299,69 @@ def test_the_host_has_none_and_bad_timeouts_are_refused(key: str, runtime: Path)
     for timeout in (-1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout"):
             DeviceLock(key, timeout=timeout)
+
+
+class CountedLock:
+    """In the place of the device's lock."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
+def resume(saver: MemorySaver) -> None:
+    saver.pause("a", "b")
+    saver.resume("a", "b")
+
+
+def resume_what_fits(saver: MemorySaver) -> None:
+    saver.pause("a")
+    saver.resume("a", at_least=MIB)
+
+
+def resize(saver: MemorySaver) -> None:
+    for nbytes in (2 * MIB, 3 * MIB):
+        saver.resize("c", nbytes)
+
+
+def swap(saver: MemorySaver) -> None:
+    saver.pause("b")
+    saver.swap(pause="a", resume="b")
+
+
+def keep_and_trim(saver: MemorySaver) -> None:
+    saver.pause("a", release="keep")
+    saver.trim()
+
+
+@pytest.mark.parametrize(
+    "work", [resume, resume_what_fits, resize, swap, keep_and_trim, lambda s: s.exchange("a", "b")]
+)
+def test_whatever_maps_unmaps_or_makes_memory_holds_the_devices_lock(
+    work: Callable[[MemorySaver], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has no such lock: this one only counts."""
+    lock, calls = CountedLock(), 0
+    monkeypatch.setattr("memsaver.switch.device_lock", lambda key: lock)
+    saver = MemorySaver("cpu")
+    tensors = [saver.empty(4 * MIB, torch.uint8, tag=tag, elastic=tag == "c") for tag in "abc"]
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            assert lock.depth, f"{name} without the lock"
+            return call(*args)
+
+        return held
+
+    with monkeypatch.context() as patch:
+        for name in ("map", "unmap", "create"):
+            patch.setattr(saver.backend, name, watched(name, getattr(saver.backend, name)))
+        work(saver)
+    assert calls and not lock.depth and len(tensors) == 3

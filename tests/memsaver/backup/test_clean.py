@@ -87,6 +87,15 @@ def test_a_write_that_nobody_told_of_is_copied(
     KEPT.clear()
 
 
+def test_a_copy_that_ends_past_the_tags_memory_is_not_its_content(device: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(4 * MIB, torch.uint8, tag="params", content="host", elastic=True).fill_(3)
+    assert cycle(saver, 1)[0] == 4 * MIB
+    saver.resize("params", 2 * MIB)
+    assert cycle(saver, 1)[0] == 2 * MIB
+    assert int(tensor[: 2 * MIB].sum()) == 6 * MIB
+
+
 def test_a_mark_is_for_one_pause(device: str) -> None:
     saver, tensor = fresh(device)
     cycle(saver, 1)
