@@ -176,8 +176,10 @@ BUGS = [
     Bug(
         "a restore that fails counts as done (missing undo)",
         "trainer_bridge/parking.py",
-        "            self._saver.resume(*self._memory(chosen))\n        self._parked -= set(chosen)",
-        "            self._parked -= set(chosen)\n            self._saver.resume(*self._memory(chosen))",
+        "        if self._saver is not None:\n            self._saver.resume(*self._memory(chosen))\n"
+        "        self._parked -= set(chosen)",
+        "        self._parked -= set(chosen)\n        if self._saver is not None:\n"
+        "            self._saver.resume(*self._memory(chosen))",
     ),
     Bug(
         "the learning rate is that of the update before (off by one)",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from memsaver import StateError, TagError
+from memsaver import OutOfMemory, StateError, TagError
 from tests.helpers.memory import scribble
 from tests.helpers.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
 from tests.helpers.trainer_bridge.plain import largest_gap, plain_bits, plain_step
@@ -217,6 +217,25 @@ def test_what_needs_a_parked_tag_says_so(saver: bool, model_path: str, make_trai
     trainer.update_actor(batch)
     with pytest.raises(ValueError, match="unknown tag 'weights'"):
         trainer.park("weights")
+
+
+def test_a_restore_that_fails_leaves_the_tags_parked(
+    model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = make_trainer(model_path), make_batch(2)
+    scores = trainer.compute_log_prob(batch)
+    trainer.park()
+
+    def fail(*tags: str) -> None:
+        raise OutOfMemory("nothing was changed")
+
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+        patch.setattr(trainer.saver, "resume", fail)
+        trainer.restore()
+    with pytest.raises(StateError, match="parked"):
+        trainer.compute_log_prob(batch)
+    trainer.restore()
+    assert trainer.compute_log_prob(batch) == scores
 
 
 def test_without_a_saver_there_is_nothing_to_report(model_path: str, make_trainer: Make) -> None:
