@@ -227,7 +227,7 @@ def test_a_restore_that_fails_leaves_the_tags_parked(
     trainer.park()
 
     def fail(*tags: str) -> None:
-        raise OutOfMemory("nothing was changed")
+        raise OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
 
     with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
         patch.setattr(trainer.saver, "resume", fail)
