@@ -201,24 +201,6 @@ def device_us(scale: Scale, run: Callable[[], object], launches: int = 25) -> fl
     return statistics.median(times)
 
 
-def check_no_wait(scale: Scale, run: Callable[[], object]) -> None:
-    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile. Warm it up before."""
-    if not scale.on_gpu:
-        run()
-        return
-    torch.cuda.synchronize()
-    torch.cuda._sleep(400_000_000)  # 0.2 s
-    awake = torch.cuda.Event()
-    awake.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not awake.query(), "the call came back after the device was done: it waited"
-    torch.cuda.synchronize()
-
-
 # ---------------------------------------------------------------- floors, and the device's memory
 
 

@@ -7,8 +7,9 @@ import statistics
 import torch
 
 from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool
-from tests.benchmarks.common import Figure, Figures, Scale, check_no_wait, host_us, settle
+from tests.benchmarks.common import Figure, Figures, Scale, host_us, settle
 from tests.benchmarks.kvcache.pools import PAGE_SIZE, make_pool
+from tests.helpers.no_wait import check_no_wait
 
 CONTEXT = 4096
 
@@ -54,7 +55,7 @@ def decode_bookkeeping(scale: Scale) -> Figures:
         Figure(what="extend, nothing for the device", value=statistics.median(times[ledger]), unit="us"),
     ]
     whole.next_lens()
-    check_no_wait(scale, whole.step)
+    check_no_wait(whole.step)
     assert whole.loc is not None
     newest = [whole.manager.token_ids(h, n - 1, n)[0] for h, n in zip(whole.handles, whole.lens, strict=True)]
     assert whole.loc.tolist() == newest

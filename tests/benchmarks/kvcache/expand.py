@@ -8,7 +8,8 @@ import torch
 from kvcache import PagedTokenToKVPoolAllocator
 from kvcache.allocators.base import Int64Array
 from kvcache.ops.expand import expand_pages
-from tests.benchmarks.common import Figure, Figures, Scale, check_no_wait, device_us
+from tests.benchmarks.common import Figure, Figures, Scale, device_us
+from tests.helpers.no_wait import check_no_wait
 
 PAGE_SIZES = (1, 16, 64)
 
@@ -66,7 +67,7 @@ def _measure(scale: Scale, growth: Growth, target: str) -> Figures:
         assert torch.equal(expand_pages(*arguments, impl=impl), expected), impl  # type: ignore[arg-type]
     assert torch.equal(growth.alloc(), expected), "alloc"
     growth.allocator.free_pages(growth.pages)  # so that the next call takes the same ones
-    check_no_wait(scale, growth.alloc)
+    check_no_wait(growth.alloc)
     out, name = torch.empty_like(expected), f"page size {growth.ps}"
     runs = {
         "kernel": lambda: expand_pages(*arguments, impl="triton"),
