@@ -24,7 +24,8 @@ from tests.helpers.kvcache.blocks import DEVICE
 
 PS, SIZE = 4, 64
 SLOTS = PS + SIZE
-FP8 = torch.float8_e4m3fn
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+ODD = {"num_kv_heads": 3, "head_dim": 5, "v_head_dim": 7}
 
 
 def mha(dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, **fields: Any) -> KVCacheConfig:
@@ -44,7 +45,7 @@ def pool_of(config: KVCacheConfig | MLACacheConfig, saver: MemorySaver | None = 
     return (MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool)(config, saver)
 
 
-def swa(saver: MemorySaver | None) -> SWAKVPool:
+def swa(saver: MemorySaver | None = None) -> SWAKVPool:
     pool = SWAKVPool(mha(layers=1), mha(layers=1, size=16), [1], [0], saver)
     mapping = torch.zeros(SLOTS, dtype=torch.int64, device=DEVICE)
     mapping[PS:20] = torch.arange(PS, 20, device=DEVICE).flip(0)
@@ -52,18 +53,23 @@ def swa(saver: MemorySaver | None) -> SWAKVPool:
     return pool
 
 
-# pool, bytes a token
-POOLS: dict[str, tuple[Callable[[MemorySaver | None], KVPool], int]] = {
-    "mha": (lambda saver: pool_of(mha(), saver), 2 * 2 * 48 * 4),
-    "slot-major": (lambda saver: pool_of(mha(torch.bfloat16, slot_major=True), saver), 2 * 2 * 48 * 2),
-    "fp8": (lambda saver: pool_of(mha(FP8), saver), 2 * 2 * 48),
-    "fp4": (lambda saver: pool_of(mha(FP4_DTYPE), saver), 2 * 2 * (24 + 3)),
-    "mla": (lambda saver: pool_of(mla(), saver), 2 * 64 * 2),
-    "mla-fp8": (lambda saver: pool_of(mla(FP8), saver), 2 * 64),
-    "mla-fp4": (lambda saver: pool_of(mla(FP4_DTYPE, slot_major=True), saver), 2 * (32 + 4)),
-    "double-sparse": (lambda saver: DoubleSparseTokenToKVPool(mha(FP8), 5, saver), 2 * 2 * (48 + 5 * 2)),
+# pool, bytes a token; all but the last two also of other sizes. Some rows are no multiple of a wide access
+POOLS: dict[str, tuple[Callable[..., Any], int]] = {
+    "mha": (lambda saver=None, **fields: pool_of(mha(**fields), saver), 2 * 2 * 48 * 4),
+    "slot-major": (lambda saver=None, **fields: pool_of(mha(BF16, slot_major=True, **fields), saver), 2 * 2 * 48 * 2),
+    "odd": (lambda saver=None, **fields: pool_of(mha(BF16, **ODD, **fields), saver), 2 * 3 * 12 * 2),
+    "fp8": (lambda saver=None, **fields: pool_of(mha(FP8, **fields), saver), 2 * 2 * 48),
+    "fp8-odd": (lambda saver=None, **fields: pool_of(mha(torch.float8_e5m2, **ODD, **fields), saver), 2 * 3 * 12),
+    "fp4": (lambda saver=None, **fields: pool_of(mha(FP4_DTYPE, **fields), saver), 2 * 2 * (24 + 3)),
+    "mla": (lambda saver=None, **fields: pool_of(mla(**fields), saver), 2 * 64 * 2),
+    "mla-fp8": (lambda saver=None, **fields: pool_of(mla(FP8, qk_rope_head_dim=5, **fields), saver), 2 * 53),
+    "mla-fp4": (lambda saver=None, **fields: pool_of(mla(FP4_DTYPE, slot_major=True, **fields), saver), 2 * (32 + 4)),
+    "double-sparse": (
+        lambda saver=None, **fields: DoubleSparseTokenToKVPool(mha(FP8, **fields), 5, saver),
+        2 * 2 * (48 + 5 * 2),
+    ),
     "swa": (swa, 2 * 2 * 48 * 4),
-    "hybrid": (lambda saver: HybridLinearKVPool(mha(), [1, 0], saver), 2 * 2 * 48 * 4),
+    "hybrid": (lambda saver=None: HybridLinearKVPool(mha(), [1, 0], saver), 2 * 2 * 48 * 4),
 }
 
 
@@ -71,8 +77,8 @@ def new_saver() -> MemorySaver:
     return MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
 
 
-def make(name: str, saver: MemorySaver | None = None) -> KVPool:
-    return POOLS[name][0](saver)
+def make(name: str, saver: MemorySaver | None = None, **fields: Any) -> Any:
+    return POOLS[name][0](saver, **fields)
 
 
 def stored(pool: Any) -> list[torch.Tensor]:

@@ -34,19 +34,14 @@ def page(seed: int, nbytes: int = PAGE) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def got(disk: DiskTier, key: bytes) -> torch.Tensor | None:
-    into = torch.zeros(disk.page_bytes, dtype=torch.uint8)
-    if disk.get(key, into):
-        return into
-    assert not into.any(), "a miss wrote something"
-    return None
-
-
-def is_stored(disk: DiskTier, seed: int) -> bool:
-    """Page `seed` is there and what it was, or it is not there."""
-    found = got(disk, KEYS[seed])
-    assert found is None or torch.equal(found, page(seed))
-    return found is not None
+def stored(disk: DiskTier, *seeds: int) -> list[bool]:
+    """Which of these pages are there and what they were; of the others nothing is read."""
+    found = []
+    for seed in seeds:
+        into = torch.zeros(disk.page_bytes, dtype=torch.uint8)
+        found.append(disk.get(KEYS[seed], into))
+        assert torch.equal(into, page(seed, disk.page_bytes) if found[-1] else torch.zeros_like(into))
+    return found
 
 
 def filled(directory: Path, count: int, **fields: Any) -> DiskTier:
@@ -56,8 +51,15 @@ def filled(directory: Path, count: int, **fields: Any) -> DiskTier:
     return disk
 
 
-def file_of(directory: Path, key: bytes) -> Path:
-    return next(path for path in directory.iterdir() if key.hex() in path.name)
+def file_of(directory: Path, seed: int) -> Path:
+    return next(path for path in directory.iterdir() if KEYS[seed].hex() in path.name)
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -66,61 +68,59 @@ def test_round_trip(nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pyte
     if not direct:
         monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
     disk = DiskTier(tmp_path, 10 << 20, page_bytes=nbytes, format="f", owner="o")
-    disk.put(KEYS[0], page(0, nbytes))
-    disk.put(KEYS[1], page(1, nbytes))
+    before = open_files_in(tmp_path)
+    for seed in (0, 1):
+        disk.put(KEYS[seed], page(seed, nbytes))
     assert KEYS[0] in disk and KEYS[2] not in disk and len(disk) == 2
-    for seed in (1, 0):
-        found = got(disk, KEYS[seed])
-        assert found is not None and torch.equal(found, page(seed, nbytes))
-    assert got(disk, KEYS[2]) is None
+    assert stored(disk, 1, 0, 2) == [True, True, False]
     assert disk.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir()) == 2 * disk.file_bytes
+    assert open_files_in(tmp_path) == before, "files stay open"
+    with pytest.raises(ValueError, match=rf"a page is uint8 \[{nbytes}\]"):
+        disk.put(KEYS[0], page(0, nbytes + 1))
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     disk = filled(tmp_path, 3, pages=3)
-    assert is_stored(disk, 0)
+    assert stored(disk, 0) == [True]
     disk.put(KEYS[1], page(1))  # there already: used, not stored again
     disk.put(KEYS[3], page(3))
-    assert [is_stored(disk, seed) for seed in range(4)] == [True, True, False, True]
+    assert stored(disk, 0, 1, 2, 3) == [True, True, False, True]
     assert disk.nbytes == 3 * FILE and len(list(tmp_path.iterdir())) == 3
     with pytest.raises(ValueError, match="holds no page"):
         DiskTier(tmp_path / "b", FILE - 1, page_bytes=PAGE, format="f", owner="o")
 
 
-def test_a_raised_version_makes_everything_a_miss(tmp_path: Path) -> None:
+def test_a_raised_version_makes_everything_a_miss_and_touches_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = filled(tmp_path, 3, pages=4)
-    disk.raise_version(2)
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "open", "replace", "rename"):
+            patch.setattr(os, name, failing(errno.EIO))
+        disk.raise_version(2)
     assert len(disk) == 0 and disk.nbytes == 3 * FILE
-    assert not any(is_stored(disk, seed) for seed in range(3))
+    assert stored(disk, 0, 1, 2) == [False] * 3
     with pytest.raises(ValueError, match="only grow"):
         disk.raise_version(2)
     disk.put(KEYS[5], page(5))
     disk.put(KEYS[6], page(6))  # what is old makes room, not page 5
-    assert is_stored(disk, 5) and is_stored(disk, 6) and disk.nbytes == 4 * FILE
+    assert stored(disk, 5, 6) == [True] * 2 and disk.nbytes == 4 * FILE
     disk.put(KEYS[0], page(0))
-    assert [is_stored(disk, seed) for seed in (0, 5, 6)] == [True] * 3
+    assert stored(disk, 0, 5, 6) == [True] * 3
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_raising_the_version_touches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = filled(tmp_path, 3)
-
-    def refuse(*arguments: object, **others: object) -> None:
-        raise AssertionError("a file was touched")
-
-    for name in ("unlink", "open", "replace", "rename"):
-        monkeypatch.setattr(os, name, refuse)
-    disk.raise_version(1)
 
 
 def test_the_next_process_goes_on_in_order_of_use(tmp_path: Path) -> None:
     disk = filled(tmp_path, 3)
     for seed, seconds in ((1, 1), (0, 2), (2, 3)):
-        os.utime(file_of(tmp_path, KEYS[seed]), (seconds, seconds))
-    assert is_stored(disk, 1)
-    disk.close()
+        os.utime(file_of(tmp_path, seed), (seconds, seconds))
+    assert stored(disk, 1) == [True]
+    with pytest.raises(BackendError, match="held by another disk tier"):
+        tier(tmp_path)
+    del disk  # as `close` would
+    gc.collect()
     disk = tier(tmp_path, pages=2)
-    assert [is_stored(disk, seed) for seed in range(3)] == [False, True, True] and disk.nbytes == 2 * FILE
+    assert stored(disk, 0, 1, 2) == [False, True, True] and disk.nbytes == 2 * FILE
 
 
 @pytest.mark.parametrize(
@@ -132,40 +132,32 @@ def test_another_owner_format_or_version_is_never_served(changed: dict[str, Any]
     assert len(disk) == disk.nbytes == 0 and list(tmp_path.iterdir()) == []
     if "version" in changed:
         disk.raise_version(3)  # the other run's version 3 was of other weights
-    assert got(disk, KEYS[0]) is None
-
-
-def flip(at: int) -> Callable[[Path], None]:
-    def flipped(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[at] ^= 16
-        path.write_bytes(content)
-
-    return flipped
-
-
-def cut(length: int) -> Callable[[Path], None]:
-    return lambda path: os.truncate(path, length)
+    assert stored(disk, 0) == [False]
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("length", "flipped"),
     [
-        *(cut(length) for length in (0, 100, 4096, FILE - 4096, FILE - 1)),
-        *(flip(at) for at in (0, 9, 24, 30, 48, 60, 4096, 4096 + PAGE - 1)),
+        *((length, None) for length in (0, 100, 4096, FILE - 4096, FILE - 1)),
+        *((FILE, at) for at in (0, 9, 24, 30, 48, 60, 4096, 4096 + PAGE - 1)),
     ],
 )
-def test_a_damaged_file_is_a_miss(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_miss(length: int, flipped: int | None, tmp_path: Path) -> None:
+    def damage() -> None:
+        content = bytearray(file_of(tmp_path, 1).read_bytes()[:length])
+        if flipped is not None:
+            content[flipped] ^= 16
+        file_of(tmp_path, 1).write_bytes(content)
+
     disk = filled(tmp_path, 3)
-    damage(file_of(tmp_path, KEYS[1]))
-    assert [is_stored(disk, seed) for seed in range(3)] == [True, False, True]
+    damage()
+    assert stored(disk, 0, 1, 2) == [True, False, True]
     assert len(list(tmp_path.iterdir())) == 2 and disk.nbytes == 2 * FILE, "it was not removed"
     disk.put(KEYS[1], page(1))
-    assert is_stored(disk, 1)
-    damage(file_of(tmp_path, KEYS[1]))
+    assert stored(disk, 1) == [True]
+    damage()
     disk.close()
-    disk = tier(tmp_path)
-    assert [is_stored(disk, seed) for seed in range(3)] == [True, False, True]
+    assert stored(tier(tmp_path), 0, 1, 2) == [True, False, True]
 
 
 def test_foreign_files(tmp_path: Path) -> None:
@@ -175,14 +167,14 @@ def test_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "x.kvpage").write_bytes(b"x" * FILE)
     disk = filled(tmp_path, 2)
     assert not (tmp_path / "x.kvpage").exists()
-    path = file_of(tmp_path, KEYS[0])
-    path.write_bytes(b"y" * FILE)
-    assert not is_stored(disk, 0)
-    disk.put(KEYS[0], page(0))
-    path.write_bytes(file_of(tmp_path, KEYS[1]).read_bytes())  # a good page, of other tokens
-    assert not is_stored(disk, 0)
-    file_of(tmp_path, KEYS[1]).unlink()
-    assert not is_stored(disk, 1) and disk.nbytes == 0
+    path = file_of(tmp_path, 0)
+    for content in (b"y" * FILE, file_of(tmp_path, 1).read_bytes()):  # the second is a good page, of other tokens
+        path.write_bytes(content)
+        assert stored(disk, 0) == [False]
+        disk.put(KEYS[0], page(0))
+    for seed in (0, 1):
+        file_of(tmp_path, seed).unlink()
+    assert stored(disk, 0, 1) == [False] * 2 and disk.nbytes == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "notes.txt"]
 
 
@@ -190,35 +182,24 @@ def test_foreign_files(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_and_the_cache_goes_on(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = filled(tmp_path, 3)
-    written = os.pwrite
+    disk, written, full = filled(tmp_path, 3), os.pwrite, failing(errno.ENOSPC)
 
-    def full(*arguments: Any) -> int:
-        if operation == "pwrite" and arguments[2] == 0:
-            return written(arguments[0], arguments[1][:4096], 0)  # the first block still fits
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def first_block_still_fits(fd: int, data: Any, offset: int) -> int:
+        return full() if offset else written(fd, data[:4096], 0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, operation, full)
+        patch.setattr(os, operation, first_block_still_fits if operation == "pwrite" else full)
         with pytest.raises(BackendError, match=r"ENOSPC.*free some space.*stored before are still there"):
             disk.put(KEYS[3], page(3))
         assert KEYS[3] not in disk and len(list(tmp_path.iterdir())) == 3 and disk.nbytes == 3 * FILE
-        assert all(is_stored(disk, seed) for seed in range(3))
+        assert stored(disk, 0, 1, 2) == [True] * 3
     disk.put(KEYS[3], page(3))
-    assert all(is_stored(disk, seed) for seed in range(4))
-
-
-def test_a_failing_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = filled(tmp_path, 1)
-
-    def broken(*arguments: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    assert stored(disk, 0, 1, 2, 3) == [True] * 4
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
-        assert not is_stored(disk, 0)
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        assert stored(disk, 0) == [False]
     disk.put(KEYS[0], page(0))
-    assert is_stored(disk, 0)
+    assert stored(disk, 0) == [True]
 
 
 def dying_put(pipe: Connection, directory: Path, when: str) -> None:
@@ -248,32 +229,8 @@ def test_killed_during_put(when: str, tmp_path: Path) -> None:
     peer.bury()
     assert len(list(tmp_path.iterdir())) == 4
     disk = tier(tmp_path)
-    assert [is_stored(disk, seed) for seed in range(4)] == [True] * 3 + [when == "after the rename"]
+    assert stored(disk, 0, 1, 2, 3) == [True] * 3 + [when == "after the rename"]
     assert len(list(tmp_path.iterdir())) == len(disk), "the unfinished file is still there"
-
-
-def test_one_holder_a_directory(tmp_path: Path) -> None:
-    disk = filled(tmp_path, 1)
-    with pytest.raises(BackendError, match="held by another disk tier"):
-        tier(tmp_path)
-    assert is_stored(disk, 0)
-    del disk
-    gc.collect()
-    assert is_stored(tier(tmp_path), 0)
-
-
-def test_nothing_stays_open(tmp_path: Path) -> None:
-    disk = filled(tmp_path, 1)
-    before = open_files_in(tmp_path)
-    for seed in range(20):
-        disk.put(KEYS[seed], page(seed))
-        assert is_stored(disk, seed)
-    assert open_files_in(tmp_path) == before
-
-
-def test_wrong_pages(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a page is uint8 \[5000\]"):
-        tier(tmp_path).put(KEYS[0], page(0, 4999))
 
 
 def test_hashes_tell_prefixes_apart() -> None:
@@ -285,9 +242,8 @@ def test_hashes_tell_prefixes_apart() -> None:
     assert page_hashes([1, 2, 3, 4], 4)[0] != one[1]
     names = [page_hashes([1, 2], 2, namespace)[0] for namespace in (None, "None", 1, "1", "", True)]
     assert len(set(names)) == len(names)
-    assert page_hashes([1, 2], 2)[0].hex() == FIRST, "hashes changed: pages on disks are lost"
+    assert page_hashes([1, 2], 2)[0].hex() == "3818512af8f3d399731a3efefafc6e18", (
+        "hashes changed: pages on disks are lost"
+    )
     with pytest.raises(ValueError, match="a namespace of tiers is a str, an int or None"):
         page_hashes([1], 1, ("lora",))
-
-
-FIRST = "3818512af8f3d399731a3efefafc6e18"

@@ -12,24 +12,43 @@ import torch
 from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from kvcache.tiers import memory as memory_module
-from memsaver import HostMemoryError, MemorySaver
+from memsaver import HostMemoryError
 from memsaver.ops.dispatch import Impl
 from tests.helpers.effort import pairwise
-from tests.helpers.kvcache.host import LAYERS, LAYOUTS, PAGES, POOLS, contents, make, make_pool, poison
-from tests.helpers.kvcache.pools import mha, pool_of
+from tests.helpers.kvcache import pools
 
-Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LAYERS, PAGES = 3, 8
+LAYOUTS = ["layer_first", "page_first"]
+POOLS = [name for name in pools.POOLS if name not in ("swa", "hybrid")]
 
 
-def random_slots(cache: HostKVCache, seed: int = 0) -> Slots:
-    """Slots of scattered host pages, and as many scattered device slots, from and to where rows go."""
+def make_pool(name: str, device: str, page_size: int) -> Any:
+    return pools.make(name, device=device, page_size=page_size, layers=LAYERS, size=PAGES * page_size)
+
+
+def make(name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any) -> HostKVCache:
+    return HostKVCache(make_pool(name, device, page_size), HostCacheConfig(**{"ratio": 1.0} | fields), impl)
+
+
+def poison(pool: Any, seed: int) -> None:
+    """Random bytes everywhere, NaN patterns among them."""
     generator = torch.Generator().manual_seed(seed)
+    for raw in pools.stored(pool):
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+
+
+def contents(pool: Any) -> list[torch.Tensor]:
+    """All bytes, `[L, N, row bytes]` a part on the CPU: a copy."""
+    return [raw.flatten(2).cpu().clone() for raw in pools.stored(pool)]
+
+
+def random_slots(cache: HostKVCache) -> list[torch.Tensor]:
+    """Slots of scattered host pages, and as many scattered device slots, from and to where rows go; all strided."""
+    generator, ps = torch.Generator().manual_seed(0), cache.page_size
     pages = cache.allocator.alloc_pages(PAGES - 2)
     assert pages is not None
-    host_slots = cache.slots_of(pages)
-    host_slots = host_slots[torch.randperm(len(host_slots), generator=generator)][: 5 * cache.page_size - 1]
-    slots = [cache.page_size + torch.randperm(cache.pool.size, generator=generator)[: len(host_slots)] for _ in "ab"]
-    return host_slots, *slots
+    every = [cache.slots_of(pages), *[ps + torch.arange(cache.pool.size)] * 2]
+    return [slots[torch.randperm(len(slots), generator=generator)][: 6 * ps : 2] for slots in every]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -59,27 +78,10 @@ def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: 
 
     poison(cache.pool, 2)
     expected = contents(cache.pool)
-    cache.load_to_device(host_slots, target.to(device)).wait()
+    cache.load_to_device(host_slots, target).wait()  # which are on the CPU
     for want, saved in zip(expected, before, strict=True):
         want[:, target] = saved[:, source]
     assert same(contents(cache.pool), expected)
-
-
-def test_slots_may_be_strided_and_on_the_cpu(device: str) -> None:
-    cache = make("mha", device)
-    poison(cache.pool, 0)
-    before = contents(cache.pool)
-    pages = cache.allocator.alloc_pages(4)
-    assert pages is not None
-    host_slots = cache.slots_of(pages)[::2]
-    cache.backup_from_device_all_layer(host_slots, torch.arange(3, 15, device=device)[::2]).wait()
-    poison(cache.pool, 1)
-    cache.load_to_device(host_slots, torch.arange(4, 16)[::2]).wait()
-    for now, old in zip(contents(cache.pool), before, strict=True):
-        assert torch.equal(now[:, 4:16:2], old[:, 3:15:2])
-    none = torch.empty(0, dtype=torch.int64)
-    cache.backup_from_device_all_layer(none, none).wait()
-    cache.load_to_device(none, none).wait(2)
 
 
 def test_a_layer_is_loaded_alone_and_layers_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +110,9 @@ def test_a_layer_is_loaded_alone_and_layers_in_order(device: str, monkeypatch: p
     cache.load_to_device(host_slots, target).wait(0)
     one_by_one = [(range(layer, layer + 1), False) for layer in range(LAYERS)]
     assert copied == [(range(LAYERS), True), (range(1, 2), False), *one_by_one]
+    none = torch.empty(0, dtype=torch.int64)
+    cache.backup_from_device_all_layer(none, none).wait()
+    cache.load_to_device(none, none).wait(2)
 
 
 @pytest.mark.gpu
@@ -193,22 +198,6 @@ def test_scales_that_change_are_refused(device: str) -> None:
             start(host_slots, target)
 
 
-def test_pages_outlive_a_pause_of_the_pool(device: str) -> None:
-    saver = MemorySaver(device)
-    cache = HostKVCache(pool_of(mha(device=device), saver), HostCacheConfig(ratio=1.0))
-    host_slots, source, target = random_slots(cache)
-    poison(cache.pool, 0)
-    before = contents(cache.pool)
-    cache.backup_from_device_all_layer(host_slots, source).synchronize()
-    saver.pause("kv_cache")
-    saver.resume("kv_cache")
-    cache.pool.on_resume()
-    cache.load_to_device(host_slots, target).wait()
-    for now, old in zip(contents(cache.pool), before, strict=True):
-        assert torch.equal(now[:, target], old[:, source])
-    saver.close()
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
@@ -233,7 +222,7 @@ def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
 
 
 def test_bytes_are_exact(device: str) -> None:
-    pool = make_pool("odd heads", device, 3)
+    pool = make_pool("odd", device, 3)
     page = 3 * LAYERS * 3 * (5 + 7) * 2
     for config, pages in (
         (HostCacheConfig(ratio=2.0), 2 * PAGES),
@@ -248,27 +237,16 @@ def test_bytes_are_exact(device: str) -> None:
         HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_belongs_to_one_row(layout: Any) -> None:
-    parts = [part.host for part in make("double-sparse", "cpu", layout=layout).plan.parts]
-    for part in parts:
-        part.zero_()
-    for part in parts:
-        part.add_(1)
-    assert all(bool((part == 1).all()) for part in parts)
-
-
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({}, "either ratio or size_bytes"),
-        ({"ratio": 1.0, "size_bytes": 1}, "either ratio or size_bytes"),
-        ({"ratio": 0.0}, "positive"),
-        ({"size_bytes": -1}, "positive"),
-        ({"ratio": 1.0, "layout": "token_first"}, "no layout"),
-    ]
-    for fields, message in wrong:
+    for ratio, size, layout, message in (
+        (None, None, "layer_first", "either ratio or size_bytes"),
+        (1.0, 1, "layer_first", "either ratio or size_bytes"),
+        (0.0, None, "layer_first", "positive"),
+        (None, -1, "layer_first", "positive"),
+        (1.0, None, "token_first", "no layout"),
+    ):
         with pytest.raises(ValueError, match=message):
-            HostCacheConfig(**fields)
+            HostCacheConfig(ratio=ratio, size_bytes=size, layout=layout)  # type: ignore[arg-type]
     monkeypatch.setattr(memory_module, "available_memory", lambda: 2 << 20)
     with pytest.raises(HostMemoryError, match=r"more than 0.8 .* make the tier smaller"):
         make("mha", device)

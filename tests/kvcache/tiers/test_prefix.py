@@ -9,51 +9,181 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 
-from kvcache.tiers import DiskTier, TieredPrefixCache, WritePolicy
-from memsaver import BackendError
+from kvcache import PagedTokenToKVPoolAllocator
+from kvcache.tiers import (
+    DiskTier,
+    HostCacheConfig,
+    HostKVCache,
+    TieredMatch,
+    TieredPrefixCache,
+    WritePolicy,
+    page_hashes,
+)
+from memsaver import BackendError, MemorySaver
 from tests.helpers.effort import rounds
-from tests.helpers.kvcache.engine import DEVICE_PAGES, PS, Engine
+from tests.helpers.kvcache.blocks import make_pool
+
+PS, DEVICE_PAGES = 2, 10
+
+
+def value(version: int, salt: str | None, tokens: list[int], layer: int) -> float:
+    """What the row of the last of these tokens is made of; exact in fp32."""
+    return hash((version, salt is None, tuple(tokens), layer)) % (1 << 24)
+
+
+class Engine:
+    """Computes what is not cached and inserts it."""
+
+    def __init__(
+        self,
+        device: str,
+        policy: WritePolicy,
+        host_pages: int,
+        disk: Path | None = None,
+        disk_pages: int = 100,
+        saver: MemorySaver | None = None,
+        **fields: Any,
+    ) -> None:
+        self.pool = make_pool(DEVICE_PAGES * PS, PS, saver, head_dim=3, device=device)
+        config = self.pool.config
+        self.forget()
+        self.ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
+        page_bytes = PS * config.bytes_per_token
+        self.host = HostKVCache(self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields))
+        self.disk = None
+        if disk is not None:
+            self.disk = DiskTier(disk, disk_pages * 8192, page_bytes=page_bytes, format=self.host.format, owner="test")
+        self.cache = TieredPrefixCache(self.ledger, self.host, self.disk, write_policy=policy)
+
+    def run(self, tokens: list[int], salt: str | None = None, version: int | None = None) -> TieredMatch:
+        """One request from beginning to end; checks what the cache gave it."""
+        match = self.cache.match_prefix(tokens, extra_key=salt)
+        self.check(match, tokens, salt)
+        self.cache.inc_lock_ref(match.node)
+        count = len(tokens) // PS - len(match.pages)
+        if self.ledger.available_pages < count:
+            self.cache.evict((count - self.ledger.available_pages) * PS)
+        pages = self.ledger.alloc_pages(count)
+        if pages is not None:
+            version = self.cache.version if version is None else version
+            self.write(pages, tokens, salt, version, len(match.pages))
+            every = [*match.pages.tolist(), *pages.tolist()]
+            known = self.cache.insert(tokens, every, version=version, extra_key=salt)
+            self.ledger.free_pages(every[len(match.pages) : known // PS])
+        self.cache.dec_lock_ref(match.node)
+        return match
+
+    def forget(self) -> None:
+        """What a pause and a resume may leave. NaN: reading a row that nobody wrote since must not look right."""
+        for part in self.pool.stored.values():
+            part.fill_(torch.nan)
+
+    def on_disk(self) -> int:
+        return 0 if self.disk is None else len(self.disk)
+
+    def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
+        for nth, page in enumerate(pages.tolist(), first):
+            for at in range(PS):
+                for layer in range(2):
+                    made = value(version, salt, tokens[: nth * PS + at + 1], layer)
+                    for part in self.pool.stored.values():
+                        part[layer, page * PS + at] = made
+
+    def check(self, match: TieredMatch, tokens: list[int], salt: str | None) -> None:
+        assert match.length == len(match.pages) * PS <= len(tokens) and match.loaded <= match.length
+        for layer in range(2):
+            match.transfer.wait(layer)
+            for nth, page in enumerate(match.pages.tolist()):
+                for at in range(PS):
+                    expected = value(self.cache.version, salt, tokens[: nth * PS + at + 1], layer)
+                    for part in self.pool.stored.values():
+                        row = part[layer, page * PS + at]
+                        assert bool((row == expected).all()), "a stale or foreign slot"
+
+    def fill_device(self, *seeds: int) -> None:
+        """Requests that need the whole device, one after the other."""
+        for seed in seeds:
+            self.run([100 + seed] * (DEVICE_PAGES * PS))
+
 
 POLICIES = get_args(WritePolicy)
 PROMPT = list(range(8))
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_a_prefix_comes_back_from_the_host(layout: Any, device: str) -> None:
-    engine = Engine(device, "write_through", 20, layout=layout)
+def full(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("layout", "host_pages", "others"), [("layer_first", 20, [1]), ("page_first", 20, [1]), ("page_first", 11, [1, 2])]
+)
+def test_a_prefix_comes_back_from_host_or_disk(
+    layout: Any, host_pages: int, others: list[int], device: str, tmp_path: Path
+) -> None:
+    engine = Engine(device, "write_through", host_pages, tmp_path, layout=layout)
     assert engine.run(PROMPT).length == 0
     assert (engine.run(PROMPT).length, engine.run(PROMPT).loaded) == (8, 0)
-    engine.fill_device(1)
+    engine.fill_device(*others)
+    assert (engine.on_disk() >= 4) == (host_pages == 11)
     match = engine.run([*PROMPT, 9, 9])
     assert (match.length, match.loaded) == (8, 8)
     assert engine.run(PROMPT).loaded == 0, "it was loaded twice"
     engine.cache.check_integrity()
 
 
-def test_a_prefix_comes_back_from_the_disk(device: str, tmp_path: Path) -> None:
-    engine = Engine(device, "write_through", 11, tmp_path, 100)
-    engine.run(PROMPT)
-    engine.fill_device(1, 2)
-    assert engine.disk is not None and len(engine.disk) >= 4
-    match = engine.run(PROMPT)
-    assert (match.length, match.loaded) == (8, 8)
-    engine.cache.check_integrity()
-
-
 def test_what_is_split_between_tiers(device: str, tmp_path: Path) -> None:
     """The beginning on the device, then the host, then the disk, then nowhere."""
-    engine = Engine(device, "write_through", 3, tmp_path, 100)
+    engine = Engine(device, "write_through", 3, tmp_path)
     engine.run(PROMPT)  # pages 1 to 3 on the host, the fourth found no room
     assert engine.cache.match_prefix(PROMPT).length == 8
     engine.cache.evict(2 * PS)
     assert engine.cache.match_prefix(PROMPT).length == 6
     engine.fill_device(1)  # 3 of its pages push those of the prompt to the disk
-    assert engine.disk is not None and len(engine.disk) == 3
+    assert engine.on_disk() == 3
     match = engine.run(PROMPT)
     assert (match.length, match.loaded) == (6, 6)
     engine.cache.check_integrity()
+
+
+def test_each_tier_drops_what_was_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes from a host of three pages, and where; never what the same call asked for."""
+    lower, keys = Engine("cpu", "write_through", 3, tmp_path).cache.lower, page_hashes(range(20), PS)
+    assert lower.disk is not None
+
+    def check(on_host: set[int], on_disk: set[int]) -> None:
+        assert {i for i, key in enumerate(keys) if not lower.absent([key])} == on_host
+        assert {i for i, key in enumerate(keys) if lower.disk and key in lower.disk} == on_disk
+        lower.check_integrity()
+
+    def pages(*which: int) -> tuple[list[bytes], Any]:
+        return [keys[i] for i in which], np.arange(1, len(which) + 1)
+
+    lower.save(*pages(0, 1, 2))
+    lower.save(*pages(0, 3))
+    check({0, 2, 3}, {1})
+    lower.save(*pages(3, 4, 5, 6))
+    check({3, 4, 5}, {0, 1, 2})
+    assert lower.load(*pages(1, 3)) == (0, None)  # 3 would have to go
+    assert lower.load(*pages(1, 7))[0] == 1  # 7 is nowhere: what follows it is of no use
+    check({1, 4, 5}, {0, 1, 2, 3})
+    assert lower.load(*pages(4))[0] == 1 and lower.load(*pages(8, 4)) == (0, None)
+    lower.save(*pages(6))
+    check({1, 4, 6}, {0, 1, 2, 3, 5})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        lower.save(*pages(7, 8))  # 1 is on the disk already, 4 is lost
+        check({6, 7, 8}, {0, 1, 2, 3, 5})
+    assert lower.lost_pages == 1 and isinstance(lower.disk_error, BackendError)
+    lower.raise_version(1)
+    check(set(), set())
+    lower.save(*pages(0, 1))
+    check({0, 1}, set())
+    lower.save(*pages(2, 3))  # the last one of the old version is not worth a file
+    check({1, 2, 3}, {0})
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -86,26 +216,33 @@ def test_what_was_not_hit_twice_is_lost(device: str) -> None:
 
 def test_a_run_longer_than_the_host_tier(device: str, tmp_path: Path) -> None:
     """Pages that were read from disk for one load do not push each other out before they are on the device."""
-    engine = Engine(device, "write_through", 4, tmp_path, 100)
+    engine = Engine(device, "write_through", 4, tmp_path)
     engine.run(PROMPT)
     engine.run([*PROMPT, *range(20, 28)])  # its last four pages push the first four to the disk
     engine.fill_device(1)
-    assert engine.disk is not None and len(engine.disk) == 8
+    assert engine.on_disk() == 8
     match = engine.run([*PROMPT, *range(20, 28)])
     assert (match.length, match.loaded) == (8, 8), "four pages are all that the host can take in one load"
     engine.cache.check_integrity()
 
 
+@pytest.mark.parametrize("forget", ["raise_version", "reset"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_hit_under_new_weights(policy: WritePolicy, device: str, tmp_path: Path) -> None:
-    engine = Engine(device, policy, 3, tmp_path, 100)
+def test_nothing_is_hit_under_new_weights_or_after_a_reset(
+    policy: WritePolicy, forget: str, device: str, tmp_path: Path
+) -> None:
+    engine = Engine(device, policy, 3, tmp_path)
     for _ in range(3):
         engine.run(PROMPT)
-    engine.fill_device(1)
+    engine.fill_device(1, 2)
     assert engine.run(PROMPT).length > 0
-    engine.cache.raise_version(1)
+    if forget == "reset":
+        engine.cache.reset()
+        assert engine.host.allocator.available_pages == 3 and list(tmp_path.iterdir()) == []
+    else:
+        engine.cache.raise_version(1)
     assert engine.run(PROMPT).length == 0
-    assert engine.run(PROMPT[:6], version=0).length == 6, "and what they made is"
+    assert engine.run(PROMPT[:6], version=0).length == 6, "and what was made since is"
     engine.cache.check_integrity()
 
 
@@ -122,12 +259,15 @@ def test_namespaces_are_kept_apart_below_the_device(device: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: str) -> None:
-    engine = Engine(device, policy, 20)
+    saver = MemorySaver(device)
+    engine = Engine(device, policy, 20, saver=saver)
     engine.run(PROMPT)
     engine.run(PROMPT, "lora")
     engine.cache.move_to_host()
     assert engine.ledger.available_pages == DEVICE_PAGES and engine.cache.total_size == 0
-    engine.forget()  # what a pause and a resume leave
+    saver.pause("kv_cache")
+    saver.resume("kv_cache")
+    engine.forget()
     assert engine.run(PROMPT).loaded == engine.run(PROMPT, "lora").loaded == 8
     node = engine.cache.match_prefix(PROMPT).node
     engine.cache.inc_lock_ref(node)
@@ -135,35 +275,7 @@ def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: st
         with pytest.raises(ValueError, match="locked"):
             drop()
     engine.cache.check_integrity()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_reset_forgets_all_tiers(policy: WritePolicy, device: str, tmp_path: Path) -> None:
-    engine = Engine(device, policy, 3, tmp_path, 100)
-    for _ in range(3):
-        engine.run(PROMPT)
-    engine.fill_device(1, 2)
-    engine.cache.reset()
-    assert engine.host.allocator.available_pages == 3 and list(tmp_path.iterdir()) == []
-    assert engine.run(PROMPT).length == 0
-    engine.cache.check_integrity()
-
-
-def test_a_full_disk_costs_its_pages_only(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(device, "write_through", 11, tmp_path, 100)
-
-    def full(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        engine.run(PROMPT)
-        engine.fill_device(1, 2)
-        assert engine.run(PROMPT).length == 0
-    assert engine.cache.lower.lost_pages > 0 and isinstance(engine.cache.lower.disk_error, BackendError)
-    engine.fill_device(1, 2)
-    assert engine.run(PROMPT).loaded == 8
-    engine.cache.check_integrity()
+    saver.close()
 
 
 def test_a_disk_tier_of_another_version(device: str, tmp_path: Path) -> None:
@@ -185,13 +297,7 @@ def test_a_random_workload_never_sees_a_stale_slot(
     layout = dice.choice(["layer_first", "page_first"])
     engine = Engine(device, policy, 12, tmp_path if on_disk else None, 20, layout=layout)
     allocate, failing = os.posix_fallocate, False
-
-    def sometimes_full(fd: int, offset: int, nbytes: int) -> None:
-        if failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(fd, offset, nbytes)
-
-    monkeypatch.setattr(os, "posix_fallocate", sometimes_full)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (full if failing else allocate)(*given))
     for _ in range(rounds(350, 20_000)):
         step = dice.choices(["run", "evict", "raise", "late", "pause", "disk", "damage"], [60, 8, 3, 3, 1.5, 2, 2])[0]
         tokens = [dice.randint(0, 1) for _ in range(dice.randint(0, 8 * PS))]
