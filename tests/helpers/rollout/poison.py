@@ -1,4 +1,4 @@
-"""NaN in every slot of an engine's pools that no query may read."""
+"""NaN in all of an engine's cache that no query may read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcache import SWAKVPool
+from kvcache import HybridReqToTokenPool, SWAKVPool
 from kvcache.pools.token import TokenPool
 from rollout import Engine
 
@@ -18,17 +18,16 @@ def fill(pool: TokenPool, slots: Any, value: float = float("nan")) -> None:
         part[:, slots] = value if part.is_floating_point() else 0xFF
 
 
-def poison(engine: Engine, *_: int, value: float = float("nan")) -> dict[str, int]:
-    """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a later query sees.
-    How many running samples keep, by pool: "kv", and "window" where sliding layers have one of their own."""
+def poison(engine: Engine, *_: int, value: float = float("nan")) -> None:
+    """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a later query sees;
+    and the states that no request holds."""
     cache, table = engine.cache, engine.cache.table.req_to_token
-    pool = cache.pool
-    views: list[tuple[str, Any, int | None, Any]] = [("kv", pool, cache.window, None)]
-    if isinstance(pool, SWAKVPool):
+    pool: Any = getattr(cache.pool, "full_pool", cache.pool)
+    views: list[tuple[Any, int | None, Any]] = [(pool, cache.window, None)]
+    if isinstance(cache.pool, SWAKVPool):
         assert cache.sliding is not None
-        views = [("kv", pool.full_pool, cache.window, None), ("window", pool.window_pool, *cache.sliding)]
-    kept = {}
-    for name, each, window, mapping in views:
+        views.append((cache.pool.window_pool, *cache.sliding))
+    for each, window, mapping in views:
         keep = torch.zeros(next(iter(each.stored.values())).shape[1], dtype=torch.bool, device=table.device)
         for sample in engine.scheduler.running:
             assert sample.handle is not None
@@ -37,16 +36,19 @@ def poison(engine: Engine, *_: int, value: float = float("nan")) -> dict[str, in
             keep[slots if mapping is None else mapping[slots]] = True
         if mapping is not None:
             assert not keep[0], "a token in the window has no slot"
-        kept[name] = int(keep.sum())
         if engine.prefixes.cache is not None:
             pages = torch.from_numpy(engine.prefixes.cache.pages()).to(keep.device)
             keep.view(-1, engine.config.page_size)[pages] = True
         fill(each, (~keep).nonzero().squeeze(1), value)
-    return kept
+    if cache.states is not None:
+        assert isinstance(cache.table, HybridReqToTokenPool)
+        free = [0, *sorted(set(range(1, cache.states.size + 1)) - set(cache.table.req_to_mamba.tolist()))]
+        for state in (*cache.states.conv, cache.states.temporal):
+            state[:, free] = value
 
 
-def page_bytes(engine: Engine) -> int:
-    """What the engine's saver commits for a tag of one byte."""
-    one = engine.saver.empty((1,), torch.uint8, tag="a byte")
-    assert one.numel() == 1
-    return engine.report().tags["a byte"].committed_bytes
+def check_idle(engine: Engine) -> None:
+    """All adds up, and no request holds anything."""
+    engine.check_integrity()
+    assert all(ledger.available == ledger.total for ledger in engine.prefixes.ledgers)
+    assert engine.cache.states is None or engine.cache.states.available_size() == engine.config.max_running
