@@ -9,9 +9,7 @@ import pytest
 import recipes
 from recipes.errors import RecipeError
 from recipes.preparation import prepare
-from recipes.run import trainer_config
 from tests.helpers.recipes.runs import MakeRun, Row, rows
-from trainer_bridge import LoraConfig
 
 WORDS = [
     *("grpo.prompts_per_step=24", "steps=14", "eval.every=0", "checkpoint.every=0", "cycle.keep=[weights]"),
@@ -49,13 +47,6 @@ def test_the_base_is_the_reference_without_a_model_of_its_own(adapted: list[Row]
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
     assert all(tag != "reference" for row in adapted for tag in row["memory"]["train"])
-
-
-def test_a_rank_of_zero_is_no_adapter(tmp_path: Path) -> None:
-    assert trainer_config(prepare(recipes.load("tiny"), tmp_path)).lora is None
-    recipe = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
-    expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
-    assert trainer_config(prepare(recipe, tmp_path)).lora == expected
 
 
 def test_layers_that_the_model_has_not_are_named_before_anything_is_written(tmp_path: Path) -> None:

@@ -12,18 +12,16 @@ import torch
 import recipes
 from kvcache import layout
 from recipes.models import describe_random_model, toy_tokenizer
-from recipes.preparation import prepare
+from recipes.preparation import Setup, prepare
 from recipes.run import engine_arguments, trainer_config
 from rollout import KVTiers
 from rollout.config import EngineConfig
-from rollout.model.layout import parameter_groups
 from rollout.model.loading import load_model_config
 from rollout.model.ranks import rank_groups
 from rollout.weights import arena_nbytes
+from trainer_bridge import LoraConfig
 
 GIB = 2**30
-QWEN = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
-KV_BYTES = {"qwen2.5-0.5b": 12_288, "qwen2.5-1.5b": 28_672, "qwen2.5-7b": 57_344}  # a token, bf16
 
 
 @pytest.fixture
@@ -32,15 +30,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     properties = types.SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-
-
-@pytest.mark.parametrize("name", QWEN)
-def test_the_pool_of_a_packaged_recipe_holds_all_its_samples(name: str, tmp_path: Path) -> None:
-    setup = prepare(recipes.load(name, ["device=cpu"]), tmp_path)
-    recipe, page = setup.recipe, setup.recipe.engine.page_size
-    samples = recipe.grpo.prompts_per_step * recipe.grpo.samples_per_prompt
-    assert samples == recipe.engine.max_running == 64
-    assert samples * -(-setup.max_request_tokens // page) * page <= setup.kv_tokens
 
 
 def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
@@ -59,53 +48,64 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
 
 
 def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path) -> None:
-    words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu"]
-    words += ["engine.kv_cache_dtype=fp8_e4m3", "engine.host_to_device_ratio=2"]
-    setup = prepare(recipes.load("tiny", words), tmp_path)
-    config = trainer_config(setup)
-    assert (config.dtype, config.param_dtype, config.random_init) == ("bfloat16", "bfloat16", True)
-    engine = engine_arguments(setup)
-    assert (engine["cuda_graphs"], engine["kv_cache_dtype"], engine["tiers"].host_ratio) == (False, "fp8_e4m3", 2.0)
-    assert engine_arguments(prepare(recipes.load("tiny"), tmp_path))["tiers"] is None
-
-
-def test_ranks_of_one_engine_preempt_alike(tmp_path: Path) -> None:
-    words = ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5", "driver=ray", "device=cpu"]
+    """Ranks of one engine preempt alike."""
+    words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu", "driver=ray"]
+    words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]
     two = ["engine.tensor_parallel_size=2", "cluster.n_gpus_per_node=2"]
     for more, preemption in ([], "cheapest"), (two, "swap"):
-        arguments = engine_arguments(prepare(recipes.load("tiny", [*words, *more]), tmp_path))
-        assert arguments["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
-        assert (arguments["kv_cache_dtype"], arguments["tensor_parallel_size"]) == ("fp8_e5m2", 2 if more else 1)
-        EngineConfig(**{key: value for key, value in arguments.items() if key != "dtype"})
+        setup = prepare(recipes.load("tiny", [*words, *more]), tmp_path)
+        config, engine = trainer_config(setup), engine_arguments(setup)
+        assert (config.dtype, config.param_dtype, config.random_init) == ("bfloat16", "bfloat16", True)
+        assert engine["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
+        assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
+        assert engine["tensor_parallel_size"] == (2 if more else 1)
+        EngineConfig(**{key: value for key, value in engine.items() if key != "dtype"})
+    plain = prepare(recipes.load("tiny"), tmp_path)
+    assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
+    adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
+    expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
+    assert trainer_config(prepare(adapted, tmp_path)).lora == expected
 
 
-@pytest.mark.parametrize("name", QWEN)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_share_of_the_gpu_is_weights_and_pool(name: str, dtype: str, tmp_path: Path, gpu: None) -> None:
-    """Of a random model too: nothing is read but its config."""
-    share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.dtype={dtype}"]
-    setup = prepare(recipes.load(name, share), tmp_path)
-    assert setup.device == "cuda:0"
-    weights = arena_nbytes(parameter_groups(load_model_config(setup.model_dir)), getattr(torch, dtype))
-    token = KV_BYTES[name] * (2 if dtype == "float32" else 1)
-    used = weights + (setup.kv_tokens + 16) * token  # the pool's padding page too
-    assert used <= 0.6 * 80 * GIB < used + 16 * token
-    assert setup.kv_tokens % 16 == 0
+LINEAR = "model.config={model_type: qwen3_next, num_experts: 0, layer_types: [linear_attention, full_attention]}"
+TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 
 
-@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
-def test_a_rank_keeps_its_part_of_weights_and_rows(
-    stored: str, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *(("qwen2.5-7b", f"{TWO_RANKS} engine.kv_cache_dtype={stored}") for stored in ("auto", "fp8_e4m3")),
+        *(("qwen2.5-0.5b", f"model.dtype={dtype}") for dtype in ("float32", "bfloat16")),
+    ],
+)
+def test_a_share_of_the_gpu_is_weights_and_pool(
+    name: str, words: str, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a random model too: nothing is read but its config. A rank keeps its part."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    words = ["driver=ray", "cluster.n_gpus_per_node=2", "engine.tensor_parallel_size=2"]
-    words += ["engine.kv_tokens=null", f"engine.kv_cache_dtype={stored}"]
-    setup = prepare(recipes.load("qwen2.5-7b", words), tmp_path)
+    share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6"]
+    check_share(prepare(recipes.load(name, [*share, *words.split()]), tmp_path))
+
+
+def check_share(setup: Setup) -> None:
+    """It holds the weights, the states and the pool, its padding page too, and one page more would be too many."""
+    recipe, model = setup.recipe, load_model_config(setup.model_dir)
+    dtype, ranks = getattr(torch, recipe.model.dtype), recipe.engine.tensor_parallel_size
+    kept = layout(model.hf_config, dtype=dtype)
+    token = kept.bytes_per_token // ranks // (1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize)
+    used = arena_nbytes(rank_groups(model, 0, ranks), dtype) + (recipe.engine.max_running + 1) * kept.state_bytes
+    used += (setup.kv_tokens + 16) * token
+    assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
+    assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0
+
+
+def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None) -> None:
+    share = ["device=cuda:0", "engine.kv_tokens=null", LINEAR]
+    setup = prepare(recipes.load("tiny", share), tmp_path)
     assert setup.recipe.engine.mem_fraction_static == 0.9
-    weights = arena_nbytes(rank_groups(load_model_config(setup.model_dir), 0, 2), torch.bfloat16)
-    token = KV_BYTES["qwen2.5-7b"] // (4 if stored == "fp8_e4m3" else 2)
-    used = weights + (setup.kv_tokens + 16) * token
-    assert used <= 0.9 * 80 * GIB < used + 16 * token
+    check_share(setup)
+    with pytest.raises(recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"):
+        prepare(recipes.load("tiny", [*share, "engine.max_running=80000"]), tmp_path / "more")
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,6 @@ def test_devices_that_are_not_there_or_do_not_fit(
     for word in expected:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
-
-
-def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None) -> None:
-    config = "{model_type: qwen3_next, num_experts: 0, layer_types: [linear_attention, full_attention]}"
-    share = ["device=cuda:0", "engine.kv_tokens=null", "engine.mem_fraction_static=0.6", f"model.config={config}"]
-    setup = prepare(recipes.load("tiny", share), tmp_path)
-    model, dtype = load_model_config(setup.model_dir), getattr(torch, setup.recipe.model.dtype)
-    kept = layout(model.hf_config, dtype=dtype)
-    used = arena_nbytes(parameter_groups(model), dtype) + (setup.recipe.engine.max_running + 1) * kept.state_bytes
-    used += (setup.kv_tokens + 16) * kept.bytes_per_token
-    assert used <= 0.6 * 80 * GIB < used + 16 * kept.bytes_per_token
-    with pytest.raises(recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"):
-        prepare(recipes.load("tiny", [*share, "engine.max_running=50000"]), tmp_path / "more")
 
 
 def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> None:

@@ -19,68 +19,33 @@ def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int)
     assert allocator.reserved == allocator.peak == taken * MIB
 
 
-def test_a_freed_block_serves_the_next_request_and_the_rest_of_it_another() -> None:
+@pytest.mark.parametrize(
+    ("requests", "reserved"),
+    [
+        ("a=40 -a b=30 c=10", 40),  # a freed block serves the next request, and the rest of it another
+        ("a=40 -a b=30 c=10 d=10", 50),
+        ("a=40 -a b=39 c=1.1", 60),  # less than a mebibyte is not split off a large block: lost to c
+        ("a=60 b=40 -a -b c=40 d=60", 100),  # the smallest block that suffices is taken
+        ("w=60 -w a=20 b=20 c=20 -a -c -b w=60", 60),  # free neighbours become one
+        ("a=40@0 -a b=40@1", 80),  # a stream is not served from another's cache
+        # One small block keeps a whole segment: why torch's cache is emptied together with cuBLAS's workspaces.
+        ("logits=2374 -logits workspace=32 empty", 2374),
+        ("logits=2374 -logits workspace=32 empty -workspace empty", 0),
+    ],
+)
+def test_what_is_reserved_after_requests(requests: str, reserved: int) -> None:
+    """name=MiB@stream, -name: freed."""
     allocator = CachingAllocator()
-    allocator.allocate("a", 40 * MIB)
-    allocator.free("a")
-    allocator.allocate("b", 30 * MIB)
-    allocator.allocate("c", 10 * MIB)
-    assert allocator.reserved == 40 * MIB
-    allocator.allocate("d", 10 * MIB)
-    assert allocator.reserved == 50 * MIB
-
-
-def test_less_than_a_mebibyte_is_not_split_off_a_large_block() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate("a", 40 * MIB)
-    allocator.free("a")
-    allocator.allocate("b", 39 * MIB)
-    allocator.allocate("c", MIB + 512)  # the mebibyte beside it is lost to it
-    assert allocator.reserved == 60 * MIB
-
-
-def test_the_smallest_block_that_suffices_is_taken() -> None:
-    allocator = CachingAllocator()
-    for name, size in (("a", 60), ("b", 40)):
-        allocator.allocate(name, size * MIB)
-    for name in ("a", "b"):
-        allocator.free(name)
-    allocator.allocate("c", 40 * MIB)
-    allocator.allocate("d", 60 * MIB)
-    assert allocator.reserved == 100 * MIB
-
-
-def test_free_neighbours_become_one() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate("whole", 60 * MIB)
-    allocator.free("whole")
-    for name in "abc":
-        allocator.allocate(name, 20 * MIB)
-    for name in "acb":
-        allocator.free(name)
-    allocator.allocate("again", 60 * MIB)
-    assert allocator.reserved == 60 * MIB
-
-
-def test_a_stream_is_not_served_from_anothers_cache() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate("a", 40 * MIB, stream=0)
-    allocator.free("a")
-    allocator.allocate("b", 40 * MIB, stream=1)
-    assert allocator.reserved == 80 * MIB
-
-
-def test_one_small_block_keeps_a_whole_segment() -> None:
-    """Why torch's cache is emptied together with cuBLAS's workspaces."""
-    allocator = CachingAllocator()
-    allocator.allocate("logits", 2374 * MIB)
-    allocator.free("logits")
-    allocator.allocate("workspace", 32 * MIB)
-    allocator.empty_cache()
-    assert allocator.reserved == 2374 * MIB
-    allocator.free("workspace")
-    allocator.empty_cache()
-    assert allocator.reserved == 0
+    for word in requests.split():
+        name, _, size = word.partition("=")
+        if word == "empty":
+            allocator.empty_cache()
+        elif size:
+            nbytes, _, stream = size.partition("@")
+            allocator.allocate(name, int(float(nbytes) * MIB), stream=int(stream or 0))
+        else:
+            allocator.free(name.removeprefix("-"))
+    assert allocator.reserved == reserved * MIB
 
 
 steps = st.lists(

@@ -1,4 +1,4 @@
-"""Figures: exact values under the pointer, colours of the theme, nothing drawn where there is nothing."""
+"""Figures and tables: exact values under the pointer and in the cells, in colours that can be read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from memsaver import Event
-from recipes.report import learning, memory, timing
+from recipes.report import learning, memory, tables, timing
 from recipes.report.chart import VARIABLES, Chart, Tip, draw_chart
 from recipes.report.page import FOLDER
 from recipes.report.reading import RunRecord, read_run
-from tests.helpers.recipes.folders import make_run, train_row
+from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
+from tests.helpers.recipes.runs import Row
 
 ALL = [
     learning.reward_chart,
@@ -32,6 +33,9 @@ ALL = [
 ]
 
 
+GPU = {"name": "H100", "memory": "81559 MiB", "driver": "580.1"}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     return read_run(make_run(tmp_path_factory.mktemp("runs") / "run", value_loss=0.5, kl_to_reference=0.0625))
@@ -39,79 +43,78 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 
 def tips(chart: Chart | None) -> list[str]:
     assert chart is not None
-    return re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)
+    return [tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)]
 
 
-def test_an_empty_run_has_no_figure(tmp_path: Path) -> None:
+def test_there_is_no_figure_of_what_is_not_there(run: RunRecord, tmp_path: Path) -> None:
     assert [figure.__name__ for figure in ALL if figure(RunRecord(path=tmp_path)) is not None] == []
-
-
-def test_reward_tips_hold_step_and_evaluation(run: RunRecord) -> None:
-    found = tips(learning.reward_chart(run))
-    assert len(found) == 6
-    assert found[0] == "step 1\nreward: 0.1\nexact match of samples: 0.05"
-    assert found[-1] == "step 6\nreward: 0.6\nexact match of samples: 0.3\nheld-out exact match: 0.75"
-
-
-def test_gap_and_critic_tips(run: RunRecord) -> None:
-    assert tips(learning.gap_chart(run))[2] == "step 3\nmean gap: 1e-06\nlargest gap: 1e-05"
-    assert tips(learning.critic_chart(run))[0] == "step 1\nloss of the critic: 0.5"
-    assert "step 6\nKL to the reference, nats a token: 0.0625" in tips(learning.critic_chart(run))
-
-
-def test_a_run_without_critic_has_no_critic_figure(tmp_path: Path) -> None:
     assert learning.critic_chart(RunRecord(path=tmp_path, rows=[train_row(1)])) is None
+    assert memory.phases_chart(run) is None, "there is a trace"
 
 
-def test_stages_of_the_whole_run_have_a_bar_each_time(run: RunRecord) -> None:
-    found = tips(timing.run_chart(run))
-    assert len([tip for tip in found if tip.startswith("update_actor\n")]) == 6
-    assert "generate_sequences\ntook 0.50 s\nfrom 1.10 s to 1.60 s" in found
+@pytest.mark.parametrize(
+    ("figure", "tip"),
+    [
+        (learning.reward_chart, "step 1, reward: 0.1, exact match of samples: 0.05"),
+        (learning.reward_chart, "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75"),
+        (learning.gap_chart, "step 3, mean gap: 1e-06, largest gap: 1e-05"),
+        (learning.critic_chart, "step 1, loss of the critic: 0.5"),
+        (learning.critic_chart, "step 6, KL to the reference, nats a token: 0.0625"),
+        (timing.run_chart, "generate_sequences, took 0.50 s, from 1.10 s to 1.60 s"),
+        (
+            timing.seconds_chart,
+            "step 1, generate_sequences (s): 0.5, update_actor (s): 0.24, compute_log_prob (s): 0.1, "
+            "sync_weights (s): 0.04, park_params (s): 0.02, everything else (s): 0.1",
+        ),
+        (
+            timing.sync_chart,
+            "step 1, whole stage (ms): 40, copies (ms): 2, reading back (ms): 10, MiB written: 4, "
+            "GB/s of the copies: 2.09715",
+        ),
+        (
+            memory.wake_up_chart,
+            "from 20.0 ms to 80.0 ms, weights: 4.0 MiB, kv_cache: 0 B, params: 4.0 MiB, optim: 0 B, in all: 8.0 MiB, "
+            "host: 8.0 MiB",
+        ),
+        (
+            memory.processes_chart,
+            "from 1.10 s to 1.61 s, rollout: 36.0 MiB, trainer: 0 B, in all: 36.0 MiB, host: 12.0 MiB",
+        ),
+    ],
+)
+def test_tips_hold_exact_values(figure: Any, tip: str, run: RunRecord) -> None:
+    found = tips(figure(run))
+    assert tip in found
+    if tip.startswith("step"):
+        assert len(found) == 6 * (2 if figure is learning.critic_chart else 1)
 
 
-def test_bars_too_near_to_tell_apart_are_one(tmp_path: Path) -> None:
+def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(
+    run: RunRecord, tmp_path: Path
+) -> None:
+    assert len([tip for tip in tips(timing.run_chart(run)) if tip.startswith("update_actor, ")]) == 6
     spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [("evaluate", 0.0, 100.0)]
     found = tips(timing.run_chart(RunRecord(path=tmp_path, spans=spans)))
-    assert found[0].startswith("sleep\n100 times, 0.50 s in all") and len(found) == 2
-
-
-def test_seconds_name_the_largest_stages_and_the_rest(run: RunRecord) -> None:
-    first = tips(timing.seconds_chart(run))[0]
-    assert first.startswith("step 1\ngenerate_sequences (s): 0.5\nupdate_actor (s): 0.24\ncompute_log_prob (s): 0.1")
-    assert first.endswith("everything else (s): 0.1")
+    assert found[0].startswith("sleep, 100 times, 0.50 s in all") and len(found) == 2
 
 
 def test_sync_figures_come_from_the_receipt_or_the_stage(run: RunRecord, tmp_path: Path) -> None:
-    chart = timing.sync_chart(run)
-    assert "Each sync wrote 4.0 MiB." in chart.caption
-    first = "step 1\nwhole stage (ms): 40\ncopies (ms): 2\nreading back (ms): 10\nMiB written: 4\nGB/s of the copies:"
-    assert tips(chart)[0] == f"{first} 2.09715"
+    assert "Each sync wrote 4.0 MiB." in timing.sync_chart(run).caption
     old = timing.sync_chart(RunRecord(path=tmp_path, rows=[train_row(1, sync={})]))
-    assert "not recorded" in old.caption and tips(old) == ["step 1\nwhole stage (ms): 40"]
-
-
-def test_memory_tips_name_every_tag_and_the_host(run: RunRecord) -> None:
-    found = tips(memory.wake_up_chart(run))
-    sync = "weights: 4.0 MiB\nkv_cache: 0 B\nparams: 4.0 MiB\noptim: 0 B\nin all: 8.0 MiB\nhost: 8.0 MiB"
-    assert f"from 20.0 ms to 80.0 ms\n{sync}" in found
-
-
-def test_memory_by_process(run: RunRecord) -> None:
-    assert any("rollout: 36.0 MiB\ntrainer: 0 B" in tip for tip in tips(memory.processes_chart(run)))
+    assert "not recorded" in old.caption and tips(old) == ["step 1, whole stage (ms): 40"]
 
 
 def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
     event = Event(time=1.0, seconds=0.0, op="grow", tag="params", committed_bytes=2**20, backup_bytes=0)
     events = {"trainer[0]": [event], "trainer[1]": [event], "rollout[1]": [event]}
     run = RunRecord(path=tmp_path, events=events, spans=[("build", 0.0, 2.0)])
-    assert any("device 0: 1.0 MiB\ndevice 1: 2.0 MiB" in tip for tip in tips(memory.devices_chart(run)))
+    assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in tips(memory.devices_chart(run)))
 
 
-def test_without_a_trace_memory_comes_from_the_rows(run: RunRecord, tmp_path: Path) -> None:
-    assert memory.phases_chart(run) is None
+def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
     found = tips(memory.phases_chart(RunRecord(path=tmp_path, rows=[train_row(1), train_row(2)])))
-    assert found[:2] == [f"step {step}, rollout\nweights: 4.0 MiB\nparams: 0 B" for step in (1, 2)]
-    assert found[2] == "step 1, train\nweights: 0 B\nparams: 4.0 MiB"
+    assert found[:2] == [f"step {step}, rollout, weights: 4.0 MiB, params: 0 B" for step in (1, 2)]
+    assert found[2] == "step 1, train, weights: 0 B, params: 4.0 MiB"
 
 
 def _luminance(colour: str) -> float:
@@ -148,3 +151,74 @@ def test_tips_lie_where_their_values_are() -> None:
     width = 7.4 * 72
     assert f'<rect x="{width / 2:.2f}" y="54.00" width="{width / 2:.2f}" height="18.00">' in svg
     assert "<title>a &quot;&lt;b&gt;&quot;</title>" in svg
+
+
+def peaks(stage: str, device: int | None, **processes: int) -> Row:
+    return {"kind": "train", "step": 1, "peaks": {stage: {"device_bytes": device, "processes": processes}}}
+
+
+def test_key_figures(run: RunRecord, tmp_path: Path) -> None:
+    figures = dict(tables.key_figures(run))
+    assert figures["steps"] == "6 of 6"
+    assert figures["reward, first and last step"] == "0.100 → 0.600"
+    assert figures["held-out exact match"] == "12 % → 75 %"
+    assert figures["tokens a second, median"] == "400"
+    assert figures["weight sync, median"] == "40.0 ms"
+    assert figures["peak of all tags"] == "36.0 MiB"  # weights and KV cache
+    assert figures["time in all"] == "7.00 s"
+    assert tables.key_figures(RunRecord(path=tmp_path)) == [("steps", "0 of ?")]
+
+
+def test_slowest_stages_come_first_with_their_share(run: RunRecord) -> None:
+    found = tables.slowest_stages(run)
+    assert found.rows[0] == ("generate_sequences", "rollout", "50.0 %", "0.50 s", "0.50 s", "3.00 s", "6")
+    assert found.rows[1][:3] == ("update_actor", "train", "24.0 %")
+    assert len(found.rows) == 13
+
+
+def test_planned_and_measured(tmp_path: Path) -> None:
+    stages = [
+        {"stage": "update_actor", "device_bytes": {"trainer": 100 * MIB, "rollout": 2 * MIB}},
+        {"stage": "sync_weights", "device_bytes": {"trainer": 98 * MIB}},
+        {"stage": "never_ran", "device_bytes": {"trainer": 1}},
+    ]
+    rows = [
+        peaks("update_actor", 90 * MIB, **{"trainer[0]": 88 * MIB, "trainer[1]": 100 * MIB, "rollout[0]": 0}),
+        peaks("update_actor", 100 * MIB, **{"trainer[0]": 99 * MIB}),
+        peaks("sync_weights", None, trainer=100 * MIB),
+    ]
+    plan = {"stages": stages, "gpu": "h100-80gb", "gpu_bytes": 80 * 2**30}
+    found = tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows, plan=plan))
+    assert "h100-80gb (80.00 GiB)" in found.caption
+    assert found.rows == [
+        ("update_actor", "102.0 MiB", "100.0 MiB", "+2.0 %", "✓"),
+        ("– trainer", "100.0 MiB", "100.0 MiB", "+0.0 %", "✓"),
+        ("– rollout", "2.0 MiB", "0 B", "–", "✗"),
+        ("sync_weights", "98.0 MiB", "not measured", "–", ""),
+        ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
+    ]
+    assert tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows)) is None
+    assert tables.planned_and_measured(RunRecord(path=tmp_path, plan=plan)) is None
+
+
+def test_evaluations_keep_a_place_for_what_was_not_measured(tmp_path: Path) -> None:
+    rows = [eval_row(0, 0.5), eval_row(5, 1.0, exact_match_2_digits=0.25)]
+    found = tables.evaluations(RunRecord(path=tmp_path, rows=rows))
+    assert list(found.head) == ["updates", "held-out", "2 digits", "problems"]
+    assert found.rows == [("0", "0.500", "–", "16"), ("5", "1.000", "0.250", "16")]
+
+
+def test_where_it_ran(tmp_path: Path) -> None:
+    first = {"date": "today", "cpus": 2, "gpus": [GPU, GPU], "packages": {"torch": "2.11"}}
+    found = tables.environment(RunRecord(path=tmp_path, environments=[first, {"gpus": []}]))
+    cells = {row[0]: row[1:] for row in found.rows}
+    assert cells["gpu"] == ("2 x H100, 81559 MiB", "none")
+    assert cells["driver"] == ("580.1", "–")
+    assert cells["torch"] == ("2.11", "–")
+    assert list(found.head) == ["", "session 1", "session 2"]
+
+
+def test_every_step_has_only_columns_that_are_there(tmp_path: Path) -> None:
+    found = tables.every_step(RunRecord(path=tmp_path, rows=[train_row(step) for step in (1, 2, 3)]))
+    assert list(found.head)[:3] == ["step", "reward", "exact match"] and "value loss" not in found.head
+    assert found.rows[2][:3] == ("3", "0.3", "0.15")

@@ -23,17 +23,12 @@ PLAN = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 12 * MI
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with everything there is: critic, plan, peaks, two sessions."""
     run = make_run(tmp_path_factory.mktemp("runs") / "whole", value_loss=0.5, peaks=PEAKS, plan=PLAN)
     shutil.copy(run / "trace.json", run / "trace-until-step-6-1.json")
-    return run
-
-
-@pytest.fixture(scope="module")
-def page(folder: Path) -> Path:
-    assert main(["report", str(folder)]) == 0
-    return folder / "report.html"
+    assert main(["report", str(run)]) == 0
+    return run / "report.html"
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +121,11 @@ def test_a_partial_folder_gives_a_page_that_says_so(tmp_path: Path, lacking: lis
 
 
 def test_no_run_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path / "absent")]) == 2
+    absent = tmp_path / "absent"
+    assert main(["report", str(absent)]) == main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"memsaver: report {tmp_path / 'absent'}: no such folder; give the folder of a run, for example runs/tiny-..."
+        f"memsaver: report {absent}: no such folder; give the folder of a run, for example runs/tiny-...",
+        f"memsaver: report {tmp_path}: holds no run (no recipe.yaml); give the folder that memsaver run printed",
     ]
 
 

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from recipes.errors import RecipeError
-from recipes.report.reading import RunRecord, read_run
+from recipes.report.reading import read_run
 from tests.helpers.recipes.folders import MIB, make_run
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
-    return read_run(make_run(tmp_path_factory.mktemp("runs") / "whole"))
+TAGS = ("params", "optim")  # of the trainer
+PLAN = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 5}}]}
 
 
-def test_a_whole_run_has_no_gaps(whole: RunRecord) -> None:
-    assert whole.gaps == []
+def test_a_whole_run_is_read_with_the_times_and_bytes_of_its_trace(tmp_path: Path) -> None:
+    whole = read_run(make_run(tmp_path / "whole", plan=PLAN))
+    assert whole.gaps == [] and whole.plan == PLAN
     assert [row["step"] for row in whole.train] == [1, 2, 3, 4, 5, 6]
     assert [row["exact_match"] for row in whole.evaluations] == [0.125, 0.75]
     assert whole.recipe["steps"] == 6 and "kv_tokens" in whole.recipe_text
     assert whole.environments[0]["cpus"] >= 1 and "torch" in whole.environments[0]["packages"]
-
-
-def test_times_and_bytes_are_those_of_the_trace(whole: RunRecord) -> None:
     assert whole.end == pytest.approx(7.0)
     assert ("step 1", pytest.approx(1.0), pytest.approx(2.0)) in whole.spans
     first = whole.events["trainer"][0]
     assert (first.op, first.tag, first.committed_bytes, first.backup_bytes) == ("pause", "optim", 0, 8 * MIB)
     assert first.time == pytest.approx(1.01) and first.seconds == pytest.approx(0.001)
-
-
-def test_no_folder_and_no_run_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no such folder"):
-        read_run(tmp_path / "absent")
-    with pytest.raises(RecipeError, match="holds no run"):
-        read_run(tmp_path)
 
 
 def test_a_killed_run_says_what_it_left_out(tmp_path: Path) -> None:
@@ -90,15 +77,5 @@ def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path: Path) ->
     assert run.breaks == [pytest.approx(3.0), pytest.approx(6.0)]
     assert [round(start) for name, start, _ in run.spans if name == "step 2"] == [2, 5, 8]
     ended = [event for event in run.events["trainer"] if event.op == "end"]
-    assert {(round(event.time), event.tag, event.committed_bytes) for event in ended} == {
-        (3, "params", 0),
-        (3, "optim", 0),
-        (6, "params", 0),
-        (6, "optim", 0),
-    }
-
-
-def test_a_plan_is_read(tmp_path: Path) -> None:
-    plan = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 5}}]}
-    run = read_run(make_run(tmp_path / "run", steps=1, plan=plan))
-    assert run.plan == json.loads(json.dumps(plan)) and run.gaps == []
+    assert {(round(event.time), event.tag) for event in ended} == {(t, tag) for t in (3, 6) for tag in TAGS}
+    assert {event.committed_bytes for event in ended} == {0}
