@@ -1,0 +1,453 @@
+"""Weights in shadow pages, in pages of another saver, or in messages: what is served when, which pages are held, what is refused.
+
+Walks over all calls are in test_update_states.py; here is what errors say, and what only a device can get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, attach
+from rollout import Engine, PackedBox, WeightUpdateError
+from rollout.boxes import write_boxes
+from rollout.shadow import ShadowPages
+from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from tests.helpers.memory import family_bytes
+from tests.helpers.rollout.answers import GREEDY, ids
+from tests.helpers.rollout.updates import (
+    PROMPTS,
+    Owner,
+    addresses,
+    answers,
+    expected,
+    message,
+    shadow_bytes,
+    tiny,
+    update,
+    weight_bytes,
+    write,
+)
+
+NORMS = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
+NOT_OPEN = "no weight update is open"
+
+
+@pytest.fixture
+def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.3)  # what is refused waits for so long
+    return Engine.from_pretrained(path, device=device, kv_tokens=512)
+
+
+@pytest.fixture
+def owner(engine: Engine) -> Iterator[Owner]:
+    owner = Owner(engine)
+    yield owner
+    engine.sleep(level=2)
+    engine.saver.check_integrity()
+    owner.saver.check_integrity()
+    assert owner.saver.leases("params") == 0, "the pages were not given back"
+    owner.saver.close()
+
+
+# ---------------------------------------------------------------- shadow pages
+
+
+def test_the_old_version_answers_until_the_commit_and_addresses_stay(engine: Engine) -> None:
+    """And its prefixes are found so long."""
+    before, pointers = answers(engine), addresses(engine)
+
+    def serves(version: int) -> bool:
+        start = engine.stats.prefix_hit_tokens
+        assert answers(engine) == before and engine.weights_version == version
+        return engine.stats.prefix_hit_tokens > start
+
+    for version in (1, 2, 3):
+        offer = engine.begin_update(version, shadow=True)
+        assert offer.shadow and offer.names is None and offer.manifest == engine.manifest
+        assert serves(version - 1)
+        engine.verify_update(write(offer, seed=version))
+        assert serves(version - 1)
+        assert engine.commit_update(version).version == version
+        before = expected(version)
+        assert not serves(version) and addresses(engine) == pointers
+        engine.check_integrity()
+        engine.saver.check_integrity()
+
+
+def end_update(engine: Engine, how: str) -> None:
+    """Begin an update with shadow pages, write it, and end it."""
+    offer = engine.begin_update(engine.weights_version + 1, shadow=True)
+    receipt = write(offer, seed=1, **({"nbytes": 1} if how == "refused" else {}))
+    if how == "commit":
+        engine.verify_update(receipt)
+        engine.commit_update(offer.version)
+    elif how == "abort":
+        engine.abort_update("enough")
+    elif how == "sleep":
+        engine.sleep()
+        engine.wake_up()
+    else:
+        with pytest.raises(WeightUpdateError, match="nbytes.*goes on with version"):
+            engine.verify_update(receipt)
+
+
+@pytest.mark.alone
+def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, device: str) -> None:
+    for how in ("commit", "abort", "refused", "sleep"):  # what is taken once: tables, a lease's thread
+        end_update(engine, how)
+    answers(engine)
+    report, counted = engine.report(), family_bytes(device)
+    size = report.tags[WEIGHTS].committed_bytes
+    engine.begin_update(engine.weights_version + 1, shadow=True)
+    assert shadow_bytes(engine) == size and family_bytes(device) == counted + size
+    engine.begin_update(engine.weights_version + 1, shadow=True)
+    assert shadow_bytes(engine) == size
+    update(engine, engine.weights_version + 1, seed=1)  # in place: replaces it
+    update(engine, engine.weights_version + 1, seed=3)
+    for how in ("replaced", "abort", "refused", "sleep", "commit"):
+        if how != "replaced":
+            end_update(engine, how)
+        assert answers(engine) == expected(1 if how == "commit" else 3) and not shadow_bytes(engine), how
+        assert engine.report().committed_bytes == report.committed_bytes and family_bytes(device) == counted, how
+    assert WEIGHTS_SHADOW not in engine.tags
+
+
+def test_calls_out_of_order_change_nothing(engine: Engine) -> None:
+    offer = engine.begin_update(1, shadow=True)
+    with pytest.raises(WeightUpdateError, match="version 1 is not verified; call verify_update"):
+        engine.commit_update(1)
+    receipt = write(offer, seed=1)
+    engine.verify_update(receipt)
+    with pytest.raises(WeightUpdateError, match="version 1 is verified already"):
+        engine.verify_update(receipt)
+    with pytest.raises(WeightUpdateError, match="version 2 was not verified, but version 1"):
+        engine.commit_update(2)
+    with pytest.raises(ValueError, match="version -1 is older"):
+        engine.begin_update(-1, shadow=True)
+    engine.commit_update(1)
+    assert answers(engine) == expected(1)
+
+
+def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
+    saver, before, report = engine.saver, answers(engine), engine.report()
+    for again in range(3):  # no pages so far; then: no memory behind them
+        saver.limit_bytes = engine.report().committed_bytes
+        with pytest.raises(OutOfMemory, match="weights_shadow"):
+            engine.begin_update(1, shadow=True)
+        engine.abort_update("one engine had no room")
+        assert answers(engine) == before and engine.report().committed_bytes == report.committed_bytes
+        saver.limit_bytes = None
+        if again == 1:
+            engine.begin_update(1, shadow=True)
+            engine.abort_update("made once")
+    saver.check_integrity()
+
+
+def test_a_writer_that_holds_the_pages_stops_commit_and_sleep_only(engine: Engine) -> None:
+    with attach(engine.begin_update(1).ticket), pytest.raises(LeaseError):
+        engine.sleep()
+    assert not engine.saver.is_paused("weights") and not engine.saver.is_paused("kv_cache")
+    update(engine, 1, seed=1)
+    offer = engine.begin_update(2, shadow=True)
+    engine.verify_update(write(offer, seed=2))
+    with attach(offer.ticket):
+        for call in (lambda: engine.commit_update(2), engine.sleep):
+            with pytest.raises(LeaseError):
+                call()
+        assert answers(engine) == expected(1)
+        engine.abort_update("a writer hangs")
+        assert answers(engine) == expected(1) and shadow_bytes(engine)
+        with pytest.raises(LeaseError):
+            engine.sleep()
+    engine.sleep(level=2)
+    assert engine.report().committed_bytes == 0
+    engine.wake_up()
+    update(engine, 2, seed=2, shadow=True)
+    assert answers(engine) == expected(2)
+
+
+def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, owner: Owner) -> None:
+    """A shadow update is written and verified beside them; its commit has to wait."""
+    before, said = answers(engine), list[str]()
+
+    def meddle(done: int, total: int, generated: int) -> None:
+        if generated == 6:
+            calls: list[Callable[[], Any]] = [
+                engine.sleep,
+                lambda: engine.begin_update(1),
+                lambda: engine.adopt_update(1, owner.ticket(), engine.manifest.layout_hash),
+            ]
+        elif generated == 9:
+            engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
+            calls = [lambda: engine.commit_update(1)]
+        else:
+            return
+        for call in calls:
+            with pytest.raises(StateError) as caught:
+                call()
+            said.append(str(caught.value))
+
+    assert ids(engine.generate(PROMPTS, GREEDY, on_progress=meddle)) == [[each] for each in before]
+    whats = ["begin a weight update", "adopt weights", "commit a weight update"]
+    assert said[0].startswith("cannot sleep with unfinished requests: 3.0, 4.0, 5.0")
+    assert all(
+        text.startswith(f"cannot {what} while requests run: 3.0, 4.0, 5.0")
+        for text, what in zip(said[1:], whats, strict=True)
+    )
+    engine.commit_update(1)
+    assert answers(engine) == expected(1)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
+    for names, match in (([], "names is empty"), (["lm_head.weight", "lora.A"], r"no parameters lora\.A \(1 in all")):
+        with pytest.raises(ValueError, match=match):
+            engine.begin_update(1, shadow=shadow, names=names)
+    assert engine.unavailable_reason() is None and not shadow_bytes(engine)
+    assert engine.begin_update(1, shadow=shadow, names=["lm_head.weight"]).names == ("model.embed_tokens.weight",)
+    update(engine, 1, seed=1)
+    offer = engine.begin_update(2, shadow=shadow, names=[*NORMS, NORMS[0]])
+    assert offer.names == NORMS
+    verified = engine.verify_update(write(offer, seed=2))
+    assert engine.commit_update(2).digest == verified.digest == engine.store.digest(names=NORMS)
+    for piece in engine.manifest.slices:
+        source = tiny(2 if piece.name in NORMS else 1).get_parameter(piece.name)
+        assert torch.equal(engine.store.tensor(piece.name).cpu(), source), piece.name
+    assert answers(engine) != expected(1)
+    engine.sleep(level=2)
+    engine.wake_up()
+    with pytest.raises(StateError, match=r"some parameters only: the weights were discarded by sleep"):
+        engine.begin_update(3, shadow=shadow, names=NORMS)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_ends_an_update_in_place(engine: Engine, level: int) -> None:
+    receipt = write(engine.begin_update(1), seed=1)
+    engine.sleep(level)
+    for call in (lambda: engine.verify_update(receipt), lambda: engine.begin_update(1)):
+        with pytest.raises(StateError, match="tag weights is paused"):
+            call()
+    engine.wake_up()
+    with pytest.raises(WeightUpdateError, match=NOT_OPEN):
+        engine.commit_update(1)
+    with pytest.raises(StateError, match="a sleep ended the update to version 1" if level == 1 else "discarded"):
+        answers(engine)
+
+
+def test_what_was_verified_is_over_once_its_pages_are_written_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answers(engine)
+    engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="device lost"):
+        patch.setattr("rollout.shadow.ShadowPages.copy_all", fail)
+        engine.begin_update(1, shadow=True, names=NORMS)
+    with pytest.raises(WeightUpdateError, match=NOT_OPEN):
+        engine.commit_update(1)
+    assert answers(engine) == before
+
+
+def fail(pages: ShadowPages) -> None:
+    raise OSError("device lost")
+
+
+# ---------------------------------------------------------------- pages of another saver
+
+
+@pytest.mark.alone
+def test_the_pages_are_served_where_the_weights_were(engine: Engine, owner: Owner, device: str) -> None:
+    answers(engine)  # fills the prefix cache by other weights
+    pointers, held, own = addresses(engine), family_bytes(device), weight_bytes(engine)[0]
+    size = owner.saver.report().committed_bytes
+    for version in (1, 2, 3):
+        owner.lend(engine, version, seed=version, digest=owner.fill(version) if version == 2 else None)
+        assert weight_bytes(engine) == (0, size) and owner.saver.leases("params") == 1
+        assert answers(engine) == expected(version) and addresses(engine) == pointers
+        assert family_bytes(device) <= held - own
+        if version == 1:
+            engine.sleep(level=1)
+            engine.wake_up(["kv_cache", "cuda_graph"])
+    engine.wake_up()
+    assert answers(engine) == expected(3), "a wake_up of what is awake changed something"
+
+
+@pytest.mark.parametrize("how", ["level 1", "level 2", "abort"])
+def test_they_go_back_and_own_memory_comes_again(engine: Engine, owner: Owner, how: str) -> None:
+    own = weight_bytes(engine)[0]
+    owner.lend(engine, 1, seed=1)
+    with pytest.raises(LeaseError, match="params"):
+        owner.saver.pause()
+    if how == "abort":
+        engine.abort_update("another engine failed")
+    else:
+        engine.sleep(int(how[-1]))
+    assert weight_bytes(engine) == (0, 0) and engine.report().backup_bytes == 0
+    owner.saver.pause()
+    engine.wake_up()
+    assert weight_bytes(engine) == (own, 0)
+    reason = "another engine failed" if how == "abort" else "a sleep gave the trainer's pages back"
+    with pytest.raises(StateError, match=f"weights undefined: {reason}"):
+        answers(engine)
+    update(engine, 2, seed=2)
+    assert answers(engine) == expected(2)
+
+
+def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner, path: Path) -> None:
+    update(engine, 3, seed=3)
+    before, own = answers(engine), weight_bytes(engine)
+    ticket, layout = owner.ticket(), engine.manifest.layout_hash
+    with pytest.raises(ValueError, match="version 2 is older than the engine's version 3"):
+        engine.adopt_update(2, ticket, layout)
+    with pytest.raises(ValueError, match="laid out as other, these weights as .*layout=engine.manifest"):
+        engine.adopt_update(4, ticket, "other")
+    with attach(engine.saver.share(WEIGHTS)), pytest.raises(LeaseError, match="'weights' by process"):
+        engine.adopt_update(4, ticket, layout)
+    assert answers(engine) == before and weight_bytes(engine) == own and engine.weights_version == 3
+    receipt = write(engine.begin_update(4, shadow=True), seed=1)
+    owner.lend(engine, 4, seed=2)
+    with pytest.raises(WeightUpdateError, match=NOT_OPEN):
+        engine.verify_update(receipt)
+    assert not shadow_bytes(engine)
+    with pytest.raises(StateError, match="cannot begin a weight update"):
+        engine.begin_update(5)
+    with pytest.raises(StateError, match=r"sleep\(tags=\['weights'\]\) gives"):
+        engine.begin_update(5, shadow=True)
+    with pytest.raises(StateError, match="cannot load weights: the weights lie"):
+        engine.load(path)
+    assert answers(engine) == expected(2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_other_tensors_on_the_tag_forbid_both(path: Path, first: bool) -> None:
+    saver = MemorySaver(device="cpu")
+    other = saver.empty((256,), tag=WEIGHTS) if first else None
+    engine = Engine.from_pretrained(path, kv_tokens=512, saver=saver)
+    other = saver.empty((256,), tag=WEIGHTS) if other is None else other
+    committed = engine.report().committed_bytes
+    with pytest.raises(StateError, match="shadow pages need .* place the other tensors on another tag"):
+        engine.begin_update(1, shadow=True)
+    with pytest.raises(StateError, match="borrowed pages need tag weights for the weights alone"):
+        engine.adopt_update(1, Owner(engine).ticket(), engine.manifest.layout_hash)
+    assert engine.report().committed_bytes == committed and answers(engine)
+
+
+def small(owner: Owner) -> Ticket:
+    owner.saver.empty((1,), torch.uint8, tag="small")
+    return owner.saver.share("small")
+
+
+def paused(owner: Owner) -> Ticket:
+    owner.saver.pause()
+    return owner.ticket()
+
+
+FAILURES: dict[str, tuple[type[Exception], Callable[[Owner], Ticket], int | None]] = {
+    "pages of version 1 have digest": (WeightUpdateError, Owner.ticket, 3),
+    "'params' is paused": (LeaseError, paused, None),
+    "the tag needs .* tag 'small' has": (ValueError, small, None),
+    "unknown ticket": (LeaseError, lambda owner: Ticket(**{**vars(owner.ticket()), "token": ""}), None),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("asleep", [False, True])
+def test_after_other_failures_it_is_poisoned_and_holds_nothing(
+    engine: Engine, owner: Owner, what: str, asleep: bool
+) -> None:
+    if what.startswith("the tag needs") and engine.saver.device.type == "cuda":
+        pytest.skip("on a GPU a page is as large as these weights")
+    kind, ticket, claimed = FAILURES[what]
+    if asleep:
+        engine.sleep(tags=[WEIGHTS])
+    owner.fill(1)
+    with pytest.raises(kind, match=what):
+        engine.adopt_update(1, ticket(owner), engine.manifest.layout_hash, claimed)
+    assert weight_bytes(engine) == (0, 0) and owner.saver.leases("params") == 0
+    engine.wake_up()
+    with pytest.raises(StateError, match=f"version 1 could not be adopted: {kind.__name__}"):
+        answers(engine)
+    update(engine, 1, seed=2)
+    assert answers(engine) == expected(2)
+
+
+# ---------------------------------------------------------------- weights that come as messages
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_messages_do_what_mapped_pages_do(shadow: bool, engine: Engine) -> None:
+    before, receipts = answers(engine), []
+    for version in (1, 2):  # what a writer of mapped pages would say
+        receipts.append(write(engine.begin_update(version, shadow=True), seed=version))
+        engine.abort_update("only to know the digest")
+    with pytest.raises(WeightUpdateError, match=NOT_OPEN):
+        engine.write_update([], torch.empty(0, dtype=torch.uint8))
+    boxes, data = message(engine.begin_update(1, shadow=shadow), seed=1)
+    half = len(boxes) // 2
+    engine.write_update(boxes[:half], data)
+    if shadow:
+        assert answers(engine) == before
+    engine.write_update(boxes[half:], data)
+    engine.verify_update(receipts[0])
+    with pytest.raises(WeightUpdateError, match="is verified already; commit or abort it"):
+        engine.write_update(boxes, torch.zeros_like(data))
+    engine.commit_update(1)
+    assert answers(engine) == expected(1)
+    boxes, data = message(engine.begin_update(2, shadow=shadow), seed=2)
+    engine.write_update(boxes[:-1], data)
+    with pytest.raises(WeightUpdateError, match="failed verification"):  # one was lost
+        engine.verify_update(receipts[1])
+    engine.sleep(2)
+    with pytest.raises(StateError, match="tag weights is paused"):
+        engine.write_update(boxes, data)
+
+
+BOX = PackedBox(at=0, offset=64, shape=(2, 3), strides=(8, 1), itemsize=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"at": 44}, "bytes 44 to 68 are outside the 64 sent"),
+        ({"offset": 60}, "bytes 60 to 104 are outside the weights, 64 to 128"),
+        ({"offset": 88}, "bytes 88 to 132 are outside the weights, 64 to 128"),
+        ({"strides": (1 << 40, 1)}, "are outside the weights"),
+    ],
+)
+def test_a_box_outside_is_refused_before_any_is_written(changes: dict[str, Any], match: str, device: str) -> None:
+    pages = torch.zeros(64, dtype=torch.uint8, device=device)
+    data = torch.ones(64, dtype=torch.uint8)
+    with pytest.raises(WeightUpdateError, match=match):
+        write_boxes(pages, [BOX, replace(BOX, **changes)], data, base=64)
+    assert not pages.any()
+    write_boxes(pages, [BOX], data, base=64)
+    rows = pages.view(torch.int32).view(2, 8)
+    assert (rows[:, :3] == 0x01010101).all() and not rows[:, 3:].any()
+
+
+@pytest.mark.parametrize(
+    "data", [torch.zeros(8), torch.zeros(128, dtype=torch.uint8)[::2], torch.zeros(8, 8, dtype=torch.uint8)]
+)
+def test_a_message_of_another_kind_is_refused(data: torch.Tensor) -> None:
+    with pytest.raises(WeightUpdateError, match="uint8 on the CPU, in one piece"):
+        write_boxes(torch.zeros(64, dtype=torch.uint8), [], data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"itemsize": 8}, "1, 2 or 4 bytes"),
+        ({"strides": (1,)}, "as many strides"),
+        ({"shape": (2, -3)}, "no negative"),
+        ({"at": -4}, "no negative"),
+        ({"offset": 66}, "multiples of the 4 bytes"),
+    ],
+)
+def test_boxes_that_cannot_be(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        replace(BOX, **changes)
