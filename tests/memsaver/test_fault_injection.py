@@ -24,7 +24,7 @@ class World:
     def __init__(self, device: str) -> None:
         self.device = device
         self.saver, self.receiver = MemorySaver(device), MemorySaver(device)
-        self.theirs = self.receiver.empty(7 << 20, torch.uint8, tag="theirs")
+        self.theirs = self.receiver.empty(8 << 20, torch.uint8, tag="theirs")
         self.receiver.pause()
         self.kept = self.saver.empty(50_000, torch.uint8, tag="kept", content="host").fill_(7)
         self.loose = [self.saver.empty(3 << 20, torch.uint8, tag="loose").fill_(value) for value in (1, 2)]
@@ -48,7 +48,16 @@ class World:
     def state(self) -> tuple[Any, ...]:
         report = self.saver.report()
         tags = [(name, tag.state, tag.committed_bytes, tag.backup_bytes) for name, tag in report.tags.items()]
-        return (*tags, self.saver.is_paused("loose") or [int(piece[0]) for piece in self.loose])
+        return (*tags, self.saver.is_paused("loose") or [int(piece[at]) for piece in self.loose for at in (0, -1)])
+
+    def settle(self) -> None:
+        """All of the saver's is active, and nothing of the receiver's, which nobody leases any longer."""
+        if self.saver.report().tags["loose"].borrowed_bytes:
+            self.saver.pause(content="discard")
+        self.receiver.pause()
+        self.saver.resume()
+        self.kept.fill_(7)
+        self.check()
 
 
 def attach_and_close(world: World) -> None:
@@ -63,6 +72,29 @@ def attach_and_close(world: World) -> None:
 
 def grow(world: World) -> None:
     world.loose.append(world.saver.empty(5 << 20, torch.uint8, tag="loose"))
+
+
+def two_tags(world: World) -> None:
+    """Of one size, in one piece and in two."""
+    for tag in ("one", "two"):
+        piece = world.saver.empty(6 << 20, torch.uint8, tag=tag, elastic=tag == "two")
+        world.loose.append(piece.fill_(len(world.loose)))
+
+
+def can_borrow(world: World) -> None:
+    world.saver.pause("loose")
+    world.receiver.resume()
+    world.theirs.fill_(5)
+
+
+def borrow(world: World) -> None:
+    world.saver.borrow("loose", world.receiver.share("theirs", writable=True))
+    assert [int(piece[-1]) for piece in world.loose] == [5] * len(world.loose)
+
+
+def borrowed(world: World) -> None:
+    can_borrow(world)
+    borrow(world)
 
 
 def new_tag(world: World) -> None:
@@ -105,6 +137,11 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
     "pause, kept": (nothing, pause_keep),
     "resume": (lambda world: world.saver.pause(), lambda world: world.saver.resume()),
     "resume from the pool": (pause_keep, lambda world: world.saver.resume()),
+    "exchange": (two_tags, lambda world: world.saver.exchange("one", "two")),
+    "borrow": (can_borrow, borrow),
+    "borrow, at the receiver": (can_borrow, borrow),
+    "borrow, at the peer": (can_borrow, borrow),
+    "pause, borrowed": (borrowed, lambda world: world.saver.pause(content="discard")),
     "trim": (pause_keep, lambda world: world.saver.trim()),
     "attach": (nothing, attach_and_close),
     "attach, at the peer": (nothing, attach_and_close),
@@ -133,13 +170,11 @@ def test_one_call_after_the_other(name: str, device: str, fds: int) -> None:
             if name.split(",")[0] not in ("attach", "trim", "hand over"):
                 assert world.state()[: len(state)] == state or "new" in world.saver.tags
         world.check()
-        world.receiver.pause()
-        world.saver.resume()
-        world.check()
+        world.settle()
+        before(world)
         operation(world)
         world.check()
-        world.saver.resume()
-        world.check()
+        world.settle()
         world.receiver.close()
         world.saver.close()
         del world
