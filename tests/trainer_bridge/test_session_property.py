@@ -1,4 +1,4 @@
-"""Syncs in a row over drawn layouts of trainer and rollout: what lies in the pages, who serves what when one fails."""
+"""Syncs in a row over drawn layouts: what lies in the pages, what crossed links, who serves what when one fails."""
 
 from __future__ import annotations
 
@@ -148,8 +148,12 @@ class World:
             for engine in self.engines:
                 if self.loses(engine, step, step.fault):
                     engine.version = None
+        for trainer in self.trainers:
+            for shard in trainer.shards:
+                assert torch.equal(trainer.rank.sources[shard.name], values.base[shard.name][box_of(shard)])
         for engine in self.engines:
             assert engine.target.store.version == engine.version
+            assert engine.version is not None or "cosmic ray" in engine.target.store.undefined_reason
             engine.target.check_bytes()
             if engine.version is not None:
                 for piece in engine.target.store.manifest.slices:
@@ -175,10 +179,7 @@ class World:
         sync = self.trainers[0].rank.sync
         assert sync is not None
         names = set(step.some or self.layout.shapes)
-        link = 0
-        for rank, place in enumerate(self.layout.places):
-            copies = [copy for copy in sync.plan.copies(rank) if copy.name in names]
-            link += sum(copy.nbytes for copy in copies if sync.plan.targets[copy.target].place != place)
+        link = sum(self.far(engine, piece) for engine in self.engines for piece in self.pieces(engine, names))
         digests = tuple(self.digest(engine, step, names) for engine in self.engines)
         nbytes = sum(sum(self.nbytes(engine, names)) for engine in self.engines)
         for result in results:
@@ -187,6 +188,15 @@ class World:
             assert result.digests == digests
         if step.some is None:
             assert (nbytes, link) == (sum(sync.plan.nbytes), sum(sync.plan.link_bytes.values()))
+
+    def far(self, engine: Engine, piece: ParamSlice) -> int:
+        """Bytes of a slice that no rank on its device holds: the least that has to come over links."""
+        name = self.layout.stored[piece.name]
+        held = torch.zeros(self.layout.shapes[name], dtype=torch.bool)
+        for shard in self.layout.shards:
+            if shard.name == name and self.layout.places[shard.rank] == engine.target.place:
+                held[box_of(shard)] = True
+        return int((~held[box_of(piece)]).sum()) * engine.target.read(piece).element_size()
 
     def nbytes(self, engine: Engine, names: set[str]) -> list[int]:
         return [engine.target.read(piece).nbytes for piece in self.pieces(engine, names)]
