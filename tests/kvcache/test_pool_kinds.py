@@ -1,20 +1,25 @@
-"""What only some pools do: fp8 scales, FP4 rows, latent rows, labels."""
+"""What only some pools do: fp8 scales, FP4 rows, latent rows, labels, layers that differ."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kvcache import (
     DoubleSparseTokenToKVPool,
+    HostCopy,
+    HybridLinearKVPool,
+    KVCacheConfig,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
+    SWAKVPool,
 )
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import quant
-from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE
-from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, new_saver, rows_for, stored, write
+from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, new_saver, rows_for, stored
 
 # ---------------------------------------------------------------- fp8 and FP4
 
@@ -56,25 +61,24 @@ def test_fp8_rows_are_taken_as_scaled() -> None:
         pool.set_kv_buffer(0, at(4), k, k[..., :16].float())
 
 
-def test_scales_are_checked_and_travel_with_copies() -> None:
-    pool = MHATokenToKVPool(mha(FP8))
+def test_scales_are_checked_stay_at_one_address_and_travel_with_copies() -> None:
+    saver = new_saver()
+    pool = MHATokenToKVPool(mha(FP8), saver)
+    seen = pool.device_scales(1)
     for wrong in ((1.0,), (1.0, 0.0), (1.0, -1.0), (torch.inf, 1.0), (1.0, 1e-45), (torch.nan, 1.0)):
         with pytest.raises(ValueError, match="of layer 1 must be one finite number > 0 for each of k, v"):
             pool.set_scales(1, *wrong)
     assert pool.scales(1) == (1.0, 1.0)
     copy = pool.get_cpu_copy(at(4))
-    pool.set_scales(1, 2.0, 1.0)
+    pool.set_scales(1, 2.0, 3.0)
     with pytest.raises(ValueError, match="the host copy is of"):
         pool.load_cpu_copy(copy, at(4))
-    with pytest.raises(ValueError, match="no layer scales"):
-        MHATokenToKVPool(mha()).set_scales(0, 1.0, 1.0)
-
-
-def test_device_scales_stay_at_one_address() -> None:
-    pool = MHATokenToKVPool(mha(FP8))
-    seen = pool.device_scales(1)
-    pool.set_scales(1, 0.1, 3.0)
-    assert seen is not None and tuple(seen.tolist()) == pool.scales(1)
+    saver.pause("kv_cache")
+    assert pool.scales(1) == (2.0, 3.0)
+    saver.resume("kv_cache")
+    pool.on_resume()
+    assert seen is not None and tuple(seen.tolist()) == pool.scales(1) == (2.0, 3.0)
+    saver.close()
     latent = MLATokenToKVPool(mla(FP8))
     latent.set_scales(0, 0.25)
     assert latent.scales(0) == (0.25,)
@@ -82,21 +86,8 @@ def test_device_scales_stay_at_one_address() -> None:
     assert MHATokenToKVPool(mha()).device_scales(1) is None
     with pytest.raises(ValueError, match="layer 2 is not in this pool"):
         pool.device_scales(2)
-
-
-def test_fp8_scales_survive_a_pause() -> None:
-    saver = new_saver()
-    pool = MHATokenToKVPool(mha(FP8), saver)
-    pool.set_scales(0, 2.0, 3.0)
-    saver.pause("kv_cache")
-    assert pool.scales(0) == (2.0, 3.0)
-    saver.resume("kv_cache")
-    pool.on_resume()
-    write(pool, at(4))
-    for nth, (scale, rows) in enumerate(zip((2.0, 3.0), rows_for(pool, 1), strict=True)):
-        wanted = quant.quantise_fp8(rows, 1 / torch.tensor(scale), FP8).float() * scale
-        assert torch.equal(pool.get_rows(0, at(4))[nth], wanted.bfloat16())
-    saver.close()
+    with pytest.raises(ValueError, match="no layer scales"):
+        MHATokenToKVPool(mha()).set_scales(0, 1.0, 1.0)
 
 
 def test_fp4_reads_what_the_definition_says() -> None:
@@ -115,18 +106,17 @@ def test_fp4_reads_what_the_definition_says() -> None:
 
 
 def test_pools_refuse_what_they_can_not_store() -> None:
-    with pytest.raises(ValueError, match="FP4 has pools of its own"):
-        MHATokenToKVPool(mha(FP4_DTYPE))
-    with pytest.raises(ValueError, match="MLATokenToKVPoolFP4 can't store torch.bfloat16"):
-        MLATokenToKVPoolFP4(mla())
-    with pytest.raises(ValueError, match="a multiple of 16 elements, 'k' has 24"):
-        mha(FP4_DTYPE, head_dim=24)
-    with pytest.raises(ValueError, match="kv_lora_rank of a multiple of 16, got 40"):
-        mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8)
-    with pytest.raises(ValueError, match="compute_dtype"):
-        mha(FP8, compute_dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match="use one device"):
-        MLATokenToKVPool(mla(device="meta"), MemorySaver(device="cpu"))
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: MHATokenToKVPool(mha(FP4_DTYPE)), "FP4 has pools of its own"),
+        (lambda: MLATokenToKVPoolFP4(mla()), "MLATokenToKVPoolFP4 can't store torch.bfloat16"),
+        (lambda: mha(FP4_DTYPE, head_dim=24), "a multiple of 16 elements, 'k' has 24"),
+        (lambda: mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8), "kv_lora_rank of a multiple of 16, got 40"),
+        (lambda: mha(FP8, compute_dtype=torch.float8_e5m2), "compute_dtype"),
+        (lambda: DoubleSparseTokenToKVPool(mha(), 33), "more than the head's 32 channels"),
+    ]
+    for make, message in refused:
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 # ---------------------------------------------------------------- MLA
@@ -149,9 +139,7 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
     pools[1].set_mla_kv_buffer(1, loc, row[..., :48], row[..., 48:])
     assert all(torch.equal(a, b) for a, b in zip(*map(stored, pools), strict=True))
     k, v = pools[0].get_rows(1, loc)
-    assert k.shape == (3, 1, 64)
-    assert v.shape == (3, 1, 48)
-    assert v.data_ptr() == k.data_ptr()
+    assert (k.shape, v.shape, v.data_ptr()) == ((3, 1, 64), (3, 1, 48), k.data_ptr())
     if dtype == torch.bfloat16:
         assert torch.equal(k, row)
     else:
@@ -161,9 +149,7 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
         assert largest < 4.48 and ((k - row).abs() <= largest / (3 if dtype == FP4_DTYPE else 15)).all()
     if dtype != FP4_DTYPE:
         whole, value = pools[0].get_kv_buffer(1)
-        assert whole.shape == (SLOTS, 1, 64)
-        assert value.shape == (SLOTS, 1, 48)
-        assert value.data_ptr() == whole.data_ptr()
+        assert (whole.shape, value.shape, value.data_ptr()) == ((SLOTS, 1, 64), (SLOTS, 1, 48), whole.data_ptr())
     with pytest.raises(ValueError, match=r"rope has shape \(3, 1, 48\), needed \(3, 1, 16\)"):
         pools[0].set_mla_kv_buffer(1, loc, row[..., :48], row[..., :48])
 
@@ -186,5 +172,102 @@ def test_labels_beside_keys_and_values() -> None:
             pool.set_label_buffer(1, at(4, 9), wrong)
     with pytest.raises(ValueError, match="layer 2"):
         pool.get_label_buffer(2)
-    with pytest.raises(ValueError, match="more than the head's 32 channels"):
-        DoubleSparseTokenToKVPool(mha(), 33)
+
+
+# ---------------------------------------------------------------- full and window side, full and linear layers
+
+
+def config(layers: int, size: int, dtype: torch.dtype = torch.float32) -> KVCacheConfig:
+    return mha(dtype, layers, size, num_kv_heads=1, head_dim=16)
+
+
+def rows(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=DEVICE).view(-1, 1, 1).expand(-1, 1, 16)
+
+
+def swa() -> SWAKVPool:
+    pool = SWAKVPool(config(2, 32), config(3, 8), [1, 3], [0, 2, 4])
+    for part in stored(pool):
+        part.fill_(255)  # NaN
+    pool.on_resume()
+    return pool
+
+
+def test_layers_lead_to_their_pool() -> None:
+    pool = swa()
+    assert [pool.route(layer) for layer in range(5)] == [
+        (pool.window_pool, 0),
+        (pool.full_pool, 0),
+        (pool.window_pool, 1),
+        (pool.full_pool, 1),
+        (pool.window_pool, 2),
+    ]
+    assert [len(pool.get_kv_buffer(layer)[0]) for layer in range(5)] == [12, 36, 12, 36, 12]
+    assert (pool.size, pool.bytes_per_token) == (32, 5 * 128)
+    assert pool.nbytes == (36 * 2 + 12 * 3) * 128
+
+
+def test_writes_to_the_window_go_through_the_mapping() -> None:
+    pool = swa()
+    with pytest.raises(ValueError, match="register_mapping"):
+        pool.set_kv_buffer(0, at(4), rows(1), rows(1))
+    pool.set_kv_buffer(1, at(4), rows(1), rows(1))  # the full side needs none
+    mapping = torch.zeros(36, dtype=torch.int64, device=DEVICE)
+    pool.register_mapping(mapping)
+    mapping[20:23] = at(9, 4, 11)  # changed in place, as the allocator does
+    pool.set_kv_buffer(2, at(22, 21, 30), rows(1, 2, 3), rows(-1, -2, -3))
+    k, v = pool.get_kv_buffer(2)
+    assert k[at(11, 4), 0, 0].tolist() == [1, 2]
+    assert v[at(11, 4), 0, 0].tolist() == [-1, -2]
+    assert k[0, 0, 0] == 3  # unmapped: the padding page
+    assert k[9].isnan().all()
+    assert pool.get_rows(2, at(21))[0][0, 0, 0] == 2
+    assert pool.get_kv_buffer(0)[0][4].isnan().all()  # other layers untouched
+    assert pool.get_kv_buffer(3)[0][PS:].isnan().all()
+    pool.set_kv_buffer(3, at(22), rows(7), rows(8))
+    assert pool.get_kv_buffer(3)[0][22, 0, 0] == 7
+    pool.on_resume()
+    assert k[0, 0, 0] == 0
+
+
+def test_a_host_copy_of_other_pools_is_refused_by_both_sides() -> None:
+    pool = swa()
+    pool.register_mapping(torch.zeros(36, dtype=torch.int64, device=DEVICE))
+    copy = pool.get_cpu_copy(at(21, 22))
+    before = [part.clone() for part in stored(pool)]
+    half = HostCopy((copy.format[0], ("of another pool",)), copy.tensors)  # the full side would fit
+    for wrong in (half, pool.full_pool.get_cpu_copy(at(25, 26))):
+        with pytest.raises(ValueError, match="the host copy is of"):
+            pool.load_cpu_copy(wrong, at(25, 26))
+    assert all(torch.equal(a, b) for a, b in zip(stored(pool), before, strict=True))
+
+
+def test_wrong_sides_and_mappings() -> None:
+    full, window = config(1, 32), config(1, 8)
+    with pytest.raises(ValueError, match="the full pool is for 1 layers, got the layer ids"):
+        SWAKVPool(full, window, [0, 1], [2])
+    with pytest.raises(ValueError, match="layers \\[0\\] are named as full and as window"):
+        SWAKVPool(full, window, [0], [0])
+    with pytest.raises(ValueError, match="larger than the full pool"):
+        SWAKVPool(window, full, [0], [1])
+    pool = swa()
+    for wrong in (torch.zeros(36), torch.zeros(35, dtype=torch.int64), torch.zeros(6, 6, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="full_to_swa_index_mapping"):
+            pool.register_mapping(wrong.to(DEVICE))
+    with pytest.raises(ValueError, match="layer 5 is not in this pool; it holds layers 0, 1, 2, 3, 4"):
+        pool.get_kv_buffer(5)
+
+
+def test_only_full_layers_of_a_hybrid_keep_keys() -> None:
+    pool = HybridLinearKVPool(config(2, 8, FP4_DTYPE), [3, 7], pool_class=MHATokenToKVPoolFP4)
+    pool.set_kv_buffer(7, at(5), rows(6), rows(-3))
+    k, v = pool.get_rows(7, at(5))
+    assert (k == 6).all()
+    assert (v == -3).all()
+    assert pool.route(7) == (pool.full_pool, 1)
+    assert pool.nbytes == 12 * pool.bytes_per_token == 12 * 2 * 2 * 9
+    for layer in (0, 4, -1):
+        with pytest.raises(ValueError, match=rf"layer {layer} keeps no keys and values .* layers 3, 7 do"):
+            pool.set_kv_buffer(layer, at(5), rows(6), rows(-3))
+    with pytest.raises(ValueError, match="the full pool is for 2 layers"):
+        HybridLinearKVPool(config(2, 8), [3, 3])

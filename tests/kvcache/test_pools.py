@@ -9,7 +9,7 @@ import torch
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
-from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, new_saver, rows_for, stored, write
+from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, mha, new_saver, rows_for, stored, write
 
 
 @pytest.fixture(params=list(POOLS))
@@ -24,7 +24,7 @@ def saver() -> Iterator[MemorySaver]:
     saver.close()
 
 
-def test_bytes_are_exact_on_the_tag(name: str, saver: MemorySaver) -> None:
+def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: MemorySaver) -> None:
     pool, per_token = make(name, saver), POOLS[name][1]
     assert pool.bytes_per_token == per_token
     expected = per_token * SLOTS if name != "swa" else per_token // 2 * (SLOTS + 16 + PS)
@@ -36,12 +36,6 @@ def test_bytes_are_exact_on_the_tag(name: str, saver: MemorySaver) -> None:
     assert report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"  # in whole extents there
     for part in stored(pool):
         assert 0 <= saver.offset_of(part) < report.committed_bytes
-
-
-def test_parts_do_not_overlap(name: str) -> None:
-    """Bytes are exact, so that there are no gaps either."""
-    pool = make(name)
-    for part in stored(pool):
         part.zero_()
     for part in stored(pool):
         part.add_(1)
@@ -66,9 +60,11 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype
         old[1, loc] = rows.to(DEVICE)
         assert torch.equal(part, old)
         assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "what was given is modified"
-    views = pool.get_kv_buffer(1)
-    assert [view.dtype for view in views] == [dtype] * 2
-    assert all(torch.equal(view.view(torch.uint8), old[1]) for view, old in zip(views, before, strict=True))
+    for view, old in zip(pool.get_kv_buffer(1), before, strict=True):
+        assert view.dtype == dtype and torch.equal(view.view(torch.uint8), old[1])
+        assert view.stride()[1:] == view[0].contiguous().stride()  # kernels take the stride between slots
+    other = make_pool(size=8, page_size=2, **fields | {"slot_major": not slot_major})
+    assert pool.get_cpu_copy(at(2)).format == other.get_cpu_copy(at(2)).format
 
 
 def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
@@ -135,14 +131,14 @@ def test_mistakes_write_nothing(name: str) -> None:
     k, v = rows_for(pool, 2)
     loc = at(4, 5)
     for layer in (-1, 2):
-        for call in (
-            lambda layer=layer: pool.set_kv_buffer(layer, loc, k, v),
-            lambda layer=layer: pool.get_kv_buffer(layer),
-            lambda layer=layer: pool.get_rows(layer, loc),
-            lambda layer=layer: pool.scales(layer),
+        for call, arguments in (
+            (pool.set_kv_buffer, (loc, k, v)),
+            (pool.get_kv_buffer, ()),
+            (pool.get_rows, (loc,)),
+            (pool.scales, ()),
         ):
             with pytest.raises(ValueError, match=f"layer {layer} "):
-                call()
+                call(layer, *arguments)
     for bad, message in (
         ((k.double(), v.double()), "k is torch.float64, the pool stores"),
         ((k, v.double()), "v is torch.float64"),
@@ -154,14 +150,14 @@ def test_mistakes_write_nothing(name: str) -> None:
         with pytest.raises(ValueError, match=message):
             pool.set_kv_buffer(0, loc, *bad)
     for wrong in (loc.int(), loc.view(1, 2), loc.to("meta")):
-        for call in (
-            lambda wrong=wrong: pool.set_kv_buffer(0, wrong, k, v),
-            lambda wrong=wrong: pool.get_rows(0, wrong),
-            lambda wrong=wrong: pool.move_kv_cache(wrong, wrong),
-            lambda wrong=wrong: pool.get_cpu_copy(wrong),
+        for call, arguments in (
+            (pool.set_kv_buffer, (0, wrong, k, v)),
+            (pool.get_rows, (0, wrong)),
+            (pool.move_kv_cache, (wrong, wrong)),
+            (pool.get_cpu_copy, (wrong,)),
         ):
             with pytest.raises(ValueError, match="int64|must be on the pool's"):
-                call()
+                call(*arguments)
     with pytest.raises(ValueError, match="pair them"):
         pool.move_kv_cache(loc, loc[:1])
     with pytest.raises(ValueError, match="pair them"):
@@ -205,3 +201,53 @@ def test_sequences_come_go_and_go_on_through_pauses(saver: MemorySaver) -> None:
     assert blocks.append(a, 100)
     assert blocks.append(b, 200)
     assert [blocks.values(each) for each in (a, b, c)] == [[*range(20), 100], [*range(20), 200], [*range(33)]]
+
+
+# ---------------------------------------------------------------- slots one after the other, whose end can move
+
+
+def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
+    big = 64 * 1024
+    pool = MHATokenToKVPool(mha(torch.bfloat16, size=big, slot_major=True), saver)
+    granularity = saver.backend.granularity
+    full = pool.nbytes
+    write(pool, at(4, 900))
+    before, address = pool.get_rows(1, at(4, 900)), pool.get_kv_buffer(0)[0].data_ptr()
+    assert pool.resize(1024) == pool.size
+    assert 1024 <= pool.size <= 1024 + granularity // pool.bytes_per_token or DEVICE == "cuda"
+    assert pool.nbytes <= saver.report().tags["kv_cache"].committed_bytes <= pool.nbytes + granularity + 4096
+    small = pool.size
+    assert pool.resize(big) == pool.size == big
+    assert pool.nbytes == full
+    assert pool.get_kv_buffer(0)[0].data_ptr() == address
+    assert all(torch.equal(a, b) for a, b in zip(before, pool.get_rows(1, at(4, 900)), strict=True))
+    write(pool, at(big))
+    for wrong in (big + PS, 0, -PS):
+        with pytest.raises(ValueError, match="can't resize"):
+            pool.resize(wrong)
+    assert pool.size == big
+    pool.resize(1024)
+    saver.pause("kv_cache")
+    saver.resume("kv_cache")
+    pool.on_resume()
+    assert pool.size in (small, big)
+    assert not pool.get_kv_buffer(0)[0][:PS].any()
+    with pytest.raises(ValueError, match="slot_major=True"):
+        MHATokenToKVPool(mha(), saver, "other").resize(16)
+
+
+def test_a_resume_with_less_tells_the_size() -> None:
+    if DEVICE == "cuda":
+        pytest.skip("the limit is in whole extents there")
+    saver = MemorySaver(device="cpu", limit_bytes=32 << 20)
+    pool = MHATokenToKVPool(mha(torch.bfloat16, size=64 * 1024, slot_major=True), saver)  # 24 MiB
+    saver.pause("kv_cache")
+    other = saver.empty((20 << 20,), torch.uint8, tag="other")
+    saver.resume("kv_cache", at_least=1 << 20)
+    pool.on_resume()
+    assert 0 < pool.size <= (12 << 20) // pool.bytes_per_token
+    assert pool.size % PS == 0
+    assert pool.nbytes <= saver.report().tags["kv_cache"].committed_bytes <= 12 << 20
+    write(pool, at(4, pool.size))
+    del other
+    saver.close()
