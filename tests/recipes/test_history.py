@@ -19,30 +19,20 @@ EVENTS = {
 }
 
 
-def test_the_same_tag_of_two_processes_adds_up() -> None:
+def test_levels_add_up_by_tag_or_by_process() -> None:
     found = levels(EVENTS, 0.0, 5.0)
     assert found.times == [0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-    assert found.held == {
-        "weights": [0, 0, 0, 5, 5, 5, 5],
-        "params": [0, 10, 30, 30, 20, 20, 20],
-        "extra": [0, 0, 0, 0, 0, 1, 1],
-    }
+    weights, params, extra = [0, 0, 0, 5, 5, 5, 5], [0, 10, 30, 30, 20, 20, 20], [0, 0, 0, 0, 0, 1, 1]
+    assert found.held == {"weights": weights, "params": params, "extra": extra}
     assert found.kept == [0, 0, 0, 0, 10, 10, 10]
-
-
-def test_a_later_window_begins_with_what_is_held_then() -> None:
-    found = levels(EVENTS, 3.5, 4.5)
-    assert found.times == [3.5, 4.0, 4.5]
-    assert found.held == {"weights": [5, 5, 5], "params": [20, 20, 20], "extra": [0, 1, 1]}
-    assert found.kept == [10, 10, 10]
-
-
-def test_bytes_by_process() -> None:
     assert levels(EVENTS, 0.0, 5.0, by_process).held == {
         "rollout": [0, 0, 0, 5, 5, 6, 6],
         "trainer 0": [0, 10, 10, 10, 0, 0, 0],
         "trainer 1": [0, 0, 20, 20, 20, 20, 20],
     }
+    later = levels(EVENTS, 3.5, 4.5)  # begins with what is held then
+    assert later.times == [3.5, 4.0, 4.5] and later.kept == [10, 10, 10]
+    assert later.held == {"weights": [5, 5, 5], "params": [20, 20, 20], "extra": [0, 1, 1]}
 
 
 def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:

@@ -9,46 +9,28 @@ import pytest
 from rich.console import Console
 
 from recipes.live import LiveView, LogView, Pace, describe, sparkline
+from tests.helpers.recipes.folders import eval_row, train_row
 
-ROW = {
-    "kind": "train",
-    "step": 3,
-    "reward": 0.25,
-    "exact_match": 0.125,
-    "gap_mean": 1.5e-6,
-    "gap_max": 2e-5,
-    "response_length": 2.5,
-    "tokens_per_second": 812.0,
-    "step_seconds": 1.25,
-}
-EVAL = {"kind": "eval", "step": 2, "exact_match": 0.5, "problems": 26}
+ROW = train_row(3)
 
 
-def test_sparkline_rises_with_its_values() -> None:
+def test_sparkline_rises_with_its_values_and_stays_in_range() -> None:
     line = sparkline([0.0, 0.25, 0.5, 0.75, 1.0])
-    assert list(line) == sorted(line)
-    assert (line[0], line[-1]) == ("▁", "█")
-    assert sparkline([]) == ""
-    assert len(sparkline([0.5] * 100, width=10)) == 10
-
-
-def test_sparkline_keeps_rewards_outside_zero_and_one_in_range() -> None:
+    assert list(line) == sorted(line) and (line[0], line[-1]) == ("▁", "█")
+    assert sparkline([]) == "" and len(sparkline([0.5] * 100, width=10)) == 10
     assert sparkline([-3.0, 5.0]) == "▁█"
 
 
-def test_a_step_is_one_line() -> None:
+def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     line = describe(ROW)
-    for word in ("reward 0.250", "exact 0.125", "1.5e-06", "2.0e-05", "812 tok/s"):
+    for word in ("reward 0.300", "exact 0.150", "1.0e-06", "1.0e-05", "400 tok/s"):
         assert word in line
     assert "\n" not in line
-
-
-def test_an_evaluation_names_what_stands_beside_the_task() -> None:
-    row = {**EVAL, "exact_match_2_digits": 0.125, "exact_match_3_digits": 0.0}
-    expected = "held-out exact match 0.500 of 26, 2 digits 0.125, 3 digits 0.000 after 2 updates"
-    assert describe(row) == expected
+    evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
+    expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"
+    assert describe(evaluated) == expected
 
 
 def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,12 +38,12 @@ def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     view.stage("generate_sequences")
     view.memory({"weights": (1, 2)})
     view.row(ROW)
-    view.row(EVAL)
+    view.row(eval_row(2, 0.5))
     view.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("step 3/9: reward 0.250") and lines[0].endswith("812 tok/s | 1.2 s | ETA 0:00:08")
-    assert "held-out exact match 0.500 of 26 after 2 updates" in lines[1]
+    assert lines[0].startswith("step 3/9: reward 0.300") and lines[0].endswith("400 tok/s | 1.0 s | ETA 0:00:06")
+    assert "held-out exact match 0.500 of 16 after 2 updates" in lines[1]
 
 
 def test_the_time_left_follows_the_last_ten_steps() -> None:
@@ -97,7 +79,7 @@ def test_the_panel_shows_step_stage_reward_gap_and_memory() -> None:
     view = LiveView("tiny", 9, Console(file=out, force_terminal=True, width=110, color_system=None))
     try:
         view.stage("update_actor")
-        view.row(EVAL)
+        view.row(eval_row(2, 0.5))
         view.row(ROW)
         view.memory({"weights": (3 * 2**20, 0), "params": (0, 5 * 2**20)})
         console = Console(file=io.StringIO(), width=110)
@@ -105,17 +87,6 @@ def test_the_panel_shows_step_stage_reward_gap_and_memory() -> None:
         text = console.file.getvalue()
     finally:
         view.close()
-    for word in (
-        "3/9",
-        "update_actor",
-        "0.250",
-        "1.5e-06",
-        "weights",
-        "3.0 MiB",
-        "params",
-        "paused",
-        "5.0 MiB",
-        "0.500",
-        "ETA 0:00:08",
-    ):
+    shown = ("3/9", "update_actor", "0.300", "1.0e-06", "0.500", "ETA 0:00:06")
+    for word in (*shown, "weights", "3.0 MiB", "params", "paused", "5.0 MiB"):
         assert word in text

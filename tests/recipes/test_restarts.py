@@ -47,11 +47,8 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
     assert f"restart 1 of 2 from the start: {LOSS}" in out and f"restart 2 of 2 from step 2: {LOSS}" in out
     restarts = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
     assert [(row["restart"], row["after_step"], row["cause"]) for row in restarts] == [(1, 0, LOSS), (2, 2, LOSS)]
-    assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == {
-        "trace.json",
-        "trace-until-step-0-1.json",
-        "trace-until-step-2-1.json",
-    }
+    traces = {"trace.json", "trace-until-step-0-1.json", "trace-until-step-2-1.json"}
+    assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == traces
 
 
 @pytest.mark.parametrize(

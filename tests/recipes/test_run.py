@@ -23,19 +23,10 @@ from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STAGES = [
-    "park_optim",
-    "wake_weights",
-    "sync_weights",
-    "park_params",
-    "wake_kv_cache",
-    "generate_sequences",
-    "sleep",
-    "restore_params",
-    "compute_log_prob",
-    "compute_reward",
-    "restore_optim",
-    "compute_advantages",
-    "update_actor",
+    *("park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache", "generate_sequences"),
+    *("sleep"),
+    *("restore_params", "compute_log_prob", "compute_reward"),
+    *("restore_optim", "compute_advantages", "update_actor"),
 ]
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
 # Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few dozen roundings

@@ -11,30 +11,13 @@ from recipes.run import continue_run
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO, MakeRun, rows, same_rows, trace
 
 STAGES = [
-    "park_optim",
-    "park_critic",
-    "park_critic_optim",
-    "wake_weights",
-    "sync_weights",
-    "park_params",
-    "wake_kv_cache",
-    "generate_sequences",
-    "sleep",
-    "restore_reference",
-    "compute_ref_log_prob",
-    "park_reference",
-    "restore_critic",
-    "compute_values",
-    "park_critic",
-    "restore_params",
-    "compute_log_prob",
-    "compute_reward",
-    "restore_optim",
-    "restore_critic",
-    "restore_critic_optim",
-    "compute_advantages",
-    "update_critic",
-    "update_actor",
+    *("park_optim", "park_critic", "park_critic_optim", "wake_weights", "sync_weights", "park_params"),
+    *("wake_kv_cache", "generate_sequences", "sleep"),
+    *("restore_reference", "compute_ref_log_prob", "park_reference"),
+    *("restore_critic", "compute_values", "park_critic"),
+    *("restore_params", "compute_log_prob", "compute_reward"),
+    *("restore_optim", "restore_critic", "restore_critic_optim", "compute_advantages", "update_critic"),
+    *("update_actor"),
 ]
 TRAINED = ("params", "optim", "critic", "critic_optim")
 
