@@ -5,7 +5,7 @@ import torch
 
 from rollout.model.config import RopeConfig
 from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate_and_store, rotate_heads
+from rollout.ops.rotary import rotate, rotate_and_store, rotate_heads
 from tests.helpers.effort import some
 
 SLOTS = 50
@@ -77,8 +77,13 @@ def test_the_rest_of_a_head_stays(device: str) -> None:
 
 
 def test_reference_is_rotation_then_assignment(device: str) -> None:
+    """And `rotate` alone does as much of it."""
     case = Case(CASES[0], torch.bfloat16, device)
     cos, sin = case.tables.at(case.positions, torch.bfloat16)
+    for impl in ("torch", "triton"):
+        q, k_cache, v_cache = case.run(impl)
+        rotated = rotate(case.q, case.k, case.positions, case.tables.cos, case.tables.sin, impl)  # type: ignore[arg-type]
+        assert torch.equal(rotated[0], q) and torch.equal(rotated[1], k_cache[case.slots])
     q, k_cache, v_cache = case.run("torch")
     assert torch.equal(q, apply_rotary(case.q, cos, sin))
     expected_k, expected_v = case.caches

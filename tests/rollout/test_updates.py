@@ -1,4 +1,4 @@
-"""Weights in shadow pages, in pages of another saver, or in messages: what is served when, which pages are held, what is refused.
+"""Weights in shadow pages, pages of another saver, or messages: what is served when, what is held, what is refused.
 
 Walks over all calls are in test_update_states.py; here is what errors say, and what only a device can get wrong.
 """
