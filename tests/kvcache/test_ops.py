@@ -1,11 +1,17 @@
-"""The kernels that write and move rows beside their torch references; without a GPU in Triton's interpreter."""
+"""Kernels beside their torch references, without a GPU in Triton's interpreter, and the references against plain
+arithmetic: writing and moving rows, expanding pages, fp8 and FP4."""
 
+import bisect
 import itertools
+import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
+from kvcache.ops import kv_write, quant
+from kvcache.ops.expand import expand_pages, expand_triton
 from kvcache.ops.kv_write import set_kv_buffer, set_rows
 from kvcache.ops.move import move_rows
 from memsaver.ops.dispatch import use_triton
@@ -13,29 +19,36 @@ from tests.helpers.effort import some
 from tests.helpers.kvcache.blocks import DEVICE
 
 IMPLS: list[Any] = ["torch", "triton"]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+PAIRS = list(itertools.product(FLOATS, FP8))
 POISON = 171
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern is fair: NaN, infinities, subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.to(DEVICE).view(dtype)
 
 
 def inputs(n: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """`[n, heads, dim]` of random bits, as a slice of a wider row (fused qkv), head-first or reversed in its heads."""
-    generator = torch.Generator().manual_seed(n * 1000 + heads * 10 + dim)
-
-    def random_bits(*shape: int) -> torch.Tensor:
-        width = dtype.itemsize
-        raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8, generator=generator)
-        return raw.to(DEVICE).view(dtype)
-
-    if layout == "contiguous":
-        return random_bits(n, heads, dim)
     if layout == "fused":
-        return random_bits(n, 3 * heads * dim)[:, heads * dim : 2 * heads * dim].view(n, heads, dim)
+        return random_bits(n, 3 * heads * dim, dtype=dtype)[:, heads * dim : 2 * heads * dim].view(n, heads, dim)
     if layout == "head-first":
-        return random_bits(heads, n, dim).transpose(0, 1)
-    return random_bits(n, dim, heads).transpose(1, 2)
+        return random_bits(heads, n, dim, dtype=dtype).transpose(0, 1)
+    if layout == "dim-first":
+        return random_bits(n, dim, heads, dtype=dtype).transpose(1, 2)
+    return random_bits(n, heads, dim, dtype=dtype)
 
 
-def poisoned(slots: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((slots, heads, dim * dtype.itemsize), POISON, dtype=torch.uint8, device=DEVICE).view(dtype)
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, POISON, dtype=torch.uint8, device=DEVICE)
 
 
 SHAPES = [  # heads, width of keys and of values, dtype
@@ -59,26 +72,12 @@ def test_kv_write_equals_the_reference(layout: str, shape: tuple[int, int, int, 
     loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[:, 0]  # strided
     assert not loc.is_contiguous()
     for impl in IMPLS:
-        k_buffer, v_buffer = poisoned(slots, heads, k_dim, dtype), poisoned(slots, heads, v_dim, dtype)
-        set_kv_buffer(k, v, k_buffer, v_buffer, loc, impl=impl)
-        for rows, buffer in ((k, k_buffer), (v, v_buffer)):
-            expected = torch.full_like(buffer.view(torch.uint8), POISON)
-            expected[loc] = rows.contiguous().view(torch.uint8)
-            assert torch.equal(buffer.view(torch.uint8), expected)
-
-
-def test_kv_write_past_2_to_the_31_elements() -> None:
-    """The last slot begins above 2^31 elements; only the touched pages of the buffer become real on the CPU."""
-    slots, heads, dim = 2**21 + 2, 8, 128
-    buffer = torch.empty(slots, heads, dim, dtype=torch.uint8, device=DEVICE)
-    assert (slots - 1) * heads * dim > 2**31
-    loc = torch.tensor([slots - 1, 1], device=DEVICE)
-    k = (torch.arange(2 * heads * dim, device=DEVICE) % 251).to(torch.uint8).view(2, heads, dim)
-    v = torch.tensor([5, 6], dtype=torch.uint8, device=DEVICE).view(2, 1, 1).expand(2, heads, 1)
-    narrow = torch.empty(slots, heads, 1, dtype=torch.uint8, device=DEVICE)
-    set_kv_buffer(k, v, buffer, narrow, loc, impl="triton")
-    assert torch.equal(buffer[loc], k)
-    assert torch.equal(narrow[loc], v)
+        buffers = [poisoned(slots, heads, dim * dtype.itemsize) for dim in (k_dim, v_dim)]
+        set_kv_buffer(k, v, *(buffer.view(dtype) for buffer in buffers), loc, impl=impl)
+        for rows, buffer in zip((k, v), buffers, strict=True):
+            expected = poisoned(*buffer.shape)
+            expected[loc] = bits(rows)
+            assert torch.equal(buffer, expected)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -160,3 +159,276 @@ def test_rows_move_past_2_to_the_31_elements() -> None:
     as_one[:, ends] = rows[None, 0, :2]
     move_rows([as_one], ends, ends.flip(0), "triton")  # both are staged
     assert torch.equal(as_one[:, ends.flip(0)], rows[None, 0, :2])
+
+
+# ---------------------------------------------------------------- pages
+
+FAR, MARGIN = -(2**60), 70
+
+
+def batch(
+    lengths: list[tuple[int, int]], page_size: int, first_page: int
+) -> tuple[torch.Tensor, torch.Tensor, int, int, list[int]]:
+    """Arguments of expand_pages for requests (prefix, seq), and by plain arithmetic the ids it must give."""
+    rows, pages, expected = [], [], []
+    next_page = first_page + 40
+    for r, (prefix, seq) in enumerate(lengths):
+        old_page = first_page + r  # the partial page of request r
+        last = old_page * page_size + (prefix - 1) % page_size if prefix else -1
+        rows.append([prefix, seq, last, len(expected), len(pages)])
+        page = old_page
+        for position in range(prefix, seq):
+            if position % page_size == 0:
+                next_page -= 1
+                page = next_page
+                pages.append(page)
+            expected.append(page * page_size + position % page_size)
+    meta = torch.tensor(rows, dtype=torch.int64, device=DEVICE).view(-1, 5).T.contiguous()
+    largest = max((seq - prefix for prefix, seq in lengths), default=0)
+    return meta, torch.tensor(pages, dtype=torch.int64, device=DEVICE), len(expected), largest, expected
+
+
+def hidden(values: torch.Tensor) -> torch.Tensor:
+    """The same values as every third element of a poisoned buffer: not contiguous in any dimension."""
+    buffer = torch.full((*values.shape[:-1], 3 * values.shape[-1] + 2 * MARGIN), FAR, device=DEVICE)
+    rows = torch.full((2 * len(values), buffer.shape[-1]), FAR, device=DEVICE) if values.ndim == 2 else buffer
+    view = (rows[::2] if values.ndim == 2 else rows)[..., MARGIN : MARGIN + 3 * values.shape[-1] : 3]
+    view.copy_(values)
+    return view
+
+
+def random_batch(seed: int) -> tuple[list[tuple[int, int]], int, int]:
+    dice = random.Random(seed)
+    prefixes = [dice.choice([0, 1, 5, dice.randint(0, 40)]) for _ in range(dice.randint(1, 6))]
+    return [(p, p + dice.choice([0, 1, 1, 3, dice.randint(0, 70)])) for p in prefixes], dice.choice([1, 2, 3, 8, 13]), 9
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "first_page"),
+    [
+        ([(0, 5)], 1, 10),
+        ([(4, 5), (7, 8), (3, 4), (16, 17)], 4, 10),  # a decode step
+        ([(3, 3), (0, 0)], 4, 10),
+        ([(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)], 24, 10),  # chunks beside decodes, more than a program's 32
+        *(random_batch(seed) for seed in range(12)),
+        # small tensors, large numbers: each factor and each product that an id is made of passes 2^31 somewhere
+        *(([(2**31 // size * size + size - 1, 2**31 // size * size + 3 * size)], size, 2**33) for size in (1, 3, 16)),
+    ],
+)
+def test_pages_are_expanded_and_nothing_else_is_touched(
+    lengths: list[tuple[int, int]], page_size: int, first_page: int
+) -> None:
+    meta, pages, total, largest, expected = batch(lengths, page_size, first_page)
+    strided_meta, strided_pages = hidden(meta), hidden(pages)
+    for impl in IMPLS:
+        got = expand_pages(strided_meta, strided_pages, page_size, total, largest, impl=impl)
+        assert got.dtype == torch.int64 and got.tolist() == expected
+    if total:
+        out = torch.full((total + 2 * MARGIN,), FAR, device=DEVICE)
+        expand_triton(strided_meta, strided_pages, page_size, largest, out[MARGIN : MARGIN + total])
+        assert out[MARGIN : MARGIN + total].tolist() == expected
+        assert (out[:MARGIN] == FAR).all() and (out[MARGIN + total :] == FAR).all()
+    assert torch.equal(strided_meta, meta) and torch.equal(strided_pages, pages)
+
+
+def nearest(x: float, values: list[float]) -> int:
+    """Index of the value nearest to x among ascending ones, of two equally near the one with the even index."""
+    i = min(max(bisect.bisect_left(values, x), 1), len(values) - 1)
+    below, above = Fraction(x) - Fraction(values[i - 1]), Fraction(values[i]) - Fraction(x)
+    return i - 1 if below < above or (below == above and (i - 1) % 2 == 0) else i
+
+
+# ---------------------------------------------------------------- fp8
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_is_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    positive = sorted({v for v in every.tolist() if 0 <= v < float("inf")})
+    midpoints = [(a + b) / 2 for a, b in itertools.pairwise(positive)]
+    around = [m * factor for m in midpoints for factor in (1 - 2**-20, 1 + 2**-20)]
+    xs = torch.tensor([*positive, *midpoints, *around, 1e30, float("inf"), 2.0**-140])
+    got = quant.quantise_fp8(torch.cat((xs, -xs)), torch.ones(()), dtype).float()
+    expected = torch.tensor([positive[-1] if x > positive[-1] else positive[nearest(x, positive)] for x in xs.tolist()])
+    assert torch.equal(got, torch.cat((expected, -expected)))
+    assert quant.quantise_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(()), dtype).float().tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply")  # numpy, in the interpreter
+@pytest.mark.parametrize(("rows_dtype", "dtype"), some(*zip(FLOATS, FP8 + FP8, strict=False), whole=PAIRS))
+def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """For 16-bit rows: every pattern there is."""
+    if rows_dtype == torch.float32:
+        k = random_bits(16, 2, 512, dtype=rows_dtype)
+        k[:8] = torch.ldexp(torch.randn_like(k[:8]), torch.randint(-20, 18, k[:8].shape, device=DEVICE))
+    else:
+        k = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(rows_dtype).view(32, 2, 1024)
+    v = k.flip(0)[..., ::4]  # narrower, strided
+    loc = torch.randperm(40, device=DEVICE)[: len(k)]
+    scales = torch.tensor([1 / 0.37, 1.0], device=DEVICE)
+    before, results = bits(k).clone(), []
+    for impl in IMPLS:
+        buffers = [poisoned(40, 2, r.shape[2]) for r in (k, v)]
+        kv_write.set_kv_buffer_fp8(k, v, *buffers, loc, scales, dtype, impl)
+        results.append(buffers)
+        rest = torch.ones(40, dtype=torch.bool, device=DEVICE)
+        rest[loc] = False
+        for buffer in buffers:
+            assert (buffer[rest] == POISON).all()
+            assert buffer[loc].view(dtype).float().isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(bits(k), before)
+
+
+def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
+    stored = torch.tensor([[[448.0, -448.0, 0.5, 0.0]]]).to(torch.float8_e4m3fn).view(torch.uint8).to(DEVICE)
+    loc = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    for dtype, large in ((torch.float16, 65504.0), (torch.float32, 448 * 400.0)):
+        got = quant.read_fp8(stored, loc, torch.tensor(400.0, device=DEVICE), torch.float8_e4m3fn, dtype)
+        assert got.dtype == dtype
+        assert got.tolist() == [[[large, -large, 200.0, 0.0]]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply")
+@pytest.mark.parametrize(("dtype", "stored"), PAIRS)
+def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Every code there is, NaN and infinity too, in rows with gaps between slots and heads."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    wide = poisoned(9, 4, 200)
+    buffer = wide[:, 1:3, 8:136]
+    buffer[7] = codes.view(2, 128)
+    buffer[2] = codes.flip(0).view(2, 128)
+    loc = torch.tensor([7, 2, 7], device=DEVICE)
+    for scale in (1.0, 0.37, 3e4, 1e-30):
+        factor = torch.tensor(scale, device=DEVICE)
+        reference, kernel = (quant.read_fp8(buffer, loc, factor, stored, dtype, impl) for impl in IMPLS)
+        assert kernel.dtype == dtype and kernel.shape == (3, 2, 128)
+        # the interpreter converts to bf16 by cutting off: up to one step, 2^-7, where rounding is needed
+        rounding = 2**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" and scale != 1.0 else 0.0
+        torch.testing.assert_close(kernel, reference, rtol=rounding, atol=0.0, equal_nan=True)
+        zero = reference == 0
+        assert torch.equal(kernel[zero].signbit(), reference[zero].signbit())
+
+
+# ---------------------------------------------------------------- FP4
+
+
+def blocks_of(values: list[float], e: int) -> torch.Tensor:
+    """fp32 [n, 16]: each value times 2**e in a block of its own whose largest element is 6 * 2**e."""
+    blocks = torch.zeros(len(values), 16)
+    blocks[:, 3] = 6.0
+    blocks[:, 8] = torch.tensor(values)
+    return torch.ldexp(blocks, torch.tensor(e)).to(DEVICE)
+
+
+@pytest.mark.parametrize("e", [-125, -7, 0, 9, 125])
+def test_every_code_tie_and_neighbour(e: int) -> None:
+    around = [(b, b * (1 - 2**-22), b * (1 + 2**-22)) for b in quant.FP4_BOUNDS]
+    values = [*quant.FP4_VALUES, *itertools.chain(*around)]
+    values += [-value for value in values]
+    codes, scales = quant.quantise_fp4(blocks_of(values, e))
+    got = codes[:, 4] & 15  # element 8 is even: the low nibble
+    expected = [nearest(abs(v), list(quant.FP4_VALUES)) + (8 if v < 0 or str(v) == "-0.0" else 0) for v in values]
+    assert got.tolist() == expected
+    assert (codes[:, 1] >> 4 == 7).all()  # element 3 is odd: the high nibble
+    assert (scales == e + 127).all()
+    ties = {bound: quant.FP4_VALUES[expected[values.index(bound)]] for bound in quant.FP4_BOUNDS}
+    assert ties == {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4}
+    read = quant.dequantise_fp4(codes, scales, torch.float32)[:, 8]
+    assert read.tolist() == [(-1 if c > 7 else 1) * quant.FP4_VALUES[c & 7] * 2.0**e for c in expected]
+
+
+def test_all_256_bytes_read_as_their_two_values() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(32, 8)
+    scales = torch.full((32, 1), 127 + 3, dtype=torch.uint8, device=DEVICE)
+    got = quant.dequantise_fp4(codes, scales, torch.bfloat16).float().flatten().tolist()
+    value = [*quant.FP4_VALUES, *(-v for v in quant.FP4_VALUES)]
+    expected = [8 * value[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4)]
+    assert got == expected
+    zero = torch.zeros_like(scales)
+    assert not quant.dequantise_fp4(codes, zero, torch.float32).any()  # scale byte 0: zeros
+
+
+def test_the_exponent_is_the_least_that_fits() -> None:
+    amax = torch.tensor([1.0, 1.5, 1.5 + 2**-23, 2.0, 6.0, 6.1, 0.75, 2.0**-126, 2.0**-149, 3e38, torch.inf, 2.0**-130])
+    blocks = torch.zeros(len(amax), 16)
+    blocks[:, 5] = -amax
+    _, scales = quant.quantise_fp4(blocks.to(DEVICE))
+    for value, scale in zip(amax.tolist(), scales[:, 0].tolist(), strict=True):
+        e = scale - 127
+        assert -125 <= e <= 125
+        value = min(value, quant.FP4_LIMIT)
+        assert Fraction(value) <= 6 * Fraction(2) ** e
+        assert e == -125 or Fraction(value) > 6 * Fraction(2) ** (e - 1)
+
+
+def test_zeros_nan_and_infinity() -> None:
+    blocks = torch.zeros(4, 16, device=DEVICE)
+    blocks[1, 0] = torch.nan
+    blocks[2, :3] = torch.tensor([torch.inf, -torch.inf, 1.0])
+    blocks[3] = -0.0
+    codes, scales = quant.quantise_fp4(blocks)
+    assert scales[:, 0].tolist() == [0, 0, 252, 0]
+    read = quant.dequantise_fp4(codes, scales, torch.float32)
+    assert read[2, :3].tolist() == [quant.FP4_LIMIT, -quant.FP4_LIMIT, 0]
+    assert not read[[0, 1, 3]].any()
+    assert read[3].signbit().all()
+    assert quant.dequantise_fp4(codes, scales, torch.float16)[2, :3].tolist() == [65504, -65504, 0]
+
+
+@pytest.mark.parametrize("rows_dtype", FLOATS)
+def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
+    rows = torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
+    read = quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float32)
+    blocks, error = rows.float().unflatten(-1, (-1, 16)), (read - rows.float()).unflatten(-1, (-1, 16)).abs()
+    assert (error <= blocks.abs().amax(-1, keepdim=True) / 3).all()  # at most half of the widest gap, 4 to 6, of 3
+    assert error.square().mean().sqrt() < 0.15 * rows.float().std()
+
+
+@pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, whole=[torch.float16]))
+def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
+    heads, k_dim, v_dim, slots = 2, 528, 32, 30  # a row wider than one program's blocks
+    k = random_bits(12, heads, k_dim, dtype=dtype, seed=3)
+    k[:6] = torch.randn(6, heads, k_dim, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
+    k[6, 0, :16] = 0
+    k[7, :, ::2] = -0.0
+    ties = torch.tensor([*quant.FP4_BOUNDS, *quant.FP4_VALUES, 6.0], dtype=dtype, device=DEVICE)
+    k[8] = ties.repeat(k_dim // 16)
+    k[9] = -ties.repeat(k_dim // 16) / 64
+    v = random_bits(12, v_dim, heads, dtype=dtype, seed=5).transpose(1, 2)  # dim-first
+    loc = torch.randperm(slots, device=DEVICE, generator=None)[:24].view(12, 2)[:, 1]
+    assert not loc.is_contiguous()
+    before, results = (bits(k).clone(), bits(v).clone()), []
+    for impl in IMPLS:
+        widths = (k_dim // 2, k_dim // 16, v_dim // 2, v_dim // 16)
+        wide = [poisoned(slots, heads, w + 8) for w in widths]
+        parts = [t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)]  # rows inside of wider ones
+        kv_write.set_kv_buffer_fp4(k, v, parts[:2], parts[2:], loc, impl)
+        for t, w in zip(wide, widths, strict=True):
+            assert (t[..., :4] == POISON).all() and (t[..., 4 + w :] == POISON).all()
+        results.append(wide)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(bits(k), before[0]) and torch.equal(bits(v), before[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply")
+def test_fp4_reads_any_bytes_alike() -> None:
+    """Also what was never written: no byte reads as NaN or infinity, and both agree. Rows lie inside of wider ones."""
+    codes, scales = (random_bits(9, 2, w, dtype=torch.uint8, seed=w)[..., 4:-4] for w in (272, 41))
+    scales[8, :, 0], scales[3, :, 0] = 255, 254
+    loc = torch.tensor([[8, 0, 3, 3]] * 2, device=DEVICE).T.contiguous()[:, 0]
+    for dtype in FLOATS:
+        a, b = (quant.read_fp4(codes, scales, loc, dtype, impl) for impl in IMPLS)
+        assert torch.equal(bits(a), bits(b)) and a.isfinite().all()
+        assert a.dtype == dtype and a.shape == (4, 2, 528)
+
+
+def test_no_rows_are_no_work() -> None:
+    buffer = poisoned(2, 1, 16)
+    none, loc = torch.empty(0, 1, 16, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    for impl in IMPLS:
+        kv_write.set_kv_buffer_fp8(none, none, buffer, buffer, loc, torch.ones(2, device=DEVICE), FP8[0], impl)
+        kv_write.set_kv_buffer_fp4(none, none, [buffer] * 2, [buffer] * 2, loc, impl)
+        assert quant.read_fp8(buffer, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl).shape == (0, 1, 16)
+        assert quant.read_fp4(buffer, buffer[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
+    assert (buffer == POISON).all()
