@@ -1,8 +1,11 @@
-"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag has left."""
+"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag has left; they end
+with their process, their owner, their keeper, and under threads. (Any order: test_stateful, test_processes.)"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +15,12 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import KeptLeases, Lease, LeaseError, MemorySaver, StateError
+from memsaver import KeptLeases, Lease, LeaseError, MemorySaver, StateError, Ticket
 from memsaver.backends.peer import peer_backend
 from memsaver.imports import imports
-from tests.helpers.effort import rounds
-from tests.helpers.memory import family_bytes, memory_maps, open_fds, process_bytes
+from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.remote import remote_saver
-from tests.helpers.memsaver.savers import MIB, at_once, until
+from tests.helpers.memsaver.savers import MIB, at_once, busy, until
 
 pytestmark = pytest.mark.alone
 SIZE = 4 * MIB
@@ -59,16 +61,9 @@ def world(device: str) -> Iterator[World]:
     made.saver.close()
 
 
-def test_a_lease_is_mapped_once_until_it_is_recalled(world: World) -> None:
-    first = world.write(2)
-    assert world.leases == 1 and world.write(3) is first
-    world.saver.pause("weights")
-    assert first.closed and world.leases == 0
-    with pytest.raises(LeaseError, match="'weights' is paused"), world.kept.use(world.ticket):
-        pass
-    world.saver.resume("weights")
-    second = world.write(4)
-    assert second is not first and world.write(5) is second
+def _first(kept: KeptLeases, ticket: Ticket) -> int:
+    with kept.use(ticket) as lease:
+        return int(lease.tensor((1,), torch.uint8))
 
 
 def _trimmed(world: World) -> None:
@@ -106,19 +101,33 @@ MOVES: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_whatever_moves_the_pages_ends_it(how: str, world: World, device: str) -> None:
+def test_a_lease_is_mapped_once_until_something_moves_the_pages(how: str, world: World, device: str) -> None:
     before = world.write(2)
+    assert world.leases == 1 and world.write(2) is before
     MOVES[how](world)
     assert before.closed and world.leases == 0
-    assert world.write(3) is not before
+    again = world.write(3)
+    assert again is not before and world.write(5) is again
+    assert len(again.owner.kept) == 1, "the connection forgets those that have ended"
     held, committed = family_bytes(device), world.saver.report().committed_bytes
     world.saver.pause()
     world.saver.trim()
     assert held - family_bytes(device) == committed, "no page stays with a lease"
+    with pytest.raises(LeaseError, match="'weights' is paused"), world.kept.use(world.ticket):
+        pass
     world.saver.resume()
 
 
 def test_one_in_use_is_waited_for_and_then_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.kept.use(world.ticket):
+        pausing = threading.Thread(target=world.saver.pause)
+        pausing.start()
+        time.sleep(0.1)
+        assert not world.saver.is_paused("weights")
+    pausing.join()
+    assert world.saver.is_paused("weights")
+    world.saver.resume()
+    world.tensor.fill_(1)
     monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
     with world.kept.use(world.ticket) as lease:
         with pytest.raises(LeaseError, match="leased: 'weights' by process"):
@@ -128,17 +137,6 @@ def test_one_in_use_is_waited_for_and_then_ends(world: World, monkeypatch: pytes
         with world.kept.use(world.ticket) as again:  # the owner has given up, and may be asked for another
             assert again is not lease and int(again.tensor((1,), torch.uint8)) == 7
     assert lease.closed and not again.closed and world.leases == 1
-
-
-def test_a_pause_goes_on_when_the_use_ends(world: World) -> None:
-    with world.kept.use(world.ticket):
-        pausing = threading.Thread(target=world.saver.pause)
-        pausing.start()
-        time.sleep(0.1)
-        assert not world.saver.is_paused("weights")
-    pausing.join()
-    assert world.saver.is_paused("weights")
-    world.saver.resume()
 
 
 def test_uses_of_threads_share_it(world: World) -> None:
@@ -167,7 +165,7 @@ def test_a_tag_that_has_grown_is_mapped_anew_where_that_is_needed(world: World) 
     assert first.closed and world.leases == 1 and world.write(4) is lease
 
 
-def test_rights_and_tags_are_kept_apart(world: World) -> None:
+def test_rights_and_tags_are_kept_apart_until_close(world: World) -> None:
     world.saver.empty(10, tag="other")
     tickets = [world.saver.share("weights"), world.ticket, world.saver.share("other")]
     for _ in range(2):
@@ -177,17 +175,12 @@ def test_rights_and_tags_are_kept_apart(world: World) -> None:
     assert world.leases == 2
     world.saver.pause("other")
     assert world.leases == 2
-    world.kept.close()
-    assert world.leases == 0
-    with pytest.raises(StateError, match="closed; make new ones"), world.kept.use(world.ticket):
-        pass
-
-
-def test_close_leaves_a_use_its_pages(world: World) -> None:
     with world.kept.use(world.ticket) as lease:
         world.kept.close()
-        assert int(lease.tensor((1,), torch.uint8)) == 1
+        assert int(lease.tensor((1,), torch.uint8)) == 1, "a use keeps its pages"
     assert lease.closed and world.leases == 0
+    with pytest.raises(StateError, match="closed; make new ones"), world.kept.use(world.ticket):
+        pass
 
 
 def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
@@ -231,25 +224,117 @@ def test_another_process_keeps_it_while_it_does_something_else(world: World, dev
         assert world.leases == 0
         world.saver.resume()
         other.use(world.ticket, 7)
-        assert int(world.tensor[-1]) == 7
+        assert int(world.tensor[-1]) == 7 and world.leases == 1
+    world.saver.pause()  # it has died: noticed while this waits
+    assert world.leases == 0
 
 
-@pytest.mark.soak
-def test_many_uses_and_recalls_leave_nothing(world: World, device: str, fds: int) -> None:
-    def cycle(count: int) -> None:
-        for value in range(count):
-            world.write(value % 251)
-            if value % 5 == 0:
+def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
+    """Idle ones at once, so that its memory is free; used ones with the use."""
+    before, here = family_bytes(device), len(imports)
+    for used in (False, True):
+        with remote_saver(device, nbytes=SIZE) as owner, contextlib.ExitStack() as uses:
+            kept = KeptLeases()
+            lease = uses.enter_context(kept.use(owner.ticket))
+            if not used:
+                uses.close()
+            owner.kill()
+            if used:
+                until(lambda lease=lease: lease.owner.endpoint.closed)
+                assert int(lease.tensor((1,), torch.uint8)) == 1
+        until(lambda lease=lease: lease.closed)
+        if device == "cpu":
+            until(lambda: (family_bytes(device), len(imports)) == (before, here))
+        with pytest.raises(LeaseError, match="does not answer"), kept.use(owner.ticket):
+            pass
+        kept.close()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_an_owner_that_closes_or_is_dropped(how: str, device: str) -> None:
+    world = World(device)
+    lease, kept, ticket = world.write(1), world.kept, world.ticket
+    if how == "close":
+        world.saver.close()
+    del world
+    gc.collect()
+    until(lambda: lease.closed)
+    with pytest.raises(LeaseError, match="does not answer"), kept.use(ticket):
+        pass
+    kept.close()
+
+
+def test_a_keeper_that_is_dropped_ends_its_leases(world: World) -> None:
+    kept: Any = KeptLeases()
+    with kept.use(world.ticket) as lease:
+        pass
+    kept.cycle = kept
+    with busy(world.saver):  # the finalizer must not want what such a thread holds
+        threads = threading.active_count()
+        del kept
+        gc.collect()
+        until(lambda: lease.closed)
+        assert threading.active_count() == threads
+    assert not world.leases
+
+
+@pytest.mark.parametrize("device", ["cpu"])  # CUDA does not survive a fork
+def test_a_forked_child_is_inert(world: World, device: str) -> None:
+    kept, ticket = world.kept, world.ticket
+    assert _first(kept, ticket) == 1
+    if not (child := os.fork()):
+        code = 1
+        with contextlib.suppress(BaseException):
+            with pytest.raises(StateError, match="forked child"), kept.use(ticket):
+                pass
+            kept.close()
+            world.kept = kept = KeptLeases()
+            gc.collect()
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert world.leases == 1 and _first(kept, ticket) == 1
+    world.saver.pause()
+
+
+def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
+    """Each use sees what the owner wrote after its last resume; nobody waits for long."""
+    stop, seen = threading.Event(), set()
+
+    def use() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(LeaseError), world.kept.use(world.ticket) as lease:  # paused now
+                ends = lease.tensor((SIZE,), torch.uint8)[:: SIZE - 1].tolist()
+                assert ends[0] == ends[1] or 0 in ends, ends
+                seen.add(ends[0])
+
+    def own() -> None:
+        try:
+            for value in range(1, 80):
                 world.saver.pause()
                 world.saver.resume()
-        world.saver.drain_events()
+                for at, number in ((-1, 0), (0, value), (-1, value)):
+                    world.tensor[at] = number
+                time.sleep(0.002)
+        finally:
+            stop.set()
 
-    cycle(20)
-    gc.collect()
-    before = process_bytes(device), open_fds(), threading.active_count(), len(imports)
-    maps = memory_maps()
-    cycle(rounds(200, 1000))
-    gc.collect()
-    until(lambda: (process_bytes(device), open_fds(), threading.active_count(), len(imports)) == before)
-    assert memory_maps() <= maps + 16
-    assert len(world.write(1).owner.kept) == 1, "the connection forgets those that have ended"
+    at_once(own, use, use, use)
+    assert len(seen) > 1
+    world.kept.close()
+    assert world.leases == 0
+
+
+def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
+    """Each holds its lock and asks the other's thread, which needs none; a lease that is not given back is an error."""
+    sides, kept = [World(device) for _ in range(2)], KeptLeases()
+    for _ in range(5):
+        for side in sides:
+            _first(kept, side.ticket)
+        at_once(*(side.saver.pause for side in sides))
+        for side in sides:
+            assert side.saver.is_paused("weights")
+            side.saver.resume()
+    kept.close()
+    for side in sides:
+        side.saver.close()

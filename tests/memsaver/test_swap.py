@@ -37,14 +37,24 @@ class World:
                 self.saver.pause("b", release="keep")
                 self.saver.trim()
 
-    def check(self) -> None:
-        self.saver.check_integrity()
-        for tag, tensors in self.tensors.items():
-            if not self.saver.is_paused(tag):
-                assert all(torch.equal(x, y) for x, y in zip(tensors, self.expected[tag], strict=True))
+    @property
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensors in self.tensors.values() for tensor in tensors]
 
-    def swap(self, one: str = "a", other: str = "b") -> None:
-        self.saver.swap(pause=one, resume=other)
+    @property
+    def copied(self) -> int:
+        return self.saver.statistics()["copy"].nbytes
+
+    def check(self, *paused: str) -> None:
+        self.saver.check_integrity()
+        assert [tag for tag in ("a", "b") if self.saver.is_paused(tag)] == list(paused)
+        for tag in {"a", "b"} - set(paused):
+            assert all(torch.equal(x, y) for x, y in zip(self.tensors[tag], self.expected[tag], strict=True))
+
+    def to_and_fro(self) -> None:
+        for out, into in (("a", "b"), ("b", "a")):
+            self.saver.swap(pause=out, resume=into)
+            self.check(out)
 
 
 SHAPES = {
@@ -52,21 +62,19 @@ SHAPES = {
     "the second is larger": ((2, 2), (4, 6, 2)),
     "the first is larger": ((8, 8, 8), (2,)),
     "one piece each": ((6,), (6,)),
+    "one large extent: in turn first": ((4, 4), (4, 4)),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_to_and_fro(shape: str, device: str) -> None:
+def test_to_and_fro(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "in turn" in shape:
+        monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
     world = World(device, *SHAPES[shape])
-    addresses = [tensor.data_ptr() for tensors in world.tensors.values() for tensor in tensors]
+    addresses = world.addresses
     for _ in range(3):
-        world.swap()
-        assert world.saver.is_paused("a") and not world.saver.is_paused("b")
-        world.check()
-        world.swap("b", "a")
-        assert world.saver.is_paused("b") and not world.saver.is_paused("a")
-        world.check()
-    assert [tensor.data_ptr() for tensors in world.tensors.values() for tensor in tensors] == addresses
+        world.to_and_fro()
+    assert world.addresses == addresses
     world.saver.resume()
     world.check()
     world.saver.pause()
@@ -78,9 +86,8 @@ def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.Mon
     for module in (swap_module, page_pool_module):
         monkeypatch.setattr(module, "LARGEST", 2 * MIB)
     world = World(device, (4, 4, 4, 4), (4, 4, 4, 4), limit=18 * MIB + 2 * (device != "cpu") * MIB)
-    for one, other in (("a", "b"), ("b", "a")) * 2:
-        world.swap(one, other)
-        world.check()
+    for _ in range(2):
+        world.to_and_fro()
         assert world.saver.report().committed_bytes <= 20 * MIB
     assert world.saver.report().tags["a"].extents > 4, "in pieces, since the first time"
 
@@ -101,23 +108,26 @@ def test_what_goes_piecewise(sizes: list[int], needed: int, piecewise: bool) -> 
     assert swap_module.goes_piecewise([size * unit for size in sizes], needed * unit) == piecewise
 
 
-def test_memory_in_one_large_extent_goes_in_turn_first(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
-    world = World(device, (4, 4), (4, 4))
-    world.swap()
-    world.check()
-    world.saver.resume()
-    world.check()
-
-
-def test_too_little_memory_is_told_and_nothing_changes(device: str) -> None:
+def test_what_is_refused_changes_nothing(device: str) -> None:
     world = World(device, (4,), (16,), limit=16 * MIB + MIB)
-    keep = world.saver.empty(6 * MIB, torch.uint8, tag="c")
+    world.saver.empty(100, tag="c")
+    swap = world.saver.swap
+    with pytest.raises(memsaver.StateError, match="paused"):
+        swap(pause="b", resume="a")
+    with pytest.raises(memsaver.StateError, match="'a' is not paused"):
+        swap(pause="a", resume="a")
+    with pytest.raises(memsaver.TagError):
+        swap(pause="a", resume="d")
+    with pytest.raises(ValueError, match="swap keeps content in host memory"):
+        swap(pause="a", resume="b", content="disk")
+    with world.saver.region("a"), pytest.raises(memsaver.StateError, match="region"):
+        swap(pause="a", resume="b")
+    world.check("b")
+    keep = world.saver.empty(6 * MIB, torch.uint8, tag="d")
     before = process_bytes(device)
-    with pytest.raises(memsaver.OutOfMemory, match="swap.*needs 12.0 MiB: 5.0 MiB are missing.*nothing was changed"):
-        world.swap()
-    assert world.saver.is_paused("b") and not world.saver.is_paused("a")
-    world.check()
+    with pytest.raises(memsaver.OutOfMemory, match="swap.*needs 12.0 MiB: .* are missing.*nothing was changed"):
+        swap(pause="a", resume="b")
+    world.check("b")
     assert process_bytes(device) == before
     del keep
 
@@ -131,51 +141,28 @@ def test_every_driver_call_fails_once(in_turn: bool, device: str, monkeypatch: p
         world = World(device, (4, 4) if in_turn else (2, 4), (4, 4))
         try:
             with fault.at(world.saver.backend):
-                world.swap()
+                world.saver.swap(pause="a", resume="b")
+            world.check("a")
+            world.saver.swap(pause="b", resume="a")
         except (memsaver.MemSaverError, MemoryError):
             raised += 1
-            assert world.saver.is_paused("b") and not world.saver.is_paused("a")
-        world.check()
-        if world.saver.is_paused("b"):
-            world.swap()
-        world.check()
-        world.swap("b", "a")
-        world.check()
+            world.check("b")
+        world.to_and_fro()
         world.saver.close()
     assert raised >= 5
 
 
-def test_a_clean_tag_is_swapped_out_without_a_copy(device: str) -> None:
+def test_what_is_clean_or_discarded_is_not_copied(device: str) -> None:
     world = World(device, (4, 4), (4, 4))
     world.saver.mark_clean("a", 1)
-    world.swap()
-    world.swap("b", "a")
+    world.to_and_fro()
     world.saver.mark_clean("a", 1)
-    before = world.saver.statistics()["copy"].nbytes
-    world.swap()
-    assert world.saver.statistics()["copy"].nbytes - before == 8 * MIB, "only the way in"
-    world.swap("b", "a")
-    world.check()
-
-
-def test_content_that_is_discarded_is_not_copied(device: str) -> None:
-    world = World(device, (4, 4), (4, 4))
-    before = world.saver.statistics()["copy"].nbytes
+    before = world.copied
+    world.saver.swap(pause="a", resume="b")
+    assert world.copied - before == 8 * MIB, "only the way in"
+    world.saver.swap(pause="b", resume="a")
+    world.check("b")
+    before = world.copied
     world.saver.swap(pause="a", resume="b", content="discard")
-    assert world.saver.statistics()["copy"].nbytes - before == 8 * MIB
-    assert all(torch.equal(x, y) for x, y in zip(world.tensors["b"], world.expected["b"], strict=True))
-
-
-def test_misuse(device: str) -> None:
-    world = World(device, (2,), (2,))
-    with pytest.raises(memsaver.StateError, match="paused"):
-        world.swap("b", "a")
-    with pytest.raises(memsaver.StateError, match="'a' is not paused"):
-        world.swap("a", "a")
-    with pytest.raises(memsaver.TagError):
-        world.swap("a", "c")
-    with pytest.raises(ValueError, match="swap keeps content in host memory"):
-        world.saver.swap(pause="a", resume="b", content="disk")
-    with world.saver.region("a"), pytest.raises(memsaver.StateError, match="region"):
-        world.swap()
-    world.check()
+    assert world.copied - before == 8 * MIB
+    world.check("a")
