@@ -60,10 +60,10 @@ def decoder_groups(*, hidden: int, vocab: int, heads: int, kv_heads: int, inner:
 
 
 def manifests(
-    groups: Sequence[Group], size: int, dtype: torch.dtype, base: int = 0, tied: bool = False
+    groups: Sequence[Group], size: int, dtype: torch.dtype, base: int = 0, tied: bool = False, head_dim: int = HEAD_DIM
 ) -> list[Manifest]:
     """What each of `size` tensor-parallel ranks stores."""
-    splits, aliases = decoder_splits(HEAD_DIM), {HEAD: EMBED} if tied else {}
+    splits, aliases = decoder_splits(head_dim), {HEAD: EMBED} if tied else {}
     return [build_manifest(shard_groups(groups, splits, rank, size), aliases, dtype, base) for rank in range(size)]
 
 

@@ -1,13 +1,19 @@
-"""Which way bytes go, what that costs, and what is refused. No ranks, no pages."""
+"""Which way bytes go, over which backend, what that costs, and what is refused. No ranks, no pages."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from trainer_bridge.transport import wire as wire_module
 from trainer_bridge.transport.mapping import obstacle
 from trainer_bridge.transport.routes import choose, transports
+from trainer_bridge.transport.wire import make_wire
 
 HERE = socket.gethostname()
 PAIRS = [(0, 0), (1, 0), (1, 1), (2, 1)]
@@ -31,20 +37,23 @@ def test_what_can_be_mapped(place: str, target: str, reason: str | None) -> None
     assert found is None if reason is None else reason in str(found)
 
 
-def test_pages_wherever_they_can_be_mapped() -> None:
+def test_the_way_that_can_be_had() -> None:
     routes = choose("auto", PAIRS, SPEAKERS, [{}, {}, {}])
     assert not routes.indirect and routes.direct(1) == {0, 1}
     routes = choose("auto", PAIRS, SPEAKERS, [{}, {0: "far", 1: "far"}, {}])
     assert routes.relayed == {(1, 0), (1, 1)} and not routes.handled and routes.direct(1) == set()
     assert routes.kind((1, 1)) == "relay" and routes.kind((2, 1)) == "pages"
 
-
-def test_a_target_that_its_speaker_cannot_map_gets_bytes_by_the_handle() -> None:
+    # a target that its speaker cannot map gets bytes by the handle
     routes = choose("auto", PAIRS, SPEAKERS, [{}, {1: "far"}, {1: "far"}])
     assert routes.handled == {1} and routes.indirect == {(1, 1), (2, 1)} and routes.relayed == {(1, 1)}
     assert routes.kind((2, 1)) == routes.kind((1, 1)) == "handle" and routes.direct(1) == {0}
     near = choose("auto", PAIRS, SPEAKERS, [{}, {}, {1: "far"}])
     assert near.kind((1, 1)) == "pages", "another rank can map it, and does"
+    relayed = choose("relay", PAIRS, SPEAKERS, [{}, {}, {}])
+    assert relayed.indirect == {(1, 0), (1, 1)} and relayed.direct(2) == {0, 1}
+    handled = choose("handle", PAIRS, SPEAKERS, [{}, {}, {}])
+    assert handled.indirect == set(PAIRS) and handled.handled == {0, 1} and handled.relayed == {(1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -61,13 +70,6 @@ def test_what_cannot_be_had(mode: str, pairs: list[tuple[int, int]], blocked: li
         choose(mode, pairs, SPEAKERS, blocked)
 
 
-def test_one_way_only() -> None:
-    relayed = choose("relay", PAIRS, SPEAKERS, [{}, {}, {}])
-    assert relayed.indirect == {(1, 0), (1, 1)} and relayed.direct(2) == {0, 1}
-    handled = choose("handle", PAIRS, SPEAKERS, [{}, {}, {}])
-    assert handled.indirect == set(PAIRS) and handled.handled == {0, 1} and handled.relayed == {(1, 0), (1, 1)}
-
-
 @pytest.mark.parametrize(("wire", "words"), [("nccl", "passes over device memory"), ("gloo", "2 passes over PCIe")])
 def test_what_a_table_shows(wire: str, words: str) -> None:
     why = {1: "far"}
@@ -81,3 +83,29 @@ def test_what_a_table_shows(wire: str, words: str) -> None:
     assert str(handle).endswith("Why: far") and "1->1, 2->1" in str(handle) and "staging 64 MiB" in str(handle)
     relay = transports(choose("relay", PAIRS, SPEAKERS, [{}] * 3), sizes, 100, {}, wire=wire, on_gpu=True, buffers={})
     assert words in relay[1].cost and relay[1].reason == "asked for"
+
+
+@pytest.mark.parametrize(
+    ("config", "places", "host", "name", "beside"),
+    [
+        ("cuda:nccl", ["a/GPU-0", "a/GPU-1"], False, "nccl", False),
+        ("cpu:gloo,cuda:nccl", ["a/GPU-0", "b/GPU-0"], False, "nccl", False),
+        ("cpu:gloo,cuda:nccl", ["a/GPU-0", "a/GPU-1"], True, "gloo", False),
+        ("cuda:nccl", ["a/GPU-0", "a/GPU-1"], True, "gloo", True),
+        ("cuda:nccl", ["a/GPU-0", "a/GPU-0"], False, "gloo", True),
+        ("cpu:gloo,cuda:gloo", ["a/GPU-0", "a/GPU-1"], False, "gloo", False),
+        ("cpu:gloo", ["a/cpu", "b/cpu"], False, "gloo", False),
+    ],
+)
+def test_nccl_between_gpus_that_are_apart(
+    config: str, places: list[str], host: bool, name: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = Mock(spec=dist.ProcessGroup), Mock(spec=dist.ProcessGroup)
+    warmed: list[Any] = []
+    monkeypatch.setattr(wire_module.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(wire_module.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(wire_module.dist, "new_group", lambda ranks, backend, timeout: made)
+    monkeypatch.setattr(wire_module.dist, "all_reduce", lambda tensor, group: warmed.append(group))
+    found = make_wire(given, {0, 1}, places, torch.device("cpu"), host=host)
+    assert (found.name, found.group is made) == (name, beside)
+    assert warmed == ([given] if name == "nccl" else [])

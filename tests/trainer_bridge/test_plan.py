@@ -1,0 +1,288 @@
+"""What a plan refuses, in words, and what it takes; who sends what, in which order; how long a large one takes.
+
+That its copies are right and cross as few links as they can is shown by the syncs of test_session_property.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import resource
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from rollout.model.params import Group, one, stack
+from rollout.types import Manifest, ModuleTensor
+from tests.helpers.peers import Peer
+from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from trainer_bridge.aligned import aligned_dims
+from trainer_bridge.plan import Plan, Planner, SourceShard, Target, make_plan
+from trainer_bridge.sources import fsdp_shards, local_box
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shards_of(shapes: Shapes, world: int) -> list[SourceShard]:
+    return [shard for name, shape in shapes.items() for shard in fsdp_shards(name, shape, "float32", world)]
+
+
+def plan_of(shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None) -> Plan:
+    world = max((shard.rank for shard in shards), default=0) + 1
+    return make_plan(shards, [Target(manifest=each, place="cpu") for each in targets], ["cpu"] * world, names)
+
+
+def at(rank: int, start: tuple[int, ...], shape: tuple[int, ...]) -> SourceShard:
+    """A part of "a", [4, 4]."""
+    return SourceShard(name="a", global_shape=(4, 4), dtype="float32", start=start, shape=shape, rank=rank)
+
+
+A = manifest(piece("a", 0, (4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "target", "message"),
+    [
+        ({"a": (4,)}, manifest(piece("a", 0, (4,)), piece("b", 16, (4,))), "missing in the trainer: b"),
+        ({"a": (4,), "x": (2,)}, manifest(piece("a", 0, (4,))), "unknown to the rollout: x"),
+        ({"a": (4, 2)}, manifest(piece("a", 0, (2, 4))), r"a: shape \(4, 2\) in the trainer, \(2, 4\) in the rollout"),
+        ({"a": (4,)}, manifest(piece("a", 0, (4,), global_shape=(5,))), "a: shape"),
+        ({"a": (4,), "b": (4,)}, manifest(piece("a", 0, (4,)), piece("b", 8, (4,))), "a and b overlap at byte 8"),
+        ({"a": (4,)}, manifest(piece("a", 2, (4,))), "not aligned"),
+        ({"a": (4,)}, manifest(piece("a", 0, (4,)), nbytes=12), "ends at byte 16"),
+        ({"a": (2, 2)}, manifest(piece("a", 0, (2, 2), strides=(4, 1)), nbytes=20), "ends at byte 24"),
+        ({"a": (2, 2)}, manifest(piece("a", 0, (2, 2), strides=(1, 1))), "a and a overlap at byte 4"),
+        ({"e": (4,), "h": (4,)}, manifest(piece("e", 0, (4,)), aliases={"h": "e"}), "e and h are one parameter"),
+    ],
+)
+def test_what_does_not_fit_is_named(shapes: Shapes, target: Manifest, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(shards_of(shapes, 2), target)
+
+
+def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
+    target = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)))
+    other = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), piece("d", 32, (2,)))
+    with pytest.raises(ValueError, match="nothing was written") as error:
+        plan_of(shards_of({"a": (3,), "c": (1,)}, 1), target, other, target)
+    text = str(error.value)
+    for problem in ("missing in the trainer: b", "missing in the trainer: d", "unknown to the rollout: c", "a: shape"):
+        assert text.count(problem) == 1
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([at(0, (0, 0), (2, 4))], r"a: element \(2, 0\) is held by no rank"),
+        ([at(0, (2, 0), (2, 4)), at(1, (0, 0), (2, 2))], r"a: element \(0, 2\) is held by no rank"),
+        ([at(0, (0, 0), (4, 0))], r"a: element \(0, 0\) is held by no rank"),
+        ([at(0, (0, 0), (3, 4)), at(1, (2, 0), (2, 4))], r"element \(2, 0\) is held by ranks 0 and 1"),
+        ([at(0, (0, 0), (4, 4)), at(1, (0, 0), (4, 4)), at(2, (3, 3), (1, 1))], r"\(3, 3\) is held by ranks 0 and 2"),
+        ([at(0, (0, 0), (2, 4)), at(0, (2, 0), (2, 4))], "a: rank 0 holds two different parts"),
+        ([at(0, (0, 0), (5, 4))], r"a: rank 0 holds \(5, 4\) at \(0, 0\), outside \(4, 4\)"),
+        ([at(0, (0,), (4,))], "a: rank 0 holds"),
+        ([at(0, (0, 0), (4, 4)), dataclasses.replace(at(1, (0, 0), (4, 4)), global_shape=(4, 5))], r"a: shapes \(4, 4"),
+    ],
+)
+def test_parts_that_are_missing_or_in_each_others_way(shards: list[SourceShard], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(shards, A)
+
+
+def test_what_nobody_holds_is_no_problem_where_nobody_needs_it() -> None:
+    target = manifest(piece("a", 0, (2, 4), global_shape=(4, 4)))
+    (copy,) = plan_of([at(0, (0, 0), (3, 4))], target).copies(0)
+    assert (copy.start, copy.shape, copy.offset) == ((0, 0), (2, 4), 0)
+
+
+def test_a_rank_without_a_place_is_named() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] hold shards, but places lists 2"):
+        Planner(shards_of({"a": (4,)}, 4), ["cpu", "cpu"])
+
+
+def test_tied_names_go_to_the_stored_one() -> None:
+    target = manifest(piece("embed", 0, (4, 2)), aliases={"head": "embed"})
+    for name in ("embed", "head"):
+        (copy,) = plan_of(shards_of({name: (4, 2)}, 1), target).copies(0)
+        assert (copy.name, copy.offset) == (name, 0)
+
+
+def test_a_name_of_padding_alone_is_known_but_a_fused_one_is_not() -> None:
+    first = manifest(piece("a", 0, (4,)), piece("e", 16, (2,)))
+    padding = {"e": ModuleTensor(offset=16, shape=(2,), dtype="float32")}
+    second = dataclasses.replace(manifest(piece("a", 0, (4,)), nbytes=24), modules=padding)
+    shards = shards_of({"a": (4,), "e": (2,)}, 1)
+    assert plan_of(shards, first, second).nbytes == (24, 16)
+    with pytest.raises(ValueError, match="unknown to the rollout: e"):
+        plan_of(shards, second)
+
+
+def test_a_shard_may_be_given_twice() -> None:
+    shards = shards_of({"a": (4,)}, 2)
+    target = manifest(piece("a", 0, (4,)))
+    once, twice = plan_of(shards, target), plan_of([*shards, *reversed(shards)], target)
+    assert once.layout_hash == twice.layout_hash
+    assert [once.copies(rank) for rank in range(2)] == [twice.copies(rank) for rank in range(2)]
+
+
+def test_only_some_names() -> None:
+    target = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), aliases={"c": "b"})
+    shards = shards_of({"a": (4,), "b": (2,)}, 1)
+    plan = plan_of(shards, target, names=["c"])
+    assert [copy.name for copy in plan.copies(0)] == ["b"]
+    assert plan.nbytes == (8,)
+    assert plan.layout_hash != plan_of(shards, target).layout_hash
+    assert plan_of(shards_of({"b": (2,)}, 1), target, names=["b"]).nbytes == (8,)  # the others need not be there
+    with pytest.raises(ValueError, match="unknown to both sides: x"):
+        plan_of(shards, target, names=["a", "x"])
+    with pytest.raises(ValueError, match="missing in the trainer: a"):
+        plan_of(shards_of({"b": (2,)}, 1), target, names=["a", "b"])
+
+
+def test_a_plan_is_made_once_for_the_same_targets_shards_and_places() -> None:
+    target = Target(manifest=manifest(piece("a", 0, (4,))), place="cpu")
+    planner = Planner(shards_of({"a": (4,)}, 2), ["cpu", "cpu"])
+    plan = planner.plan([target])
+    assert planner.plan([dataclasses.replace(target)]) is plan
+    for other in (
+        [target, target],
+        [dataclasses.replace(target, place="GPU-0")],
+        [Target(manifest=manifest(piece("a", 16, (4,))), place="cpu")],
+    ):
+        assert planner.plan(other).layout_hash != plan.layout_hash
+    for world, places in ((1, ["cpu"]), (2, ["cpu", "GPU-0"])):
+        assert make_plan(shards_of({"a": (4,)}, world), [target], places).layout_hash != plan.layout_hash
+
+
+ROWS = (4, 8)
+
+
+def layers(count: int) -> Manifest:
+    return manifest(*(piece(f"p{i}", i * 128, ROWS) for i in range(count)))
+
+
+def hsdp(names: list[str], replicas: int, size: int) -> list[SourceShard]:
+    shards = []
+    for name, at in itertools.product(names, itertools.product(range(replicas), range(size))):
+        start, shape = local_box(ROWS, [Replicate(), Shard(0)], (replicas, size), at)
+        rank = at[0] * size + at[1]
+        shards.append(SourceShard(name=name, global_shape=ROWS, dtype="float32", start=start, shape=shape, rank=rank))
+    return shards
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3, 5])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
+    count = 6
+    engines = [Target(manifest=layers(count), place=f"other-{i}") for i in range(targets)]
+    places = [f"GPU-{i}" for i in range(replicas * 2)]
+    plan = make_plan(hsdp([f"p{i}" for i in range(count)], replicas, 2), engines, places)
+    sent: Counter[int] = Counter()
+    for (rank, _), nbytes in plan.link_bytes.items():
+        sent[rank] += nbytes
+    assert sum(sent.values()) == sum(plan.nbytes) == targets * count * 128
+    assert set(sent.values()) == {targets * count * 128 // (replicas * 2)}
+
+
+def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -> None:
+    plan = make_plan(hsdp(["p0", "p1"], 2, 1), [Target(manifest=layers(2), place="cpu")], ["cpu", "cpu"])
+    assert [len(plan.copies(rank)) for rank in range(2)] == [1, 1]
+    assert plan.link_bytes == {}
+    places = [f"GPU-{i}" for i in range(4)]
+    engines = [Target(manifest=layers(3), place=place) for place in places]
+    plan = make_plan(hsdp(["p0", "p1", "p2"], 4, 1), engines, places)
+    assert plan.link_bytes == {}
+    for rank in range(4):
+        assert {copy.target for copy in plan.copies(rank)} == {rank}
+
+
+def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
+    places = ["GPU-0", "GPU-1", "GPU-2"]
+    engines = [Target(manifest=layers(2), place=place) for place in (*places, "GPU-1")]
+    plan = make_plan([s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, "float32", 3)], engines, places)
+    order = [[target for target, _ in itertools.groupby(copy.target for copy in plan.copies(r))] for r in range(2)]
+    assert order == [[0, 1, 2, 3], [1, 3, 2, 0]]
+    for rank in range(3):
+        for _, copies in itertools.groupby(plan.copies(rank), key=lambda copy: copy.target):
+            offsets = [copy.offset for copy in copies]
+            assert offsets == sorted(offsets)
+
+
+def shared_by(names_dims: dict[str, int], shapes: dict[str, tuple[int, ...]], layouts: list[Manifest]) -> Plan:
+    world = len(layouts)
+    places = [f"GPU-{i}" for i in range(world)]
+    shards = [s for n, shape in shapes.items() for s in fsdp_shards(n, shape, "float32", world, names_dims.get(n, 0))]
+    return make_plan(shards, [Target(manifest=m, place=p) for m, p in zip(layouts, places, strict=True)], places)
+
+
+@pytest.mark.parametrize("vocab", [16, 13])
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2)])
+def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(size: int, kv_heads: int, vocab: int) -> None:
+    groups = decoder_groups(hidden=12, vocab=vocab, heads=4, kv_heads=kv_heads, inner=8, tied=False)
+    groups = [group for group in groups if "experts.gate_up" not in group.params[0].name]
+    layouts, shapes = manifests(groups, size, torch.bfloat16), parameters(groups)
+    dims = aligned_dims(layouts)
+    layer = "model.layers.0."
+    assert dims == {
+        f"{layer}self_attn.o_proj.weight": 1,
+        f"{layer}mlp.down_proj.weight": 1,
+        f"{layer}mlp.experts.down_proj": 2,
+    }
+    plan = shared_by(dims, shapes, layouts)
+    crossing = {c.name for rank in range(size) for c in plan.copies(rank) if c.target != rank}
+    shared = {f"{layer}input_layernorm.weight"}
+    if kv_heads < size:  # two engines hold each head, a rank has half of it
+        shared |= {f"{layer}self_attn.{name}_proj.weight" for name in "kv"}
+    assert crossing == shared
+    assert sum(plan.link_bytes.values()) < sum(shared_by({}, shapes, layouts).link_bytes.values())
+
+
+def test_aligned_dims_keep_what_fsdp_cannot_share_and_what_gains_nothing() -> None:
+    groups = decoder_groups(hidden=4, vocab=8, heads=3, kv_heads=3, inner=3, tied=True)
+    whole = manifests(groups, 1, torch.bfloat16, tied=True)
+    assert aligned_dims(whole * 2) == {}  # replicas: each needs everything
+    columns = [piece("a", 0, (4, 3), start=(0, first), global_shape=(4, 5), strides=(3, 1)) for first in (0, 2)]
+    assert aligned_dims([manifest(each) for each in columns]) == {}  # 5 columns over 2 ranks
+    experts = manifests(decoder_groups(hidden=4, vocab=8, heads=2, kv_heads=2, inner=4, tied=True), 2, torch.bfloat16)
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in aligned_dims(experts)
+
+
+@pytest.mark.extended
+def test_a_plan_of_235_billion_parameters_takes_5_s_and_1_gib() -> None:
+    """In a process of its own: the memory is counted with torch and all else that it needs, the time is its CPU's."""
+    peer = Peer(measured)
+    try:
+        seconds, resident = peer.hear(120)
+    finally:
+        peer.bury()
+    assert seconds < 5 and resident < 1 << 30
+
+
+def measured(pipe: Connection) -> None:
+    """Qwen3-235B-A22B (94 layers), FSDP over 64 ranks to 8 replicas of tensor parallel 8."""
+    start = time.process_time()
+    groups = [one("model.embed_tokens.weight", 151_936, 4096), one("lm_head.weight", 151_936, 4096)]
+    groups += [group for number in range(94) for group in layer(f"model.layers.{number}.")]
+    shapes, layouts = parameters(groups), manifests(groups, 8, torch.bfloat16, head_dim=128)
+    places = [f"GPU-{i}" for i in range(64)]
+    targets = [Target(manifest=layouts[i % 8], place=place) for i, place in enumerate(places)]
+    make_plan(shards_of(shapes, 64), targets, places).copies(5)
+    pipe.send((time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+def layer(name: str) -> list[Group]:
+    attention, mlp = f"{name}self_attn.", f"{name}mlp."
+    heads = [(f"{attention}{n}_proj.weight", (rows, 4096)) for n, rows in (("q", 8192), ("k", 512), ("v", 512))]
+    return [
+        stack(f"{attention}qkv_proj.weight", heads),
+        one(f"{attention}o_proj.weight", 4096, 8192),
+        one(f"{mlp}gate.weight", 128, 4096),
+        one(f"{mlp}experts.gate_up_proj", 128, 2 * 1536, 4096),
+        one(f"{mlp}experts.down_proj", 128, 4096, 1536),
+        *(one(f"{name}{n}.weight", 4096) for n in ("input_layernorm", "post_attention_layernorm")),
+        *(one(f"{attention}{n}_norm.weight", 128) for n in "qk"),
+    ]
