@@ -14,7 +14,7 @@ import memsaver
 from examples import own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.run import start_run
 from tests.helpers.docs.pages import ROOT, blocks
-from tests.helpers.recipes.runs import rows
+from tests.helpers.recipes.runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model
 
 EXAMPLES = ROOT / "examples"
@@ -95,17 +95,20 @@ def test_content_that_is_discarded_is_gone_and_costs_no_copy(path: str) -> None:
     saver.close()
 
 
-def test_a_model_of_ones_own(tmp_path: Path, no_pictures: None) -> None:
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
     own_model.write_model(tmp_path / "model")
     assert len(own_model.ask(tmp_path / "model")) in range(1, 5)
-    run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
+    with without_pictures():
+        run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
     (row,) = rows(run, "train")
     assert row["gap_max"] < 5e-5, "trainer and rollout read different weights"
 
 
-def test_a_task_of_ones_own_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
+def test_a_task_of_ones_own_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named in a recipe and imported from where the command is run."""
     monkeypatch.chdir(ROOT)
     small = ["steps=4", "eval.every=0", "checkpoint.every=0"]
-    rewards = [row["reward"] for row in rows(start_run("examples/own_task.yaml", small, tmp_path / "run"), "train")]
+    with without_pictures():
+        run = start_run("examples/own_task.yaml", small, tmp_path / "run")
+    rewards = [row["reward"] for row in rows(run, "train")]
     assert rewards[0] < 0.1 and rewards[-1] > 0.15

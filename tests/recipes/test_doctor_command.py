@@ -29,14 +29,12 @@ def test_only_a_failed_check_makes_the_exit_status_1(
     assert capsys.readouterr().out.splitlines()[-1] == f"1 checks, {int(status in ('warn', 'fail'))} need attention"
 
 
-def test_a_device_that_is_not_there_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there_is_told_and_an_override_is_none_of_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", "--device", "cuda:99"]) == 1
     seen = capsys.readouterr()
     assert "fail" in seen.out and "Traceback" not in seen.out + seen.err
-
-
-def test_the_doctor_takes_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="2"):
         main(["doctor", "steps=3"])
-    assert caught.value.code == 2
     assert "unrecognized arguments: steps=3" in capsys.readouterr().err

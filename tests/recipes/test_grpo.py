@@ -53,13 +53,10 @@ def test_every_group_is_centred_and_scaled_by_itself(groups: list[list[float]], 
             assert [mine[i] for i in order] == sorted(mine)
 
 
-def test_the_gap_is_over_tokens_not_sequences() -> None:
+def test_the_gap_is_over_tokens_and_each_has_a_partner() -> None:
     mean, largest = logprob_gap([[-1.0], [-1.0, -2.0, -3.0]], [[-1.5], [-1.0, -2.25, -3.25]])
     assert mean == pytest.approx(0.25)
     assert largest == 0.5
-
-
-def test_a_token_without_partner_is_no_gap_but_an_error() -> None:
     with pytest.raises(ValueError, match="zip"):
         logprob_gap([[-1.0, -2.0]], [[-1.0]])
 

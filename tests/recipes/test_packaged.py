@@ -142,9 +142,9 @@ def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(
     status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_pictures: None
 ) -> None:
     def stop(setup: object) -> None:
-        raise recipes.RunError("build", "far enough")
+        raise MemoryError("no memory left")
 
     monkeypatch.setattr(run, "open_pair", stop)
-    with pytest.raises(recipes.RunError):
+    with pytest.raises(recipes.RunError, match="^build failed: MemoryError: no memory left$"):
         run.start_run("tiny", [f"status={status}"], tmp_path / "run")
     assert capsys.readouterr().out.count("nobody has run it yet") == (status == "planned")

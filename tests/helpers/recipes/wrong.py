@@ -101,6 +101,10 @@ WITHOUT_RANGE = [
     *("grpo.normalize_std", "ppo.normalize_advantages"),
 ]
 
+LATENT = " model.config.".join([
+    *("algorithm=grpo", "model_type=deepseek_v2", "num_key_value_heads=4", "first_k_dense_replace=2"),
+    *("kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8", "v_head_dim=10"),
+])  # fmt: skip
 CONTRADICTIONS = [
     wrong("cluster.n_gpus_per_node=2", "driver=inprocess: cannot drive 2 devices", "set driver=ray"),
     wrong("device=cuda:1", "device=cuda:1: names one of the 8 devices", base="qwen2.5-7b-8xh100"),
@@ -131,6 +135,12 @@ CONTRADICTIONS = [
         "engine.tensor_parallel_size=3: ",
         "choose a size that divides",
         "set engine.tensor_parallel_size=1",
+    ),
+    wrong(
+        f"{LATENT} lora.rank=2",
+        "lora.target_modules=[q_proj,k_proj,v_proj,",
+        ": the model has no layers q_proj, k_proj, v_proj; ",
+        "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]",
     ),
     wrong("lora.alpha=8", "lora.alpha=8: has no effect with lora.rank=0"),
     wrong("lora.target_modules=[q_proj]", "has no effect with lora.rank=0"),

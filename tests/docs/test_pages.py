@@ -1,0 +1,118 @@
+"""What the pages show: Python runs, commands and make targets exist, public names are in the reference."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipes.cli import parse
+from recipes.errors import RecipeError
+from recipes.loading import find_recipe, load
+from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.helpers.docs.preludes import PRELUDES, prelude
+
+RUNNABLE = {
+    page: [block for block in blocks(page, "python") if block.not_run is None and block.snippet is None]
+    for page in PAGES
+}
+MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor)\b.*)$")
+TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
+TARGETS = {name for pair in TARGETS for name in pair}
+PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
+
+
+@pytest.mark.parametrize("page", [page for page, found in RUNNABLE.items() if found], ids=name_of)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page and in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    with prelude(name_of(page), tmp_path) as names:
+        names["__name__"] = "page"
+        for block in RUNNABLE[page]:
+            exec(block.compile(), names)
+
+
+def test_what_is_not_run_is_little_and_python_all_the_same_and_has_a_reason() -> None:
+    left_out = 0
+    for block in (block for page in PAGES for block in blocks(page, "python")):
+        if block.snippet is not None:
+            assert (ROOT / block.snippet).is_file(), f"{name_of(block.page)}:{block.line} shows {block.snippet}"
+        elif block.not_run is not None:
+            assert len(block.not_run.split()) >= 3
+            block.compile()
+            left_out += 1
+    assert left_out <= 4
+    assert {name_of(page) for page, found in RUNNABLE.items() if found} >= set(PRELUDES)
+
+
+def lines(page: Path) -> list[tuple[int, str]]:
+    """(line number, text) of the lines of blocks that are shells' or of no language, without what follows `#`."""
+    found = []
+    for block in blocks(page):
+        if block.language in ("", "bash", "sh"):
+            found += [(block.line + i, line.strip()) for i, line in enumerate(block.text.splitlines())]
+    return found
+
+
+def commands(page: Path) -> list[tuple[int, list[str]]]:
+    """Words of `memsaver` commands that are meant to be typed: not a synopsis, which has brackets or bars."""
+    found = []
+    for number, line in lines(page):
+        command = MEMSAVER.match(re.split(r"\s+#|\s{3,}", line)[0])
+        if command and not re.search(r"[][|]|\.\.\.$", command[1]):
+            found.append((number, shlex.split(command[1])))
+    return found
+
+
+def saved(page: Path) -> dict[str, str]:
+    """Files that the reader is told to save: name -> content."""
+    names = re.findall(r"[Ss]ave this as `([\w.]+)`", page.read_text())
+    return dict(zip(names, [block.text for block in blocks(page, "yaml")], strict=False))
+
+
+def test_memsaver_commands_parse() -> None:
+    shown = [(page, number, words) for page in PAGES for number, words in commands(page)]
+    assert len(shown) >= 5
+    for page, number, words in shown:
+        try:
+            parsed = parse(words)
+        except SystemExit:
+            pytest.fail(f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version")
+        named = [word for word in getattr(parsed, "words", [])[:1] if "=" not in word and not word.isupper()]
+        for recipe in named:
+            known = recipe in saved(page) or (ROOT / recipe).is_file() or find_recipe(recipe)
+            assert known, f"{name_of(page)}:{number}: {recipe}"
+
+
+def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "first-steps.md"
+    ((name, text),) = saved(page).items()
+    (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert load(name).steps == 20
+    with pytest.raises(RecipeError) as raised:
+        load(name, ["grpo.samples_per_prompt=1"])
+    assert f"memsaver: {raised.value}" in page.read_text()
+
+
+def test_make_targets_and_the_readmes_links_lead_somewhere() -> None:
+    """Links of docs/ are checked by `mkdocs build --strict`."""
+    for page in PAGES:
+        shown = {word for _, line in lines(page) for word in re.findall(r"^make ([\w-]+)", line)}
+        assert shown | set(re.findall(r"`make ([\w-]+)", page.read_text())) <= TARGETS, page
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_in_the_reference(package: str) -> None:
+    page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
+    entries = re.findall(r"^::: ([\w.]+)$", page, re.M)
+    assert len(entries) == len(set(entries))
+    assert set(importlib.import_module(package).__all__) <= {entry.rpartition(".")[2] for entry in entries}
+    for entry in entries:
+        module, _, name = entry.rpartition(".")
+        assert hasattr(importlib.import_module(module), name) or importlib.import_module(entry), entry
