@@ -1,17 +1,292 @@
-"""Page ledgers: worked steps, mistakes, failing devices, error texts. Against a model: test_ledgers_stateful.py."""
+"""Page ledgers of one pool, and of the two pools of a sliding-window model: against a plain dict page -> number of
+owners, where either side may be exhausted at any moment; then mistakes, failing devices, error texts."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvcache import (
+    BlockManager,
+    KVAllocator,
+    PagedTokenToKVPoolAllocator,
+    ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 from kvcache.allocators.base import Int64Array
-from memsaver import MemorySaver
+from tests.helpers.effort import rounds
 from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_pool
+from tests.helpers.kvcache.pools import new_saver
+from tests.helpers.no_wait import check_no_wait
+
+PAGES = 9
+SOME = st.lists(st.integers(1, PAGES), max_size=6)
+IDS = [list, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids, dtype=torch.int64, device=DEVICE)]
+STARVED = st.sampled_from([None, None, "full", "swa"])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """What every ledger does."""
+
+    real: KVAllocator
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4, 7]))
+    def build(self, page_size: int) -> None:
+        one = TokenToKVPoolAllocator(PAGES, DEVICE)
+        self.start(one if page_size == 1 else PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, DEVICE))
+
+    def start(self, real: KVAllocator) -> None:
+        self.real, self.ps = real, real.page_size
+        self.owners: Counter[int] = Counter()
+        self.held: set[int] | None = None  # pages that the open group holds back
+        self.sequences: list[list[int]] = []  # token ids of each
+        self.issued: list[tuple[Int64Array, list[int]]] = []  # arrays that were handed out, and what was in them
+
+    def left(self, side: str | None) -> int:
+        """Pages that can be taken."""
+        return PAGES - len(+self.owners) - len(self.held or ())
+
+    @contextmanager
+    def starved(self, side: str | None) -> Iterator[None]:
+        """No page can be taken from this side; a single ledger has none."""
+        yield
+
+    def take(self, pages: set[int]) -> None:
+        assert all(0 < page <= PAGES and not self.owners[page] for page in pages)
+        assert not pages & (self.held or set())
+        self.owners.update(pages)
+
+    def drop(self, times: Counter[int]) -> None:
+        self.owners.subtract(times)
+        if self.held is not None:
+            self.held.update(page for page in times if not self.owners[page])
+        self.forget()
+
+    def forget(self) -> None:
+        """Sequences that can't grow any more, as one of their pages is free."""
+        self.sequences = [s for s in self.sequences if all(self.owners[i // self.ps] for i in s)]
+
+    @rule(count=st.integers(0, PAGES), by_page=st.booleans(), side=STARVED)
+    def alloc(self, count: int, by_page: bool, side: str | None) -> None:
+        before = ledger_state(self.real)
+        with self.starved(side):
+            got = self.real.alloc_pages(count) if by_page else self.real.alloc(count * self.ps)
+        if count > self.left(side):
+            assert got is None
+            assert ledger_state(self.real) == before
+            return
+        assert got is not None
+        ids = got.tolist()
+        if by_page:
+            self.issued.append((got, ids))
+        pages = ids if by_page else [i // self.ps for i in ids[:: self.ps]]
+        assert by_page or ids == [page * self.ps + at for page in pages for at in range(self.ps)]
+        assert len(set(pages)) == count
+        self.take(set(pages))
+
+    @rule(gains=st.lists(st.integers(0, 9), max_size=5), decode=st.booleans(), side=STARVED)
+    def extend(self, gains: list[int], decode: bool, side: str | None) -> None:
+        if decode:
+            gains = [1] * len(gains)
+        grown = self.sequences[: len(gains)] + [[] for _ in gains[len(self.sequences) :]]
+        prefix = [len(s) for s in grown]
+        seq = [p + g for p, g in zip(prefix, gains, strict=True)]
+        last = [s[-1] if s else -1 for s in grown]
+        before, real = ledger_state(self.real), self.real
+        with self.starved(side):
+            if decode:
+                loc = real.alloc_decode(np.array(seq, int), torch.tensor(last).long())
+            else:
+                loc = real.alloc_extend(prefix, seq, last, sum(gains))
+        needed = sum(-(-s // self.ps) - -(-p // self.ps) for p, s in zip(prefix, seq, strict=True))
+        if needed > self.left(side):
+            assert loc is None
+            assert ledger_state(self.real) == before
+            return
+        assert loc is not None and loc.dtype == torch.int64 and loc.device.type == DEVICE
+        fresh, old = loc.tolist(), {i // self.ps for s in grown for i in s}
+        for ids, gain in zip(grown, gains, strict=True):
+            ids += fresh[:gain]
+            del fresh[:gain]
+            assert ids == [ids[at - at % self.ps] + at % self.ps for at in range(len(ids))]
+        new = [i // self.ps for s in grown for i in s[:: self.ps] if i // self.ps not in old]
+        assert len(new) == len(set(new)) == needed and not any(s[0] % self.ps for s in grown if s)
+        self.take(set(new))
+        self.sequences[: len(gains)] = [s for s in grown if s]
+
+    @rule(pages=SOME)
+    def share(self, pages: list[int]) -> None:
+        before = ledger_state(self.real)
+        if all(self.owners[page] for page in pages):
+            self.real.share(pages)
+            self.shared(pages)
+            return
+        with pytest.raises(ValueError, match="is free"):
+            self.real.share(pages)
+        assert ledger_state(self.real) == before
+
+    def shared(self, pages: list[int]) -> None:
+        self.owners.update(pages)
+
+    @rule(pages=SOME)
+    def free(self, pages: list[int]) -> None:
+        before = ledger_state(self.real)
+        if all(self.owners[page] >= times for page, times in Counter(pages).items()):
+            self.real.free_pages(pages)
+            self.drop(Counter(pages))
+            return
+        with pytest.raises(ValueError, match="double free of page"):
+            self.real.free_pages(pages)
+        assert ledger_state(self.real) == before
+
+    @rule(data=st.data(), kind=st.sampled_from(IDS), whole=st.booleans())
+    def free_sequence(self, data: st.DataObject, kind: Callable[[list[int]], Any], whole: bool) -> None:
+        if not self.sequences:
+            return
+        ids = data.draw(st.sampled_from(self.sequences))
+        before = ledger_state(self.real)
+        with pytest.raises(ValueError, match="double free of token"):
+            self.real.free([*ids, ids[0]])
+        assert ledger_state(self.real) == before
+        self.real.free(kind([]))
+        self.real.free(kind(ids if whole else ids[:: self.ps]))  # one token names its page
+        self.drop(Counter({i // self.ps for i in ids}))
+
+    @rule()
+    def group_begins_or_ends(self) -> None:
+        if self.held is None:
+            self.real.free_group_begin()
+            self.held = set()
+        else:
+            self.real.free_group_end()
+            self.held = None
+
+    @invariant()
+    def ledger_equals_the_model(self) -> None:
+        self.real.check_integrity()
+        every = range(1, PAGES + 1)
+        assert self.real.ref_counts(every).tolist() == [self.owners[page] for page in every]
+        assert self.real.available_size() == self.left(None) * self.ps
+        assert all(pages.tolist() == as_they_were for pages, as_they_were in self.issued)
+
+
+class SWAMachine(LedgerMachine):
+    """And what a ledger of two pools does besides."""
+
+    real: SWATokenToKVPoolAllocator
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]), swa_pages=st.sampled_from([5, 3, PAGES]))
+    def build(self, page_size: int, swa_pages: int) -> None:  # type: ignore[override]
+        self.swa_pages = swa_pages
+        self.window: Counter[int] = Counter()  # owners that have the page in their window
+        self.slot: dict[int, int] = {}  # window page of each page, as seen when it was issued
+        self.held_swa: set[int] = set()  # window pages that the open group holds back
+        self.start(SWATokenToKVPoolAllocator(PAGES * page_size, swa_pages * page_size, page_size, DEVICE))
+
+    def sides(self) -> tuple[int, int]:
+        return super().left(None), self.swa_pages - len(+self.window) - len(self.held_swa)
+
+    def left(self, side: str | None) -> int:
+        return 0 if side else min(self.sides())
+
+    @contextmanager
+    def starved(self, side: str | None) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            if side:
+                none = np.empty(0, dtype=np.int64)
+                patch.setattr(getattr(self.real, side), "next_pages", lambda count: None if count else none)
+            yield
+
+    def slots(self) -> dict[int, int]:
+        """The window page of each page on the device; fails unless its tokens are there in order."""
+        mapping = self.real.full_to_swa_index_mapping.tolist()
+        slots = {}
+        for page in range(PAGES + 1):
+            got = mapping[page * self.ps : (page + 1) * self.ps]
+            slots[page] = got[0] // self.ps
+            in_order = [slots[page] * self.ps + at for at in range(self.ps)]
+            assert got == in_order if slots[page] else not any(got)
+        return slots
+
+    def take(self, pages: set[int]) -> None:
+        super().take(pages)
+        slots = self.slots()
+        for page in pages:
+            assert 0 < slots[page] <= self.swa_pages and slots[page] not in self.held_swa
+            self.slot[page] = slots[page]
+        self.window.update(pages)
+
+    def shared(self, pages: list[int]) -> None:
+        super().shared(pages)
+        self.window.update(page for page in pages if self.window[page])
+
+    def drop(self, times: Counter[int]) -> None:
+        """Shares that have left the window go first."""
+        excess = {page: self.window[page] - (self.owners[page] - n) for page, n in times.items()}
+        self.drop_window(Counter({page: n for page, n in excess.items() if n > 0}))
+        super().drop(times)
+
+    def drop_window(self, times: Counter[int]) -> None:
+        self.window.subtract(times)
+        if self.held is not None:
+            self.held_swa.update(self.slot[page] for page in times if not self.window[page])
+        self.forget()
+
+    def forget(self) -> None:
+        """And sequences whose partial last page has left the window."""
+        super().forget()
+        self.sequences = [s for s in self.sequences if self.window[s[-1] // self.ps]]
+
+    @rule(data=st.data(), whole=st.sampled_from([True, True, True, False]))
+    def leave_window(self, data: st.DataObject, whole: bool) -> None:
+        pages = data.draw(st.lists(st.integers(1, PAGES), max_size=4, unique=True))
+        ids = [page * self.ps + at for page in pages for at in range(self.ps)]
+        before = ledger_state(self.real)
+        if not whole and self.ps > 1 and ids:
+            with pytest.raises(ValueError, match="the others would lose"):
+                self.real.free_swa(ids[1:])
+        elif all(self.window[page] for page in pages):
+            self.real.free_swa(ids)
+            self.drop_window(Counter(pages))
+            return
+        else:
+            with pytest.raises(ValueError, match="double free of the window slots"):
+                self.real.free_swa(ids)
+        assert ledger_state(self.real) == before
+
+    @rule()
+    def group_begins_or_ends(self) -> None:
+        super().group_begins_or_ends()
+        self.held_swa = set()
+
+    @invariant()
+    def window_equals_the_model(self) -> None:
+        every = range(1, PAGES + 1)
+        assert self.real.swa_ref_counts(every).tolist() == [self.window[page] for page in every]
+        assert (self.real.full.available_pages, self.real.swa.available_pages) == self.sides()
+        mapped = {page: slot for page, slot in self.slots().items() if slot}
+        assert len(set(mapped.values())) == len(mapped)
+        assert all(mapped.get(page) == self.slot[page] for page in +self.window)
+        if self.held is None:
+            assert set(mapped) == set(+self.window)
+
+
+TestLedger = pytest.mark.soak(LedgerMachine.TestCase)
+TestLedger.settings = settings(max_examples=rounds(100, 3000), stateful_step_count=30)
+TestSWA = pytest.mark.soak(SWAMachine.TestCase)
+TestSWA.settings = settings(max_examples=rounds(100, 3000), stateful_step_count=30)
+
+
+# ---------------------------------------------------------------- by worked steps
 
 
 def one(pages: int, page_size: int) -> PagedTokenToKVPoolAllocator:
@@ -22,58 +297,8 @@ def two(pages: int, swa_pages: int, page_size: int) -> SWATokenToKVPoolAllocator
     return SWATokenToKVPoolAllocator(pages * page_size, swa_pages * page_size, page_size, DEVICE)
 
 
-def ids(loc: torch.Tensor | None) -> list[int]:
-    assert loc is not None
-    assert loc.dtype == torch.int64
-    assert loc.device.type == DEVICE
-    return loc.tolist()
-
-
 def fail(*_: object) -> None:
     raise torch.OutOfMemoryError("full")
-
-
-def test_pages_go_out_whole_ascending_and_never_page_0() -> None:
-    allocator = one(3, 4)
-    first = allocator.alloc(8)
-    assert ids(first) == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert ids(allocator.alloc(0)) == []
-    assert allocator.alloc(8) is None and ids(allocator.alloc(4)) == [12, 13, 14, 15]
-    assert first is not None
-    allocator.free(first)  # device ids: synchronises
-    allocator.free([13])  # one token names its page
-    allocator.free([])
-    allocator.free(torch.empty(0, dtype=torch.int64, device=DEVICE))
-    assert (allocator.available_pages, allocator.available_size()) == (3, 12)
-    tokens = TokenToKVPoolAllocator(5, DEVICE)
-    assert sorted(ids(tokens.alloc(5))) == [1, 2, 3, 4, 5]
-    tokens.free(np.array([5, 2], dtype=np.int32))
-    # a new token needs no neighbour of the last one
-    assert sorted(ids(tokens.alloc_extend([3, 0], [4, 1], [4, -1], 2))) == [2, 5]
-
-
-def test_extend_of_a_mixed_batch() -> None:
-    allocator = one(8, 3)  # a page size that is no power of two
-    a = ids(allocator.alloc_extend([0], [3], [-1], 3))  # page 1, full
-    b = ids(allocator.alloc_extend([0], [1], [-1], 1))  # page 2, one token
-    # prefix on a page boundary, no growth at all, growth within the page, a new request, prefix 0 == seq
-    prefix, seq = [3, 2, 1, 0, 0], [5, 2, 3, 4, 0]
-    last = [a[-1], 10, b[-1], -1, -1]
-    got = ids(allocator.alloc_extend(prefix, seq, last, 8))
-    assert got == [9, 10, 7, 8, 12, 13, 14, 15]
-    assert allocator.available_pages == 3
-    assert ids(allocator.alloc_extend([], [], [], 0)) == []
-    # tensors will do; the partial page costs nothing
-    assert ids(allocator.alloc_decode(np.array([6, 4]), torch.tensor([got[1], got[3]]))) == [11, 18]
-
-
-def test_issued_pages_stay_what_they_were() -> None:
-    allocator = one(4, 2)
-    pages = allocator.alloc_pages(3)
-    assert pages is not None
-    before = pages.tolist()
-    allocator.free_pages(pages[:2])
-    assert pages.tolist() == before
 
 
 def three_pages() -> PagedTokenToKVPoolAllocator:
@@ -156,34 +381,27 @@ def test_groups_do_not_nest() -> None:
     allocator.free_group_begin()
 
 
-def test_nothing_is_taken_when_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = one(3, 4)
-    allocator.alloc(12)
-    allocator.free_pages([2])
-    allocator.free_pages([1])
-    before = ledger_state(allocator)
-    monkeypatch.setattr("kvcache.allocators.base.expand_pages", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        allocator.alloc(8)
-    assert ledger_state(allocator) == before
-    allocator.check_integrity()
-
-
-def test_a_failing_device_leaves_both_ledgers_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = two(4, 3, 2)
-    loc = allocator.alloc(4)
-    assert loc is not None
-    before = ledger_state(allocator)
-    for where in ("base.expand_pages", "swa.to_device"):
+def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    single, allocator = one(3, 4), two(4, 3, 2)
+    single.alloc(12)
+    single.free_pages([2])
+    single.free_pages([1])
+    allocator.alloc(4)
+    before = [ledger_state(each) for each in (single, allocator)]
+    calls: list[tuple[str, Callable[[Any], object], Any]] = [
+        ("base.expand_pages", single.alloc, 8),
+        ("base.expand_pages", allocator.alloc, 2),
+        *(("swa.to_device", call, [2, 3, 4, 5]) for call in (allocator.free, allocator.free_swa)),
+        ("swa.to_device", allocator.alloc, 2),
+    ]
+    for where, call, argument in calls:
         with monkeypatch.context() as patch:
             patch.setattr(f"kvcache.allocators.{where}", fail)
             with pytest.raises(torch.OutOfMemoryError):
-                allocator.alloc(2)
-            if where == "swa.to_device":
-                for call in (allocator.free, allocator.free_swa):
-                    with pytest.raises(torch.OutOfMemoryError):
-                        call(loc.tolist())
-        assert ledger_state(allocator) == before
+                call(argument)
+        assert [ledger_state(each) for each in (single, allocator)] == before
+        single.check_integrity()
+        allocator.check_integrity()
     allocator.free_group_begin()
     allocator.free([2])
     with monkeypatch.context() as patch:
@@ -267,28 +485,52 @@ def test_shortage_names_the_request_and_what_is_missing() -> None:
     assert "full attention: request 7 needs 9" in allocator.shortage("request 7", 9)
 
 
-# ---------------------------------------------------------------- two pools
-
-
 def test_ledgers_and_mapping_work_while_the_pools_are_paused() -> None:
-    saver = MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
-    try:
-        allocator = two(8, 4, 4)
-        make_pool(32, 4, saver), make_pool(16, 4, saver)
-        loc = allocator.alloc(8)
-        assert loc is not None
-        saver.pause("kv_cache")
-        allocator.check_integrity()
-        allocator.free_swa(loc[:4])
-        more = allocator.alloc(4)
-        assert more is not None and allocator.to_swa(more.view(2, 2)).tolist() == [[4, 5], [6, 7]]
-        assert (allocator.full_available_size(), allocator.swa_available_size(), allocator.available_size()) == (
-            20,
-            8,
-            8,
-        )
-        saver.resume("kv_cache")
-        allocator.check_integrity()
-        assert allocator.to_swa(loc).tolist() == [0, 0, 0, 0, 8, 9, 10, 11]
-    finally:
-        saver.close()
+    saver, allocator = new_saver(), two(8, 4, 4)
+    make_pool(32, 4, saver), make_pool(16, 4, saver)
+    loc = allocator.alloc(8)
+    assert loc is not None
+    saver.pause("kv_cache")
+    allocator.check_integrity()
+    allocator.free_swa(loc[:4])
+    more = allocator.alloc(4)
+    assert more is not None and allocator.to_swa(more.view(2, 2)).tolist() == [[4, 5], [6, 7]]
+    assert (allocator.full_available_size(), allocator.swa_available_size(), allocator.available_size()) == (20, 8, 8)
+    saver.resume("kv_cache")
+    allocator.check_integrity()
+    assert allocator.to_swa(loc).tolist() == [0, 0, 0, 0, 8, 9, 10, 11]
+    saver.close()
+
+
+# ---------------------------------------------------------------- nothing waits for the kernels under way
+
+TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [False, True])
+def test_alloc_extend_does_not_wait(window: bool) -> None:
+    allocator = two(4 * TOKENS, 4 * TOKENS, 1) if window else one(4 * TOKENS, 1)
+
+    def run() -> None:
+        assert allocator.alloc_extend([0], [TOKENS], [-1], TOKENS) is not None
+
+    run()  # compiles
+    check_no_wait(run)
+
+
+@pytest.mark.gpu
+def test_extend_and_a_copy_on_write_do_not_wait() -> None:
+    pool = make_pool(4 * TOKENS, 16)
+    manager = BlockManager(ReqToTokenPool(4, 2 * TOKENS, DEVICE), one(pool.size // 16, 16), pool)
+
+    def run() -> None:
+        parent = manager.admit()
+        assert parent is not None and manager.extend([parent], [TOKENS + 3]) is not None
+        child = manager.fork(parent)
+        assert child is not None and manager.extend([parent, child], [TOKENS + 4] * 2) is not None
+        manager.release(parent)
+        manager.release(child)
+
+    run()  # compiles
+    check_no_wait(run)

@@ -1,42 +1,14 @@
-"""Sequences over pages, by worked examples; against a model: test_forest.py."""
+"""Sequences over pages and rows of the request table, by worked examples; against a model: test_forest.py."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqHandle, ReqToTokenPool
 from kvcache.windows import WindowShares, pages_across, pages_behind
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
-
-
-def test_paged_attention_figure_8() -> None:
-    """Two samples share a prompt of 7 tokens; the first diverging write copies one block, the second is in place."""
-    blocks = make_blocks(pages=8, page_size=4)
-    a1 = blocks.admit()
-    assert blocks.manager.pages_needed([a1], [7]) == 2
-    blocks.append(a1, *range(7))
-    a2 = blocks.fork(a1)
-    block_7, block_1 = blocks.pages(a1)
-    assert blocks.pages(a2) == [block_7, block_1]
-    assert blocks.allocator.ref_counts([block_7, block_1]).tolist() == [2, 2]
-    assert blocks.manager.available_pages == 6
-
-    assert blocks.manager.pages_needed([a1], [8]) == 1
-    blocks.append(a1, 100)
-    assert blocks.moves == [3]  # the three prompt tokens of the last block
-    assert blocks.pages(a1)[0] == block_7
-    assert blocks.pages(a1)[1] != block_1
-    assert blocks.allocator.ref_counts([block_7, block_1]).tolist() == [2, 1]
-
-    assert blocks.manager.pages_needed([a2], [8]) == 0
-    blocks.append(a2, 200)
-    assert blocks.moves == [3]
-    assert blocks.pages(a2) == [block_7, block_1]
-    assert blocks.values(a1) == [*range(7), 100]
-    assert blocks.values(a2) == [*range(7), 200]
-    assert blocks.manager.available_pages == 5
-    blocks.manager.check_integrity()
 
 
 def test_a_failed_copy_leaves_the_sequences_as_they_were() -> None:
@@ -160,3 +132,55 @@ def test_without_a_window_the_caller_frees_window_halves() -> None:
         blocks.manager.release(handle)
     assert [ledger.available for ledger in blocks.manager.ledgers] == [6, 4]
     blocks.manager.check_integrity()
+
+
+# ---------------------------------------------------------------- rows of the request table
+
+
+def test_alloc_is_all_or_none_and_keeps_held_rows() -> None:
+    table = ReqToTokenPool(3, 5, DEVICE)
+    assert (table.req_to_token.shape, table.req_to_token.dtype) == ((4, 5), torch.int32)
+    first = table.alloc([None, None])
+    assert first is not None
+    assert table.alloc([None, None]) is None
+    assert table.available_size() == 1
+    again = table.alloc([first[1], None, first[0]])
+    assert again is not None
+    assert (again[0], again[2]) == (first[1], first[0])
+    assert sorted(h.row for h in again) == [1, 2, 3]  # row 0 is padding
+    assert table.available_size() == 0
+    assert table.alloc([first[0]]) == [first[0]]
+    table.check_integrity()
+
+
+def test_stale_and_forged_handles_raise() -> None:
+    table: Any = ReqToTokenPool(1, 5, DEVICE)
+    (old,) = table.alloc([None]) or []
+    table.free(old)
+    with pytest.raises(ValueError, match="stale"):
+        table.free(old)
+    (new,) = table.alloc([None]) or []
+    assert new.row == old.row
+    for wrong in (old, ReqHandle(0, 0), ReqHandle(-1, 0), ReqHandle(2, 0), ReqHandle(1, 9)):
+        for use, handles in ((table.row, wrong), (table.rows, [new, wrong]), (table.alloc, [wrong])):
+            with pytest.raises(ValueError, match="stale"):
+                use(handles)
+    assert table.rows([new]).tolist() == [1]
+
+
+def test_writes() -> None:
+    table = ReqToTokenPool(2, 4, DEVICE)
+    table.write((1, slice(0, 3)), torch.tensor([7, 8, 9], device=DEVICE))
+    table.write((torch.tensor([2, 1]), torch.tensor([0, 3])), torch.tensor([5, 6], device=DEVICE))
+    table.write_flat(torch.tensor([9, 11], device=DEVICE), torch.tensor([40, 41], dtype=torch.int32, device=DEVICE))
+    assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
+
+
+def test_what_is_wrong_is_named() -> None:
+    for size, length in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="at least one row"):
+            ReqToTokenPool(size, length, DEVICE)
+    table = ReqToTokenPool(2, 4, DEVICE)
+    table.alloc([None])
+    shortage = table.shortage("request 5", 3)
+    assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in shortage

@@ -6,7 +6,7 @@ On the CPU the kernels are interpreted, and of a pool's addresses only the touch
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from kvcache.pools.token import TokenPool
 from rollout.ops.attention import BatchShape, paged_attention, plan_attention
 from tests.helpers.effort import some
 from tests.helpers.kvcache import pools
-from tests.helpers.kvcache.pools import FP8, pool_of
 
 pytestmark = [
     pytest.mark.alone,  # on a GPU: a pool takes a large part of it
@@ -44,27 +43,26 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def mha(size: int, device: str, dtype: torch.dtype, head_dim: int, **fields: Any) -> TokenPool:
-    narrow = 16 if device == "cpu" else head_dim
-    fields |= {"num_kv_heads": 8, "head_dim": head_dim, "v_head_dim": narrow, "page_size": PS, "device": device}
-    return pool_of(pools.mha(dtype, LAYERS, size, **fields))
-
-
-def mla(size: int, device: str, dtype: torch.dtype) -> TokenPool:
-    shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    return pool_of(pools.mla(dtype, LAYERS, size, page_size=PS, device=device, **shape))
-
-
-KINDS: dict[str, Callable[[int, str], TokenPool]] = {
-    "bf16": lambda size, device: mha(size, device, torch.bfloat16, 128),
-    "bf16, slot-major": lambda size, device: mha(size, device, torch.bfloat16, 128, slot_major=True),
-    "fp8": lambda size, device: mha(size, device, FP8, 128),
-    "fp8, slot-major": lambda size, device: mha(size, device, FP8, 128, slot_major=True),
-    "fp4": lambda size, device: mha(size, device, FP4_DTYPE, 256),
-    "mla": lambda size, device: mla(size, device, torch.bfloat16),
-    "mla-fp8": lambda size, device: mla(size, device, FP8),
-    "mla-fp4": lambda size, device: mla(size, device, FP4_DTYPE),
+# dtype, width of a head (0: latent rows), slot-major
+KINDS = {
+    "bf16": (pools.BF16, 128, False),
+    "bf16, slot-major": (pools.BF16, 128, True),
+    "fp8": (pools.FP8, 128, False),
+    "fp8, slot-major": (pools.FP8, 128, True),
+    "fp4": (FP4_DTYPE, 256, False),
+    "mla": (pools.BF16, 0, False),
+    "mla-fp8": (pools.FP8, 0, False),
+    "mla-fp4": (FP4_DTYPE, 0, False),
 }
+
+
+def make(kind: str, size: int, device: str) -> TokenPool:
+    dtype, dim, slot_major = KINDS[kind]
+    fields: dict[str, Any] = {"page_size": PS, "device": device, "slot_major": slot_major}
+    if not dim:
+        return pools.pool_of(pools.mla(dtype, LAYERS, size, kv_lora_rank=512, qk_rope_head_dim=64, **fields))
+    fields |= {"num_kv_heads": 8, "head_dim": dim, "v_head_dim": 16 if device == "cpu" else dim}
+    return pools.pool_of(pools.mha(dtype, LAYERS, size, **fields))
 
 
 def check_room(nbytes: int, device: str) -> None:
@@ -74,21 +72,14 @@ def check_room(nbytes: int, device: str) -> None:
         pytest.skip(f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB may be used on {device}")
 
 
-def write(pool: TokenPool, layer: int, loc: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    k, v = pool.get_rows(layer, loc)
-    rows = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in (k, v)]
-    pool.set_kv_buffer(layer, loc, rows[0], rows[0][..., : v.shape[-1]] if k.shape[1] == 1 else rows[1])
-
-
 @pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
 def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
-    small = KINDS[kind](3 * PS, device)
+    small = make(kind, 3 * PS, device)
     width = small.get_stored(0)[0].stride(0)  # elements between slots
     past = LIMIT // width + 1
     size = past // PS * PS + 3 * PS
     check_room((size + PS) * small.bytes_per_token, device)
-    large = KINDS[kind](size, device)
+    large = make(kind, size, device)
     stored = large.get_stored(0)[0]
     assert past * stored.stride(0) >= LIMIT
     assert stored[past:].storage_offset() >= LIMIT
@@ -101,9 +92,8 @@ def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
             for a, b in zip(large.get_rows(layer, there), small.get_rows(layer, here), strict=True):
                 assert torch.equal(a, b), f"layer {layer}"
 
-    for layer in range(LAYERS):
-        for pool, loc in ((large, there), (small, here)):
-            write(pool, layer, loc, layer)
+    pools.write(large, there)
+    pools.write(small, here)
     check_equal()
     large.move_kv_cache(there[[2, 0, 3]], there[[1, 3, 2]])
     small.move_kv_cache(here[[2, 0, 3]], here[[1, 3, 2]])

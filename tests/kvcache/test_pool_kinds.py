@@ -105,7 +105,7 @@ def test_fp4_reads_what_the_definition_says() -> None:
         pool.get_kv_buffer(1)
 
 
-def test_pools_refuse_what_they_can_not_store() -> None:
+def test_pools_and_configs_refuse_what_they_can_not_store() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: MHATokenToKVPool(mha(FP4_DTYPE)), "FP4 has pools of its own"),
         (lambda: MLATokenToKVPoolFP4(mla()), "MLATokenToKVPoolFP4 can't store torch.bfloat16"),
@@ -113,6 +113,14 @@ def test_pools_refuse_what_they_can_not_store() -> None:
         (lambda: mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8), "kv_lora_rank of a multiple of 16, got 40"),
         (lambda: mha(FP8, compute_dtype=torch.float8_e5m2), "compute_dtype"),
         (lambda: DoubleSparseTokenToKVPool(mha(), 33), "more than the head's 32 channels"),
+        (lambda: mha(size=33, page_size=16), "33 tokens, not a multiple of page_size 16; use 32 or 48"),
+        (lambda: mha(layers=0), "num_layers must be a whole number >= 1"),
+        (lambda: mha(page_size=2.0), "page_size must be a whole number"),
+        (lambda: mha(num_kv_heads=True), "num_kv_heads"),
+        (lambda: mha(v_head_dim=0), "v_head_dim"),
+        (lambda: mha(size=2**31, page_size=16), "fewer than 2"),
+        (lambda: mha(torch.int32), "int32 can't be stored; use one of"),
+        (lambda: mha(device="nowhere"), "'nowhere' is no device"),
     ]
     for make, message in refused:
         with pytest.raises(ValueError, match=message):
