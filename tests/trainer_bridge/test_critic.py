@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver import MemorySaver, StateError
+from memsaver import StateError
 from tests.helpers.trainer_bridge.models import (
     config,
     make_batch,
@@ -20,7 +20,7 @@ from tests.helpers.trainer_bridge.models import (
     write_model,
 )
 from tests.helpers.trainer_bridge.plain import plain_bits
-from tests.helpers.trainer_bridge.states import assert_same_bits, bits
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.model import local_shard
@@ -143,11 +143,6 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
-def copied(saver: MemorySaver) -> int:
-    stats = saver.statistics().get("copy")
-    return 0 if stats is None else stats.nbytes
-
-
 def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: str, make_trainer: Make) -> None:
     trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
     saver = trainer.saver
@@ -155,10 +150,10 @@ def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: st
 
     def parked(tag: str) -> int:
         """Bytes that were copied out by parking the tag."""
-        before = copied(saver)
+        before = copied(trainer)
         trainer.park(tag)
         assert saver.report().tags[tag].committed_bytes == 0
-        return copied(saver) - before
+        return copied(trainer) - before
 
     live = {tag: entry.live_bytes for tag, entry in saver.report().tags.items()}
     assert live["critic_optim"] >= 2 * live["critic"] * 0.99 and live["reference"] == live["params"]

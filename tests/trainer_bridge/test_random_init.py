@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsaver import StateError
-from rollout import Engine, SamplingParams
+from rollout import SamplingParams
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
@@ -113,14 +112,3 @@ def test_a_described_model_generates_and_learns(dtype: str, device: str, tmp_pat
         for param in trainer.model.parameters():
             moments = trainer.optimizer.state[param]
             assert {param.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {getattr(torch, dtype)}
-
-
-def test_what_has_no_weights_says_so(tmp_path: Path, make_trainer: Make) -> None:
-    path = describe(tmp_path)
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        make_trainer(str(tmp_path / "nothing"), random_init=True)
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
-        Engine.from_pretrained(path, kv_tokens=64)
-    engine = Engine.from_pretrained(path, kv_tokens=64, load_weights=False)
-    with pytest.raises(StateError, match="weights undefined: the weights were never loaded; commit a weight update"):
-        engine.generate([[1]], SamplingParams(max_tokens=1))

@@ -11,11 +11,6 @@ from tests.helpers.trainer_bridge.states import MOMENTS
 from trainer_bridge import SequenceBatch
 
 
-def largest_gap(scores: list[list[float]], expected: list[torch.Tensor]) -> float:
-    assert [len(row) for row in scores] == [len(row) for row in expected]
-    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(scores, expected, strict=True) if len(a))
-
-
 def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """As `states.bits`, of what is trained."""
     found = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
@@ -26,7 +21,7 @@ def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.
 def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:
     """What update_actor should do, sequence by sequence."""
     assert batch.old_logprobs is not None and batch.advantages is not None
-    terms, clipped = [], 0
+    terms, clipped, kl = [], 0, 0.0
     for logp, old, advantage in zip(
         reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
     ):
@@ -34,9 +29,11 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatc
         free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
         terms.append(-torch.minimum(free, held))
         clipped += int((held < free).sum())
+        kl += float((ratio - 1 - ratio.log()).detach().sum())
     loss = torch.cat(terms).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return {"loss": float(loss.detach()), "grad_norm": float(norm), "clip_fraction": clipped / batch.num_tokens}
+    found = {"loss": float(loss.detach()), "grad_norm": float(norm)}
+    return found | {"clip_fraction": clipped / batch.num_tokens, "approx_kl": kl / batch.num_tokens}
