@@ -10,11 +10,10 @@ import torch
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import pairwise
 from tests.helpers.models import MLA, save_tiny
-from tests.helpers.rollout.answers import GAP, firsts, ids, random_prompts
+from tests.helpers.rollout.answers import GAP, ids, random_prompts
 from tests.helpers.rollout.answers import check as check_logprobs
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import PAGE, failing
-from tests.helpers.rollout.updates import tiny
 
 MAX_TOKENS = 10
 LENGTHS = (1, 17, 40)
@@ -143,31 +142,19 @@ def test_the_best_n_are_the_first_of_all(path: Path) -> None:
     assert scores == sorted(scores, reverse=True) and len(scores) == 4
 
 
-@pytest.mark.parametrize(("kv_tokens", "longer"), [(1024, 0), (160, 24)])
-def test_beside_other_requests(path: Path, kv_tokens: int, longer: int) -> None:
+@pytest.mark.parametrize(("kv_tokens", "longer", "cache"), [(1024, 0, True), (160, 24, True), (160, 24, False)])
+def test_beside_other_requests(path: Path, kv_tokens: int, longer: int, cache: bool) -> None:
     """One call with searches of several widths, greedy and sampled requests: each answers as alone. In the small pool
-    some are preempted, of a search all branches."""
+    some are preempted, of a search all branches, and start over."""
     prompts = random_prompts((5, 33, 18, 40, 7))
     params = [beams(2), SamplingParams(max_tokens=12, temperature=0), beams(4, max_tokens=6, length_penalty=0.0)]
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
     params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
-    engine = make(path, kv_tokens=kv_tokens)
+    engine = make(path, kv_tokens=kv_tokens, prefix_cache=cache)
     together = ids(generate(engine, prompts, params))
     assert (engine.scheduler.preemptions > 0) == (kv_tokens < 1024)
     for prompt, param, got in zip(prompts, params, together, strict=True):
         assert ids(generate(make(path), [prompt], param)) == [got]
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_searches_start_over(saved: Saved, prefix_cache: bool) -> None:
-    """A pool for about one search and a half; the youngest goes as a whole, again and again."""
-    path, model = saved("llama", num_key_value_heads=1)
-    engine = make(path, kv_tokens=128, prefix_cache=prefix_cache)
-    prompts, params = random_prompts((11, 3, 18)), beams(4, max_tokens=20)
-    out = generate(engine, prompts, params)
-    assert engine.scheduler.preemptions > 0
-    for prompt, got in zip(prompts, out, strict=True):
-        check(model, prompt, params, got)
 
 
 def test_sleep_and_abort_in_the_middle(path: Path) -> None:
@@ -217,33 +204,6 @@ def test_a_prompt_is_computed_once_and_found_again(path: Path) -> None:
         assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
         assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
     assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40  # dead branches left nothing
-
-
-def test_width_one_is_greedy(path: Path) -> None:
-    prompts = random_prompts((20,))
-    params = SamplingParams(max_tokens=8, temperature=0, beam_width=1)
-    (got,) = firsts(generate(make(path), prompts, params))
-    check_logprobs(tiny(0), prompts, [[got]])
-    assert got.score is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"beam_width": 0}, "beam_width=0"),
-        ({"beam_width": 2, "n": 3}, "n=3 answers of a beam search of 2"),
-        ({"beam_width": 2, "temperature": 0.5}, "samples nothing"),
-        ({"beam_width": 2, "top_k": 5}, "samples nothing"),
-        ({"beam_width": 2, "top_p": 0.5}, "samples nothing"),
-        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty=nan"),
-        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping='soon'"),
-        ({"length_penalty": 2.0}, "set beam_width above 1"),
-        ({"early_stopping": True}, "set beam_width above 1"),
-    ],
-)
-def test_refused_by_the_parameters(fields: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        SamplingParams(**fields)
 
 
 def test_refused_by_the_engine(path: Path) -> None:

@@ -184,19 +184,6 @@ def test_heavy_channels_are_the_largest_on_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"heavy_channel_num": 0}, "heavy_channel_num=0 must be at least 1"),
-        ({"recent_token_num": 9}, "recent_token_num=9 exceeds heavy_token_num=8"),
-        ({"channels": (((0, 0),),)}, r"layer 0, KV head 0 are \(0, 0\); give heavy_channel_num=2 different"),
-    ],
-)
-def test_refuses_wrong_numbers(fields: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        DoubleSparsity(**{"heavy_channel_num": 2, "heavy_token_num": 8, **fields})
-
-
-@pytest.mark.parametrize(
     ("config", "match"),
     [
         ({"double_sparsity": sparsity(8, 17)}, "heavy_channel_num=17, keys have 16 channels"),

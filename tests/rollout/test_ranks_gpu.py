@@ -9,20 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
-from rollout.split import (
-    DecodeEngine,
-    GroupReader,
-    GroupWriter,
-    MappedReader,
-    MappedWriter,
-    PrefillEngine,
-    accept,
-    dial,
-)
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
-from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, run_placed
+from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run_placed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -50,49 +40,25 @@ def test_tensor_parallel_under_cuda_graphs(tmp_path: Path) -> None:
     assert first == second and first[1] > 0
 
 
-def split(rank: int, path: str, mapped: bool) -> Any:
-    device, address = f"cuda:{rank}", f"{path}/socket"
-    if rank == 0:
-        prefill = PrefillEngine.from_pretrained(path, device=device, **CONFIG)
-        writer = MappedWriter() if mapped else GroupWriter([1])
-        prefill.connect(dial([address], KEY), writer)
-        prefill.serve()
-        return writer.requests, writer.nbytes
-    decode = DecodeEngine.from_pretrained(path, device=device, **CONFIG)
-    reader = MappedReader() if mapped else GroupReader([0])
-    decode.connect(accept(address, 1, KEY), reader, ring_bytes=40 * TOKEN)
-    answers = decode.generate(PROMPTS, GREEDY)
-    decode.close()
-    return [request[0].token_ids for request in answers], decode.split.arrived
-
-
-@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "nccl"])
-def test_prefill_and_decode_on_a_gpu_each(tmp_path: Path, mapped: bool) -> None:
-    save_tiny(tmp_path, "qwen3", **MODEL)
-    sent, found = results(start_ranks(split, 2, tmp_path / "store", str(tmp_path), mapped, backend="nccl"))
-    assert found == (alone(tmp_path), len(PROMPTS))
-    assert sent == (3 + 1 + 1 + 2, sum(map(len, PROMPTS)) * TOKEN)
-
-
 @pytest.mark.parametrize(
-    ("prefill", "decode", "gpus"),
+    ("prefill", "gpus", "mapped"),
     [
-        (2, 1, 2),
-        (1, 2, 2),
-        pytest.param(4, 2, 4, marks=pytest.mark.gpus(4)),
+        (1, [0, 1], True),
+        (1, [0, 1], False),
+        (2, [0, 1, 0], True),
+        (1, [0, 0, 1], True),
+        pytest.param(4, [0, 1, 2, 3, 0, 1], True, marks=pytest.mark.gpus(4)),
     ],
-    ids=["2to1", "1to2", "4to2"],
+    ids=["1to1", "1to1-nccl", "2to1", "1to2", "4to2"],
 )
-def test_prefill_and_decode_of_different_sizes(tmp_path: Path, prefill: int, decode: int, gpus: int) -> None:
-    """More processes than GPUs: a prefill and a decode rank share one, the ranks of an engine never do."""
+def test_prefill_and_decode_of_any_sizes(tmp_path: Path, prefill: int, gpus: list[int], mapped: bool) -> None:
+    """Where there are more processes than GPUs, a prefill and a decode rank share one; ranks of an engine never do."""
     save_tiny(tmp_path, "qwen3", **MODEL)
-    split = Split(
-        path=str(tmp_path), prefill=prefill, decode=decode, mapped=True, ring_bytes=40 * TOKEN // decode,
-        calls=[(PROMPTS, GREEDY)], prefill_config=CONFIG, decode_config=CONFIG,
-    )  # fmt: skip
-    devices = [f"cuda:{i}" for i in range(gpus)]
-    ranks = start_ranks(run_placed, prefill + decode, tmp_path / "store", split, str(tmp_path), devices, "nccl")
-    seen = results(ranks)
+    decode = len(gpus) - prefill
+    split = Split(path=str(tmp_path), prefill=prefill, decode=decode, mapped=mapped, calls=[(PROMPTS, GREEDY)])
+    args = split, str(tmp_path), [f"cuda:{gpu}" for gpu in gpus], "nccl"
+    group = "gloo" if mapped else "nccl"  # by which what is not mapped is sent
+    seen = results(start_ranks(run_placed, len(gpus), tmp_path / "store", *args, backend=group))
     expected = alone(tmp_path)
     for each in seen[prefill:]:
         assert each["error"] is None and each["reason"] is None

@@ -31,16 +31,16 @@ CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_toke
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
-    generate. nap: the decode engine's cache sleeps once, with prompts under way."""
+    generate. nap: the decode engine's cache sleeps once, with prompts under way. The decode side's rings hold 40 tokens
+    together, so that longer prompts come in parts."""
 
     path: str
-    prefill: int
-    decode: int
-    mapped: bool
-    ring_bytes: int
     calls: Sequence[tuple[list[list[int]], SamplingParams | list[SamplingParams]]]
-    prefill_config: dict[str, Any] = field(default_factory=dict)
-    decode_config: dict[str, Any] = field(default_factory=dict)
+    prefill: int = 1
+    decode: int = 2
+    mapped: bool = True
+    prefill_config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+    decode_config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     on_loss: Any = "recompute"
     nap: bool = False
 
@@ -52,8 +52,9 @@ def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
 
 
 def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:
-    """One topology, tensor-parallel rank n of either side on `devices[n]`; the sides' groups are of `backend`."""
-    device = torch.device(devices[rank if rank < split.prefill else rank - split.prefill])
+    """One topology, each rank of either side on a device of its own or another side's; the sides' groups are of
+    `backend`."""
+    device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL, which takes the current one
     placed = replace(
@@ -106,7 +107,11 @@ def generate(
         dist.barrier(group)  # who connects later than the other may take longer than its patience with a rank's hello
     reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
     engine.connect(
-        accept(address, split.prefill, KEY), reader, ring_bytes=split.ring_bytes, on_loss=split.on_loss, timeout=timeout
+        accept(address, split.prefill, KEY),
+        reader,
+        ring_bytes=40 * TOKEN // split.decode,
+        on_loss=split.on_loss,
+        timeout=timeout,
     )
     flights: list[int] = []
     error = None

@@ -78,12 +78,9 @@ def lose(rank: int, path: str, sockets: str) -> Any:
     groups = [dist.new_group([0, 1]) for _ in CASES]
     dist.barrier()  # nobody dies while others still connect to it
     splits = [
-        Split(
-            path=path, prefill=1, decode=2, mapped=case.mapped, ring_bytes=40 * TOKEN // 2, calls=CALLS,
-            on_loss=case.on_loss, prefill_config=CONFIG | case.prefill, decode_config=CONFIG,
-        )
+        Split(path=path, mapped=case.mapped, calls=CALLS, on_loss=case.on_loss, prefill_config=CONFIG | case.prefill)
         for case in CASES.values()
-    ]  # fmt: skip
+    ]
     if rank > 1:
         nth = rank - 2
         return prefill(splits[nth], [f"{sockets}/{nth}.{peer}" for peer in range(2)], list(CASES.values())[nth].how)

@@ -10,7 +10,7 @@ import pytest
 from rollout import Engine, SamplingParams
 from tests.helpers.effort import rounds, some
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.rollout.answers import GAP, GREEDY, random_prompts
+from tests.helpers.rollout.answers import GAP, GREEDY, assert_same, random_prompts
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run, tokens
 
@@ -50,32 +50,16 @@ def path(saved: Saved) -> str:
 
 @pytest.fixture(scope="module")
 def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """[topology][rank]; the ring of a decode rank of two holds 40 tokens, so that longer prompts come in parts."""
+    """[topology][rank]"""
     splits = [
-        Split(
-            path=path, prefill=prefill, decode=decode, mapped=mapped, ring_bytes=40 * TOKEN // decode, calls=calls(),
-            prefill_config=CONFIG, decode_config=CONFIG,
-        )
+        Split(path=path, prefill=prefill, decode=decode, mapped=mapped, calls=calls())
         for prefill, decode, mapped in TOPOLOGIES
-    ]  # fmt: skip
-    splits.append(
-        Split(
-            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst(), GREEDY)],
-            prefill_config=CONFIG, decode_config=CONFIG | {"kv_tokens": REQUESTS * 64, "max_running": REQUESTS},
-        )
-    )  # fmt: skip
-    splits.append(
-        Split(
-            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=[(burst()[:30], LONG)],
-            prefill_config=SMALL | {"kv_tokens": 64, "max_running": 3}, decode_config=SMALL, nap=True,
-        )
-    )  # fmt: skip
-    splits.append(
-        Split(
-            path=path, prefill=1, decode=2, mapped=True, ring_bytes=40 * TOKEN // 2, calls=searches(),
-            prefill_config=CONFIG, decode_config=CONFIG,
-        )
-    )  # fmt: skip
+    ]
+    wide = CONFIG | {"kv_tokens": REQUESTS * 64, "max_running": REQUESTS}
+    few = SMALL | {"kv_tokens": 64, "max_running": 3}
+    splits.append(Split(path=path, calls=[(burst(), GREEDY)], decode_config=wide))
+    splits.append(Split(path=path, calls=[(burst()[:30], LONG)], prefill_config=few, decode_config=SMALL, nap=True))
+    splits.append(Split(path=path, calls=searches()))
     folder = tmp_path_factory.mktemp("ranks")
     by_rank = results(start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200))
     return [list(of) for of in zip(*by_rank, strict=True)]
@@ -91,10 +75,8 @@ def test_answers_are_one_engines(path: str, found: list[list[Any]], nth: int) ->
     for seen in found[nth][prefill : prefill + decode]:
         assert seen["error"] is None and seen["reason"] is None
         assert tokens(seen["answers"]) == tokens(alone)
-        for mine, theirs in zip(seen["answers"], alone, strict=True):
-            for a, b in zip(mine, theirs, strict=True):
-                for sample, other in zip(a, b, strict=True):
-                    assert sample.logprobs == pytest.approx(other.logprobs, abs=GAP)
+        for mine, its in zip(chain(*seen["answers"]), chain(*alone), strict=True):
+            assert_same(mine, its)
         assert (seen["split"].arrived, seen["split"].recomputed) == (12, 0)
         assert seen["outstanding"] == 0
         generated = sum(len(sample.token_ids) - 1 for call in alone for request in call for sample in request)
