@@ -10,6 +10,8 @@ from kvcache import (
     HybridLinearKVPool,
     KVCacheConfig,
     KVPool,
+    MambaConfig,
+    MambaPool,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
     MLACacheConfig,
@@ -79,6 +81,12 @@ def new_saver() -> MemorySaver:
 
 def make(name: str, saver: MemorySaver | None = None, **fields: Any) -> Any:
     return POOLS[name][0](saver, **fields)
+
+
+def make_states(size: int) -> MambaPool:
+    """Slots whose states hardly take memory."""
+    shapes: dict[str, Any] = {"conv_shapes": (), "temporal_shape": (1,), "conv_dtype": BF16}
+    return MambaPool(MambaConfig(num_layers=1, size=size, device="cpu", **shapes))
 
 
 def stored(pool: Any) -> list[torch.Tensor]:

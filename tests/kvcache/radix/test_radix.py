@@ -1,30 +1,38 @@
-"""RadixCache: the design's cases one by one. Against a model: test_radix_stateful.py."""
+"""Prefix caches: the design's cases one by one. Against a model: test_radix_stateful.py."""
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcache import MambaRadixCache, PagedTokenToKVPoolAllocator, RadixCache
 from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
 from kvcache.radix.node import Generation
 from kvcache.radix.policies import FALLING, POLICIES
 from kvcache.radix.queue import EvictionQueue
-from tests.helpers.kvcache.radix import held, make_cache, put
+from tests.helpers.kvcache.pools import make_states
 
 
-def test_match_is_page_aligned_and_in_order() -> None:
-    cache = make_cache(10, page_size=3)
-    pages = put(cache, range(9))
-    assert cache.match_prefix(range(9)).pages.tolist() == pages
-    assert cache.match_prefix(range(8)).length == 6  # the third page is not whole
-    assert cache.match_prefix([0, 1, 2, 3, 4, 99]).pages.tolist() == pages[:1]
-    assert cache.match_prefix([0, 1]).length == 0
-    assert cache.match_prefix([]).pages.dtype == np.int64
-    assert cache.insert([1], [], version=0) == 0  # less than a page: nothing to keep
+def make_cache(pages: int, page_size: int = 1, policy: str = "lru") -> RadixCache:
+    return RadixCache(PagedTokenToKVPoolAllocator(pages * page_size, page_size, "cpu"), policy)
+
+
+def put(cache: RadixCache, key: Sequence[int], *, salt: Hashable = None, priority: int = 0) -> list[int]:
+    """Inserts under the current version with fresh pages and frees the duplicates; the pages handed in."""
+    pages = cache.allocator.alloc_pages(len(key) // cache.page_size)  # type: ignore[attr-defined]
+    assert pages is not None
+    kept = cache.insert(key, pages, version=cache.version, extra_key=salt, priority=priority)
+    cache.allocator.free_pages(pages[: kept // cache.page_size])  # type: ignore[attr-defined]
     cache.check_integrity()
+    return pages.tolist()
+
+
+def held(cache: RadixCache, key: Sequence[int], salt: Hashable = None) -> int:
+    """How much of a key is cached, found without counting as a use."""
+    return cache.peek(key, extra_key=salt)[0]
 
 
 KINDS = [list, tuple, lambda k: array("i", k), lambda k: array("q", k), np.asarray, lambda k: np.array(k, np.int32)]
@@ -41,15 +49,7 @@ def test_keys_of_any_layout_and_type() -> None:
     for key in (every[::2], every[::2].astype(np.int32), tuple(every[::2].tolist()), every[::-1][1::2][::-1]):
         assert cache.match_prefix(key).length == 20
     assert cache.match_prefix(every[::2][:7]).length == 6
-
-
-def test_a_key_is_copied() -> None:
-    cache = make_cache(4)
-    key, pages = np.array([1, 2, 3]), cache.allocator.alloc_pages(3)  # type: ignore[attr-defined]
-    cache.insert(key, pages, version=0)
-    kept = pages.copy()
-    key[:], pages[:] = 9, 9
-    assert cache.match_prefix([1, 2, 3]).pages.tolist() == kept.tolist()
+    assert cache.match_prefix([]).pages.dtype == np.int64
 
 
 def test_mistakes_raise_and_change_nothing() -> None:
@@ -236,3 +236,48 @@ def test_check_integrity_notices(break_it: str) -> None:
         cache.allocator.free_pages(node.pages)
     with pytest.raises(AssertionError):
         cache.check_integrity()
+
+
+# ---------------------------------------------------------------- with states
+
+
+def make_mamba(*keys: tuple[int, ...], page_size: int = 1) -> MambaRadixCache:
+    """A cache of these keys, each with a state."""
+    ledger, states = PagedTokenToKVPoolAllocator(24 * page_size, page_size, "cpu"), make_states(6)
+    cache = MambaRadixCache(ledger, states)
+    for key in keys:
+        pages, (state,) = ledger.alloc_pages(len(key) // page_size), states.alloc(1) or []
+        done = cache.insert(key, pages, state, version=0)
+        assert done.state_taken
+        ledger.free_pages(pages[: done.length // page_size])  # type: ignore[index]
+    return cache
+
+
+def test_states_go_by_their_own_use_but_locked_ones() -> None:
+    cache = make_mamba((1,), (2,), (1, 3))
+    above = cache.match_prefix((1,)).node
+    cache.match_prefix((2,))
+    cache.match_prefix((1, 3))  # uses the pages of (1,), not its state
+    assert cache.evict_states(1) == 1
+    assert [cache.match_prefix(key).length for key in ((1,), (2,), (1, 3))] == [0, 1, 2]
+    assert cache.total_size == 3  # (1,) has become a tombstone
+    with pytest.raises(ValueError, match="state of .* was evicted"):
+        cache.inc_lock_ref(above)
+    cache.inc_lock_ref(cache.match_prefix((1, 3)).node)
+    assert (cache.protected_size, cache.protected_states, cache.evictable_states) == (2, 1, 1)
+    assert (cache.evict_states(5), cache.evict(5)) == (1, 0)
+    cache.check_integrity()
+
+
+def test_what_is_wrong_with_a_state_is_named() -> None:
+    cache = make_mamba(page_size=2)
+    for key, pages, state, text in (
+        ([1, 2, 3], [1], 1, "align the key"),
+        ([], [], 1, "align the key"),
+        ([1, 2], [1], 0, "slots begin at 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            cache.insert(key, pages, state, version=0)
+    with pytest.raises(ValueError, match="can't evict -1 states"):
+        cache.evict_states(-1)
+    assert cache.total_size == 0

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from kvcache import MambaRadixCache, PagedTokenToKVPoolAllocator, RadixCache
 from kvcache.radix.node import RadixNode
 from kvcache.radix.policies import POLICIES
 from tests.helpers.effort import rounds
-from tests.helpers.kvcache.radix import Slots
+from tests.helpers.kvcache.pools import make_states
 
 PAGES, STATES = 24, 6
 SALTS = [None, "lora"]
@@ -102,7 +103,9 @@ class Model:
         if pages is None:
             self.seen["full of locked pages"] += 1
             return
-        kept = self.put(key, pages, version, salt)
+        given, filled = np.array(key, int), pages.copy()
+        kept = self.put(given, filled, version, salt)
+        given[:], filled[:] = 9, 9  # what was given is copied
         self.ledger.free_pages(pages[: kept // self.ps])
         if version < self.real.version:
             assert kept == whole * self.ps
@@ -112,7 +115,7 @@ class Model:
         assert kept == (whole - len(new)) * self.ps
         self.prefixes |= {named[i]: int(pages[i]) for i in new}
 
-    def put(self, key: Key, pages: Any, version: int, salt: str | None) -> int:
+    def put(self, key: Any, pages: Any, version: int, salt: str | None) -> int:
         return self.real.insert(key, pages, version=version, extra_key=salt)
 
     def match(self, key: Key, salt: str | None, lock: bool) -> None:
@@ -178,22 +181,21 @@ class Hybrid(Model):
     steps: ClassVar[dict[str, float]] = {**Model.steps, "states": 3}
 
     def make(self, policy: str) -> MambaRadixCache:
-        self.slots = Slots(STATES)
+        self.slots = make_states(STATES)
         self.states: dict[Prefix, int] = {}
         return MambaRadixCache(self.ledger, self.slots, policy)
 
     def insert(self, key: Key, salt: str | None, age: int) -> None:
         key = key[: len(key) // self.ps * self.ps]
-        if not self.slots.open:
+        if not self.slots.available_size():
             self.evict_states(1)
-        if key and self.slots.open:
+        if key and self.slots.available_size():
             super().insert(key, salt, age)
 
-    def put(self, key: Key, pages: Any, version: int, salt: str | None) -> int:
-        state = self.slots.take()
-        assert state is not None
+    def put(self, key: Any, pages: Any, version: int, salt: str | None) -> int:
+        (state,) = self.slots.alloc(1) or []
         done = self.real.insert(key, pages, state, version=version, extra_key=salt)
-        prefix = (version, salt, key)
+        prefix = (version, salt, tuple(key.tolist()))
         assert done.state_taken == (version == self.real.version and prefix not in self.states)
         if done.state_taken:
             self.states[prefix] = state
@@ -212,10 +214,10 @@ class Hybrid(Model):
         return {prefix for prefix, _ in self.locks if prefix[2]}
 
     def evict_states(self, count: int) -> None:
-        before, free = self.states, len(self.slots.open)
+        before, free = self.states, self.slots.available_size()
         rest = before.keys() - self.held()
         dropped = self.real.evict_states(count)
-        assert dropped == min(count, len(rest)) == len(self.slots.open) - free
+        assert dropped == min(count, len(rest)) == self.slots.available_size() - free
         self.adopt()
         self.check_order(before.keys() - self.states.keys(), rest)
 
@@ -233,7 +235,8 @@ class Hybrid(Model):
     def check(self) -> None:
         super().check()
         assert self.in_tree()[1] == self.states
-        assert len(self.slots.open) + len(self.states) == STATES
+        self.slots.check_integrity()
+        assert self.slots.available_size() + len(self.states) == STATES
         assert self.real.protected_states == len(self.held())
 
 
