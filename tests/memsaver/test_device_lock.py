@@ -57,22 +57,21 @@ def peer(run: Callable[..., None], *arguments: object) -> Iterator[Peer]:
         process.bury()
 
 
-def _hold(pipe: Connection, key: str) -> None:
-    with DeviceLock(key):
-        pipe.send("held")
-        pipe.recv()
-
-
 def _count(pipe: Connection, key: str, counter: Path) -> None:
+    """In two threads."""
     pipe.send("ready")
     pipe.recv()
-    for _ in range(300):
-        with DeviceLock(key):
-            counter.write_text(str(int(counter.read_text()) + 1))
+
+    def work() -> None:
+        for _ in range(150):
+            with DeviceLock(key):
+                counter.write_text(str(int(counter.read_text()) + 1))
+
+    at_once(work, work)
     pipe.send("done")
 
 
-def test_three_processes_count_without_losing_one(key: str, tmp_path: Path) -> None:
+def test_threads_of_three_processes_count_without_losing_one(key: str, tmp_path: Path, runtime: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
     with contextlib.ExitStack() as stack:
@@ -81,6 +80,15 @@ def test_three_processes_count_without_losing_one(key: str, tmp_path: Path) -> N
             process.tell("go")
         assert [process.hear(60) for process in peers] == ["done"] * 3
     assert counter.read_text() == "900"
+    assert stat.S_IMODE((runtime / "memsaver").stat().st_mode) == 0o700
+    (file,) = (runtime / "memsaver").iterdir()
+    assert file.stat().st_size < 128, "it does not grow"
+
+
+def _hold(pipe: Connection, key: str) -> None:
+    with DeviceLock(key):
+        pipe.send("held")
+        pipe.recv()
 
 
 def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime: Path) -> None:
@@ -100,13 +108,33 @@ def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime:
             assert holder.dies_within(60) and holder.process.exitcode == -signal.SIGKILL
     (file,) = (runtime / "memsaver").iterdir()
     assert file.name == f"{key}.lock" and str(os.getpid()) in file.read_text()
+    (fd,) = [link.name for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and link.readlink() == file]
+    assert not os.get_inheritable(int(fd))
+    file.unlink()  # as a cleaner of /tmp does
+    with peer(_hold, key), pytest.raises(LockTimeout), DeviceLock(key, timeout=0.1):
+        raise AssertionError("two holders")
 
 
-def test_a_waiter_gets_it_when_the_holder_is_done(key: str) -> None:
-    with peer(_hold, key) as holder:
-        threading.Timer(0.1, holder.tell, ["leave"]).start()
-        with DeviceLock(key, timeout=60):
+def test_a_timeout_names_a_thread_of_this_process(key: str) -> None:
+    held, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        threading.current_thread().name = "holder-thread"
+        with DeviceLock(key):
+            held.set()
+            leave.wait(60)
+
+    def wait() -> None:
+        held.wait(60)
+        DeviceLock(key).__exit__(None, None, None)  # not ours to free
+        said = r"thread 'holder-thread' of this process for \d"
+        with pytest.raises(LockTimeout, match=said), DeviceLock(key, timeout=0.1):
             pass
+        leave.set()
+        with DeviceLock(key, timeout=60):  # gets it when the holder is done
+            pass
+
+    at_once(hold, wait)
 
 
 def test_reentrant_and_shared_by_the_instances_of_a_process(key: str) -> None:
@@ -131,44 +159,6 @@ def _free_elsewhere(lock: DeviceLock) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def test_threads_exclude_each_other(key: str) -> None:
-    inside, most = [0], [0]
-
-    def work() -> None:
-        for _ in range(50):
-            with DeviceLock(key):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0)
-                inside[0] -= 1
-
-    at_once(*[work] * 4)
-    assert most == [1]
-
-
-def test_a_timeout_names_a_thread_of_this_process(key: str) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with DeviceLock(key):
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=hold, name="holder-thread")
-    thread.start()
-    entered.wait(60)
-    DeviceLock(key).__exit__(None, None, None)  # not ours to free
-    with (
-        pytest.raises(LockTimeout, match=r"thread 'holder-thread' of this process for \d"),
-        DeviceLock(key, timeout=0.1),
-    ):
-        pass
-    leave.set()
-    thread.join()
-    with DeviceLock(key, timeout=0.1):
-        pass
 
 
 def _in_child(action: Callable[[], int]) -> int:
@@ -217,62 +207,32 @@ def test_a_forked_child_holds_nothing(key: str) -> None:
             pass
 
 
-def test_the_file_is_not_inherited_and_does_not_grow(key: str, runtime: Path) -> None:
-    for _ in range(3):
-        with DeviceLock(key):
-            sizes = {path.stat().st_size for path in (runtime / "memsaver").iterdir()}
-    assert len(sizes) == 1 and max(sizes) < 128
-    assert stat.S_IMODE((runtime / "memsaver").stat().st_mode) == 0o700
-    (fd,) = [int(name) for name in os.listdir("/proc/self/fd") if _target(name).endswith(f"{key}.lock")]
-    assert not os.get_inheritable(fd)
-
-
-def _target(name: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}")
-    except OSError:
-        return ""
-
-
-def test_a_removed_file_is_replaced(key: str, runtime: Path) -> None:
-    with DeviceLock(key):
-        pass
-    (runtime / "memsaver" / f"{key}.lock").unlink()  # as a cleaner of /tmp does
-    with peer(_hold, key), pytest.raises(LockTimeout), DeviceLock(key, timeout=0.1):
-        raise AssertionError("two holders")
-
-
-def _link(path: Path) -> None:
+def link(path: Path) -> None:
     path.symlink_to(path.parent / "elsewhere")
 
 
 UNSAFE: dict[str, tuple[Callable[[Path, str], object], str]] = {
     "mode": (lambda folder, key: (folder.mkdir(), folder.chmod(0o755)), "mode 755, not 700"),
-    "symlink": (lambda folder, key: _link(folder), "not a folder"),
+    "symlink": (lambda folder, key: link(folder), "not a folder"),
     "file": (lambda folder, key: folder.touch(0o700), "not a folder"),
     "owner": (lambda folder, key: folder.mkdir(0o700), "belongs to user"),
-    "file is a symlink": (lambda folder, key: (folder.mkdir(0o700), _link(folder / f"{key}.lock")), "cannot open"),
+    "file is a symlink": (lambda folder, key: (folder.mkdir(0o700), link(folder / f"{key}.lock")), "cannot open"),
 }
 
 
 @pytest.mark.parametrize("wrong", UNSAFE)
-def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path) -> None:
     folder, lock = runtime / "memsaver", DeviceLock(key, timeout=1)
     (runtime / "elsewhere").mkdir(0o700)
     make, said = UNSAFE[wrong]
     make(folder, key)
-    if wrong == "owner":
-        monkeypatch.setattr(module, "is_own_folder", lambda path: True)
-        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(BackendError, match=said), lock:
-        pass
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    for path in (folder, folder / f"{key}.lock"):
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-    if folder.exists():
-        folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong == "owner":
+            patch.setattr(module, "is_own_folder", lambda path: True)
+            patch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+        with pytest.raises(BackendError, match=said), lock:
+            pass
+    folder.rename(runtime / "away")
     with lock:  # a refusal leaves the lock usable
         pass
 
@@ -281,11 +241,10 @@ def test_without_a_runtime_folder_the_temporary_one_serves(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for unusable in (None, "", "relative", str(tmp_path / "absent")):
+    for unusable in ("", "relative", str(tmp_path / "absent"), None):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable or "")
         if unusable is None:
             monkeypatch.delenv("XDG_RUNTIME_DIR")
-        else:
-            monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
         assert module.lock_folder() == tmp_path / f"memsaver-{os.geteuid()}"
     with DeviceLock(key):
         assert (tmp_path / f"memsaver-{os.geteuid()}" / f"{key}.lock").exists()
@@ -304,8 +263,7 @@ def test_the_host_has_none_and_bad_timeouts_are_refused(key: str, runtime: Path)
 class CountedLock:
     """In the place of the device's lock."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    depth = 0
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -314,36 +272,19 @@ class CountedLock:
         self.depth -= 1
 
 
-def resume(saver: MemorySaver) -> None:
-    saver.pause("a", "b")
-    saver.resume("a", "b")
+WORK: dict[str, Callable[[MemorySaver], Any]] = {
+    "resume": lambda saver: (saver.pause("a", "b"), saver.resume("a", "b")),
+    "resume at least": lambda saver: (saver.pause("a"), saver.resume("a", at_least=MIB)),
+    "resize": lambda saver: [saver.resize("c", nbytes) for nbytes in (2 * MIB, 3 * MIB)],
+    "swap": lambda saver: (saver.pause("b"), saver.swap(pause="a", resume="b")),
+    "keep and trim": lambda saver: (saver.pause("a", release="keep"), saver.trim()),
+    "exchange": lambda saver: saver.exchange("a", "b"),
+}
 
 
-def resume_what_fits(saver: MemorySaver) -> None:
-    saver.pause("a")
-    saver.resume("a", at_least=MIB)
-
-
-def resize(saver: MemorySaver) -> None:
-    for nbytes in (2 * MIB, 3 * MIB):
-        saver.resize("c", nbytes)
-
-
-def swap(saver: MemorySaver) -> None:
-    saver.pause("b")
-    saver.swap(pause="a", resume="b")
-
-
-def keep_and_trim(saver: MemorySaver) -> None:
-    saver.pause("a", release="keep")
-    saver.trim()
-
-
-@pytest.mark.parametrize(
-    "work", [resume, resume_what_fits, resize, swap, keep_and_trim, lambda s: s.exchange("a", "b")]
-)
+@pytest.mark.parametrize("work", WORK)
 def test_whatever_maps_unmaps_or_makes_memory_holds_the_devices_lock(
-    work: Callable[[MemorySaver], None], monkeypatch: pytest.MonkeyPatch
+    work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host has no such lock: this one only counts."""
     lock, calls = CountedLock(), 0
@@ -363,5 +304,5 @@ def test_whatever_maps_unmaps_or_makes_memory_holds_the_devices_lock(
     with monkeypatch.context() as patch:
         for name in ("map", "unmap", "create"):
             patch.setattr(saver.backend, name, watched(name, getattr(saver.backend, name)))
-        work(saver)
+        WORK[work](saver)
     assert calls and not lock.depth and len(tensors) == 3

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from memsaver import host_limits
 from memsaver.allocator import build
-from memsaver.backends.base import Backend, make_backend
+from memsaver.backends.base import make_backend
 from memsaver.doctor import PROBES as ALL
 from memsaver.doctor import Check, examine, gpu, machine, software
 from memsaver.doctor.check import Finding, Probe, Target, choose_target, run_probe
@@ -28,7 +29,6 @@ from tests.helpers.memsaver.savers import python, until
 HERE = Target(None, "a test")
 GPU = Target(torch.device("cuda", 0))
 SECOND_GPU = Target(torch.device("cuda", 1))
-Libcuda = Callable[..., None]
 
 FAKE_LIBCUDA = """
 int init, version, virtual_memory, export;
@@ -47,6 +47,9 @@ int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) { memory[1
 """
 
 
+Libcuda = Callable[..., None]
+
+
 @pytest.fixture(scope="module")
 def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libcuda")
@@ -60,8 +63,8 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libcuda(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Libcuda:
     """Puts a driver library of the given answers in the place of NVIDIA's."""
 
-    def make(init: int = 0, version: int = 13000, virtual_memory: int = 1, export: int = 1) -> None:
-        answers = {"init": init, "version": version, "virtual_memory": virtual_memory, "export": export}
+    def make(**changed: int) -> None:
+        answers = {"init": 0, "version": 13000, "virtual_memory": 1, "export": 1} | changed
         for name, value in answers.items():
             ctypes.c_int.in_dll(ctypes.CDLL(str(fake_library)), name).value = value
         monkeypatch.setattr(gpu, "LIBCUDA", str(fake_library))
@@ -87,9 +90,6 @@ def assert_tells(check: Check, status: str, *words: str) -> None:
         assert word in check.found + " -> " + check.remedy, check
 
 
-# ---------------------------------------------------------------- this machine
-
-
 def test_this_machine_is_told_as_it_is() -> None:
     examine("cpu")  # what is loaded once, is loaded
     before = process_bytes("cpu"), settled_fds()
@@ -107,20 +107,15 @@ def test_this_machine_is_told_as_it_is() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_tried_out() -> None:
-    checks = named(examine("cuda:0"))
+@pytest.mark.alone
+def test_a_gpu_is_tried_out_and_gets_everything_back() -> None:
+    checks = named(examine("cuda:0"))  # makes the context and loads the kernels
     assert {check.status for check in checks.values()} <= {"ok", "warn"}, checks
     assert torch.cuda.get_device_properties(0).name in checks["GPUs"].found
     assert " free of " in checks["GPUs"].found
     for name in ("exporting GPU memory", "pause and resume on the GPU", "regions on the GPU", "CUDA graphs"):
         assert checks[name].status == "ok", checks[name]
     assert "GB/s to the GPU" in checks["pinned memory"].found
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_a_gpu_gets_everything_back() -> None:
-    examine("cuda:0")  # makes the context and loads the kernels
     torch.cuda.empty_cache()
     before = process_bytes("cuda:0")
     examine("cuda:0")
@@ -142,9 +137,6 @@ runpy.run_module("memsaver.doctor", run_name="__main__")
     assert first == "set()" and lines[0].startswith("usage: ")
 
 
-# ---------------------------------------------------------------- the frame
-
-
 def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Target) -> Finding:
         raise RuntimeError("two\nlines")
@@ -163,15 +155,7 @@ def test_every_probe_has_a_name_of_its_own_and_a_remedy() -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", torch.device("meta")])
 def test_a_device_that_cannot_be_tried_is_a_failed_check(device: str | torch.device) -> None:
-    assert_tells(run_probe(Probe("GPUs", gpu.gpus, "x"), choose_target(device)), "fail")
-
-
-def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> bool:
-        raise RuntimeError("driver mismatch")
-
-    monkeypatch.setattr(torch.cuda, "is_available", broken)
-    assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
+    assert_tells(look("GPUs", choose_target(device)), "fail")
 
 
 def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,19 +170,19 @@ def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().out.splitlines()[-1] == "4 checks, 2 need attention"
 
 
-# ---------------------------------------------------------------- what is found
-
-
 def answer(value: object) -> Callable[..., object]:
     return lambda *_: value
 
 
-def missing(_: str) -> None:
-    raise ModuleNotFoundError("no such module")
+def raises(error: Exception) -> Callable[..., object]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
 
 
-def refused(_: str) -> int:
-    raise PermissionError("not permitted")
+def drop_descriptors(connection: socket.socket, text: list[bytes], fds: list[int]) -> int:
+    return connection.send(text[0])
 
 
 BINDING, ALLOCATOR = "CUDA binding for Python", "torch's allocator settings"
@@ -210,6 +194,10 @@ UNSET = {CUDA_CONF: None, CONF: None, UNCACHED: None}
 SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
 HOOK = "memsaver.allocator.cpu_hook.allocate_from"
+MISSING, REFUSED = raises(ModuleNotFoundError("no such module")), raises(PermissionError("not permitted"))
+DROPPED = {"socket.send_fds": drop_descriptors}
+NO_DRIVER = {"memsaver.doctor.gpu.LIBCUDA": "libno-such-driver.so.1"}
+NO_DEVICE = NO_DRIVER | {"memsaver.doctor.gpu.DEVICE_FILE": Path("/no/nvidiactl")}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the environment; what it says."""
 
@@ -227,10 +215,10 @@ CASES: list[Case] = [
         ("Python.h", "python3-dev"),
     ),
     *[("Triton", on, {VERSION: answer("3.5.1")}, status, ("3.5.1, too old", "triton>=3.6")) for on, status in EITHER],
-    *[("Triton", on, {IMPORT: missing}, status, ("does not import: no such", "pip install")) for on, status in EITHER],
+    *[("Triton", on, {IMPORT: MISSING}, status, ("does not import: no such", "pip install")) for on, status in EITHER],
     (BINDING, HERE, {VERSION: answer("12.9.1"), IMPORT: answer(None)}, "warn", ("12.9.1", "memsaver[cuda]")),
-    (BINDING, HERE, {IMPORT: missing}, "skip", ()),
-    (BINDING, GPU, {IMPORT: missing}, "fail", ("does not import", "memsaver[cuda]")),
+    (BINDING, HERE, {IMPORT: MISSING}, "skip", ()),
+    (BINDING, GPU, {IMPORT: MISSING}, "fail", ("does not import", "memsaver[cuda]")),
     (ALLOCATOR, HERE, SET, "ok", ()),
     (ALLOCATOR, HERE, UNSET | {CUDA_CONF: "backend:cudaMallocAsync"}, "warn", ("cudaMallocAsync", CUDA_CONF)),
     (ALLOCATOR, HERE, SET | {CONF: "max_split_size_mb:64,backend:cudaMallocAsync"}, "warn", (f"out of {CONF}",)),
@@ -243,17 +231,23 @@ CASES: list[Case] = [
     ("open files", HERE, {LIMITS: answer((4096, 4096))}, "ok", ()),
     ("open files", HERE, {LIMITS: answer((NONE, NONE))}, "ok", ("up to unlimited",)),
     ("locked memory", GPU, {LIMITS: answer((NONE, NONE))}, "ok", ("unlimited",)),
-    ("memory without a file", HERE, {"os.memfd_create": refused}, "fail", ("Error: not permitted", "seccomp")),
+    ("memory without a file", HERE, {"os.memfd_create": REFUSED}, "fail", ("Error: not permitted", "seccomp")),
+    ("memory without a file", HERE, {"os.memfd_create": None}, "fail", ("no os.memfd_create", "Linux 3.17")),
+    ("passing files between processes", HERE, DROPPED, "fail", ("did not arrive", "SCM_RIGHTS")),
+    ("CUDA driver", HERE, NO_DEVICE, "skip", ("no NVIDIA driver",)),
+    ("CUDA driver", HERE, NO_DRIVER | {"memsaver.doctor.gpu.DEVICE_FILE": Path(os.devnull)}, "fail", ("--gpus all",)),
     ("pause and resume on the CPU", HERE, {"memsaver.arrival.Arrival.fill": answer(None)}, "fail", ("back changed",)),
     ("regions on the CPU", HERE, {HOOK: lambda slot: contextlib.nullcontext()}, "fail", ("not on its tag",)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join((case[0], case[3], *case[4][:1])))
-def test_what_is_in_the_way_is_told_with_its_remedy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_way_is_told_with_its_remedy(case: Case, monkeypatch: pytest.MonkeyPatch, fds: int) -> None:
     name, target, changes, status, words = case
     for place, value in changes.items():
-        if "." in place:
+        if "." in place and value is None:
+            monkeypatch.delattr(place)
+        elif "." in place:
             monkeypatch.setattr(place, value)
         elif value is None:
             monkeypatch.delenv(place, raising=False)
@@ -262,9 +256,55 @@ def test_what_is_in_the_way_is_told_with_its_remedy(case: Case, monkeypatch: pyt
     check = look(name, target)
     monkeypatch.undo()
     assert_tells(check, status, *words)
+    until(lambda: open_fds() <= fds)  # connections are closed by their own threads
 
 
-# ---------------------------------------------------------------- software
+def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", raises(RuntimeError("driver mismatch")))
+    assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
+
+
+def test_the_round_trip_sees_other_memory(device: str, fds: int) -> None:
+    backend: Any = make_backend(torch.device(device))
+    assert software.round_trip(backend).status == "ok"
+    assert backend.committed_bytes == 0 and open_fds() == fds
+
+    def import_fd(fd: int) -> int:
+        """New memory instead of what was exported."""
+        os.close(fd)
+        return backend.create(backend.granularity).handle
+
+    backend.import_fd = import_fd
+    assert_tells(Check("x", *software.round_trip(backend)), "fail", "shows other bytes")
+
+
+Driver = tuple[dict[str, int], str | None, str, Target, str, tuple[str, ...]]
+DRIVERS: list[Driver] = [
+    ({"version": 12080}, None, "CUDA driver", HERE, "ok", ("serves CUDA 12.8, GPUs visible to it: 2",)),
+    ({"version": 12080}, None, "GPUs", HERE, "warn", ("driver: 2, but a test", "built for CUDA")),
+    ({"version": 12080}, "12.9", "CUDA driver", HERE, "ok", ()),
+    ({"version": 12080}, "13.0", "CUDA driver", HERE, "fail", ("built for CUDA 13.0", "update NVIDIA's driver")),
+    ({"version": 12080}, "13.0", "GPUs", HERE, "fail", ("driver: 2, but a test", "restart")),
+    ({"version": 12080}, "13.0", "GPUs", choose_target("cpu"), "skip", ()),
+    ({"init": 100}, "13.0", "CUDA driver", HERE, "ok", ()),
+    ({"init": 100}, "13.0", "GPUs", HERE, "skip", ()),
+    ({"init": 803}, "13.0", "CUDA driver", HERE, "fail", ("cuInit failed with error 803", "restart")),
+    ({"init": 803}, "13.0", "GPUs", HERE, "skip", ()),
+    ({}, "13.0", "GPU virtual memory", GPU, "ok", ()),
+    ({}, "13.0", "GPU virtual memory", SECOND_GPU, "fail", ()),  # attributes are device 0's
+    ({"virtual_memory": 0}, "13.0", "GPU virtual memory", GPU, "fail", ("no virtual memory",)),
+    ({"export": 0}, "13.0", "GPU virtual memory", GPU, "fail", ("cannot export",)),
+]
+
+
+@pytest.mark.parametrize("case", DRIVERS)
+def test_what_a_driver_says_of_itself_and_its_gpus(
+    case: Driver, libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, built_for, name, target, status, words = case
+    libcuda(**answers)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    assert_tells(look(name, target), status, *words)
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,36 +320,6 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert look("Triton").status == "ok" and "only matters with a GPU" in look("Triton").found
     monkeypatch.setenv("CC", "/opt/cc")
     assert "no C compiler" not in look("Triton", GPU).found
-
-
-def test_the_round_trip_sees_other_memory(device: str, fds: int) -> None:
-    backend = make_backend(torch.device(device))
-    assert software.round_trip(backend).status == "ok"
-    assert backend.committed_bytes == 0 and open_fds() == fds
-    assert_tells(Check("x", *software.round_trip(with_other_import(backend))), "fail", "shows other bytes")
-
-
-def with_other_import(backend: Backend) -> Backend:
-    """Importing makes new memory instead of taking what was exported."""
-
-    def import_fd(fd: int) -> int:
-        os.close(fd)
-        return backend.create(backend.granularity).handle
-
-    backend.import_fd = import_fd  # type: ignore[method-assign]
-    return backend
-
-
-# ---------------------------------------------------------------- limits and memory
-
-
-def test_few_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-        assert_tells(look("open files"), "warn", "up to 1000 ")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_few_memory_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,49 +366,6 @@ def test_the_containers_limit(v1: bool, seen: str, tmp_path: Path, monkeypatch: 
     assert_tells(look("available memory"), "warn", "1.00 GiB available", "container's limit")
 
 
-def test_a_python_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    assert_tells(look("memory without a file"), "fail", "no os.memfd_create", "Linux 3.17")
-
-
-def test_files_that_do_not_pass(monkeypatch: pytest.MonkeyPatch, fds: int) -> None:
-    monkeypatch.setattr("socket.send_fds", lambda socket, text, fds: socket.send(text[0]))  # a sandbox that drops them
-    assert_tells(look("passing files between processes"), "fail", "did not arrive", "SCM_RIGHTS")
-    assert open_fds() == fds
-
-
-# ---------------------------------------------------------------- driver and GPUs
-
-
-def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LIBCUDA", "libno-such-driver.so.1")
-    monkeypatch.setattr(gpu, "DEVICE_FILE", tmp_path / "nvidiactl")
-    assert look("CUDA driver").status == "skip" and "no NVIDIA driver" in look("CUDA driver").found
-    gpu.DEVICE_FILE.touch()
-    assert_tells(look("CUDA driver"), "fail", "though there is a GPU", "--gpus all")
-
-
-def test_the_driver_and_torch(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    libcuda(version=12080)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert look("CUDA driver") == Check("CUDA driver", "ok", "serves CUDA 12.8, GPUs visible to it: 2")
-    assert_tells(look("GPUs"), "warn", "driver: 2, but a test", "built for CUDA")
-    monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert look("CUDA driver").status == "ok"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert_tells(look("CUDA driver"), "fail", "torch is built for CUDA 13.0", "update NVIDIA's driver")
-    assert_tells(look("GPUs"), "fail", "driver: 2, but a test", "restart")
-    assert look("GPUs", Target(None, "x", cpu_only=True)).status == "skip"
-
-
-def test_a_driver_that_shows_no_gpu(libcuda: Libcuda) -> None:
-    libcuda(init=100)
-    assert look("CUDA driver").status == "ok" and look("GPUs").status == "skip"
-    libcuda(init=803)
-    assert_tells(look("CUDA driver"), "fail", "cuInit failed with error 803", "restart")
-    assert look("GPUs").status == "skip"
-
-
 def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         name, total_memory = "NVIDIA H100", 80 << 30
@@ -418,16 +385,6 @@ def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gpu, "LIBNVML", "libno-such-library.so")
     lines = look("GPUs", SECOND_GPU).found.splitlines()
     assert [" free of " in line for line in lines] == [False, True, False] and asked == [1]
-
-
-def test_what_a_gpu_cannot_do(libcuda: Libcuda) -> None:
-    libcuda()
-    assert look("GPU virtual memory", GPU).status == "ok"
-    assert look("GPU virtual memory", SECOND_GPU).status == "fail"  # attributes are device 0's
-    libcuda(virtual_memory=0)
-    assert_tells(look("GPU virtual memory", GPU), "fail", "no virtual memory")
-    libcuda(export=0)
-    assert_tells(look("GPU virtual memory", GPU), "fail", "cannot export")
 
 
 def test_speed_classes() -> None:

@@ -137,31 +137,17 @@ def test_multi_device_torch_mode(device: str) -> None:
     assert [int(tensor.fill_(2)[0]) for tensor in tensors] == [2, 2]
 
 
-def two_devices() -> tuple[TorchMemorySaver, Savers, list[torch.Tensor]]:
-    """Tag ``t`` on two savers of the CPU, which stand for two devices."""
+def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none() -> None:
+    """Two savers of the CPU stand for the devices."""
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
     savers = Savers(lambda: devices[0])
-    tms = TorchMemorySaver(savers)
-    tensors = []
+    tms, tensors = TorchMemorySaver(savers), []
     for _ in range(2):
         with tms.region(tag="t", enable_cpu_backup=True):
             tensors.append(torch.arange(1000.0))
         devices.reverse()
-    assert len(list(savers)) == 2
-    return tms, savers, tensors
-
-
-def test_a_tag_on_two_devices() -> None:
-    tms, savers, tensors = two_devices()
     tms.pause("t")
     assert [saver.is_paused("t:host") for saver in savers] == [True, True]
-    tms.resume("t")
-    assert all(torch.equal(tensor, torch.arange(1000.0)) for tensor in tensors)
-
-
-def test_a_tag_is_resumed_on_all_devices_or_on_none() -> None:
-    tms, savers, tensors = two_devices()
-    tms.pause("t")
     backend: Any = list(savers)[1].backend
     backend.inject_fault(2, errno.ENOMEM)  # the call after the new extent: it is mapped
     with pytest.raises(BackendError):

@@ -1,18 +1,27 @@
-"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed."""
+"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed. The aliases: opt-in,
+refused when they come too late, and undone."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.errors import StateError
-from tests.helpers.memsaver.savers import python
+from tests.helpers.memsaver.savers import ROOT, python
+
+NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 
 
 def test_pausing_twice_and_resuming_what_is_active(tms: TorchMemorySaver, device: str) -> None:
@@ -76,32 +85,20 @@ def test_pausing_inside_of_a_region(tms: TorchMemorySaver, device: str) -> None:
         torch.ones(10, device=device)
 
 
-def test_a_discarded_tensor_has_no_backup(tms: TorchMemorySaver, device: str) -> None:
-    with tms.region("a"):
-        lost = torch.ones(10, device=device)
-    tms.pause("a")
-    with pytest.raises(StateError, match="enable_cpu_backup=True"):
-        tms.get_cpu_backup(lost)
-
-
+@pytest.mark.parametrize("device", ["cpu"])
 def test_arguments(tms: TorchMemorySaver) -> None:
-    wrong = [
+    graph: Any = None
+    with pytest.raises(ValueError, match="needs a CUDA device"), tms.cuda_graph(graph):
+        pass
+    for arguments in (
         {"enable_cpu_backup": True, "enable_disk_backup": True},
         {"cpu_backup_backend": "pinned"},
         {"enable_cpu_backup": True, "cpu_backup_backend": "floppy"},
-    ]
-    for arguments in wrong:
+    ):
         with pytest.raises(ValueError), tms.region(**arguments):  # type: ignore[arg-type]
             pass
     with pytest.raises(ValueError, match="hook_mode='magic'"):
         tms.hook_mode = "magic"  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_graph_needs_a_gpu(tms: TorchMemorySaver) -> None:
-    graph: Any = None
-    with pytest.raises(ValueError, match="needs a CUDA device"), tms.cuda_graph(graph):
-        pass
 
 
 def test_settings_are_taken(tms: TorchMemorySaver, device: str) -> None:
@@ -165,3 +162,54 @@ print("end")
 """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     assert python(code, **hidden) == "end"
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    assert not set(NAMES) & set(sys.modules)
+    yield
+    compat.uninstall()
+    sys.modules.pop(NAMES[0], None)
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> None:
+    ours = [importlib.import_module(f"memsaver.compat.{name}") for name in ("torch_memory_saver", "vllm")]
+    assert not set(NAMES) & set(sys.modules), "installed without being asked to"
+    compat.install(*NAMES)
+    compat.install("torch_memory_saver")
+    assert [importlib.import_module(name) for name in NAMES] == ours
+    found: Any = ours[0]
+    assert isinstance(found.torch_memory_saver, found.TorchMemorySaver)
+    compat.uninstall("torch_memory_saver")
+    assert set(NAMES) & set(sys.modules) == {"vllm.device_allocator.cumem"}
+    compat.uninstall()
+    compat.uninstall()
+    assert not set(NAMES) & set(sys.modules)
+
+
+@pytest.mark.usefixtures("clean")
+def test_too_late() -> None:
+    real = ModuleType("torch_memory_saver")
+    sys.modules["torch_memory_saver"] = real
+    with pytest.raises(StateError, match="torch_memory_saver is imported already.*at the top of the program"):
+        compat.install("vllm.device_allocator.cumem", "torch_memory_saver")
+    compat.uninstall()
+    assert sys.modules["torch_memory_saver"] is real
+    assert "vllm.device_allocator.cumem" not in sys.modules
+
+
+@pytest.mark.parametrize("names", [(), ("torch",), ("torch_memory_saver", "vllm")])
+def test_unknown_names(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"one or more of 'torch_memory_saver', .* not \["):
+        compat.install(*names)
+    assert "torch_memory_saver" not in sys.modules
+
+
+def test_every_python_of_an_environment(tmp_path: Path) -> None:
+    """Python runs a sitecustomize.py that it finds on its path: for engines that are started by a command."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import memsaver.compat\nmemsaver.compat.install('torch_memory_saver')\n"
+    )
+    code = "from torch_memory_saver import torch_memory_saver; print(type(torch_memory_saver).__module__)"
+    assert python(code, PYTHONPATH=f"{tmp_path}:{ROOT}") == "memsaver.compat.torch_memory_saver"
