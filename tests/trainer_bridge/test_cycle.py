@@ -18,21 +18,24 @@ from trainer_bridge.session import SyncReceipt
 
 TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
 TO_TRAIN = ["sleep", "restore_params", "restore_optim"]
+ALIAS = ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"]
+TRAINED = ("params", "optim", "critic", "critic_optim")
+THEIRS = {"weights", "kv_cache", "cuda_graph"}
 
 
 class World:
     """What both sides hold, and a memory that is too small for all of it at once."""
 
-    def __init__(self, *more: str) -> None:
-        self.held = {"params", "optim", *more}
+    def __init__(self, critic: bool = False, roomy: bool = False) -> None:
+        self.held = set(TRAINED if critic else TRAINED[:2])
         self.version: int | None = None
         self.reason: str | None = "asleep"
-        self.fail_at: str | None = None
+        self.fail_at: set[str] = set()
         self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
-        self.roomy = False
+        self.roomy = roomy
 
     def at(self, call: str) -> None:
-        if call == self.fail_at:
+        if call in self.fail_at:
             raise self.error
 
     def take(self, tag: str) -> None:
@@ -107,109 +110,75 @@ def pair(world: World, seen: list[str] | None = None, **options: Any) -> Cycle:
     return Cycle(FakeTrainer(world), FakeRollout(world), **options)
 
 
-def test_one_round_in_stages() -> None:
+def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
     world, seen = World(), list[tuple[str, float, float]]()
-    cycle = pair(world, on_stage=lambda *stage: seen.append(stage))
-    receipt = cycle.to_rollout(7)
-    assert (receipt.version, world.version, world.reason) == (7, 7, None)
-    assert world.held == {"weights", "kv_cache", "cuda_graph"}
+    cycle = pair(world, on_stage=lambda *stage: seen.append(stage), sleep_level=1)
+    assert cycle.to_rollout(7).version == world.version == 7
     cycle.to_train()
-    assert world.held == {"params", "optim"}
+    assert world.reason == "asleep at level 1"
     assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
     times = [time for _, start, end in seen for time in (start, end)]
     assert times == sorted(times)
 
 
-def test_scoring_needs_no_optimizer_and_the_sleep_level_is_passed_on() -> None:
-    world = World()
-    cycle = pair(world, sleep_level=1)
-    cycle.to_rollout(1)
-    cycle.to_score()
-    assert world.held == {"params"} and world.reason == "asleep at level 1"
-    cycle.to_train()
-    assert world.held == {"params", "optim"}
+MODELS, LENT = {"critic": True, "reference": True}, {"alias": True}
+GO, LENDING = "wake_weights sync_weights park_params wake_kv_cache sleep", "sync_weights wake_kv_cache sleep"
+KEEPING = "wake_weights sync_weights wake_kv_cache sleep"  # params
+ROUNDS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "params", f"park_optim {GO} restore_params restore_optim"),
+    (
+        MODELS,
+        "reference critic params params",
+        f"park_optim park_critic park_critic_optim {GO} restore_reference park_reference restore_critic park_critic "
+        "restore_params restore_optim restore_critic restore_critic_optim",
+    ),
+    (
+        {"reference": True},
+        "params reference",
+        f"park_optim {GO} restore_params park_params restore_reference park_reference restore_params restore_optim",
+    ),
+    (
+        {**MODELS, "keep": ("reference", "critic", "params")},
+        "reference critic params",
+        f"park_optim park_critic_optim {KEEPING} restore_reference restore_optim restore_critic_optim",
+    ),
+    ({"keep": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
+    ({"keep": ("params",)}, "", f"park_optim {KEEPING} restore_optim"),
+    ({"keep": ("kv_cache", "cuda_graph")}, "params", f"park_optim {GO} restore_params restore_optim"),
+    ({"keep": ("params", "optim", *THEIRS)}, "", KEEPING),
+    (LENT, "params", f"park_optim {LENDING} restore_optim"),
+    ({**LENT, "keep": ("optim",)}, "params", f"empty_cache {LENDING}"),
+    ({**LENT, "keep": ("params", "kv_cache")}, "params", f"park_optim {LENDING} restore_optim"),
+]
 
 
-TRAINED = ("params", "optim", "critic", "critic_optim")
-
-
-def test_models_score_one_at_a_time() -> None:
-    world, seen = World("critic", "critic_optim"), list[str]()
-    cycle = pair(world, seen, critic=True, reference=True)
+@pytest.mark.parametrize(("options", "models", "stages"), ROUNDS)
+def test_who_holds_what_in_a_round_and_which_stages_it_takes(options: dict[str, Any], models: str, stages: str) -> None:
+    """What is kept never leaves, and comes once; models score one at a time."""
+    alias, keep = options.get("alias", False), set(options.get("keep", ()))
+    world, seen = World(options.get("critic", False), roomy=alias or bool(keep)), list[str]()
+    trained, served = frozenset(world.held), THEIRS - ({"weights"} if alias else set())
+    cycle = pair(world, seen, **options)
+    kept = keep | ({"params"} if alias else set())
     for version in (1, 2):
-        cycle.to_rollout(version)
-        assert world.held == {"weights", "kv_cache", "cuda_graph"}
-        for model in ("reference", "critic", "params", "params"):
+        begun = len(seen)
+        assert cycle.to_rollout(version).version == version == world.version
+        assert world.held | kept == served | kept and world.held >= kept & trained
+        for model in models.split():
             cycle.to_score(model)
-            assert world.held == {model} and cycle.state == "score"
+            assert world.held | kept == {model} | kept and world.held >= kept & trained and cycle.state == "score"
         cycle.to_train()
-        assert world.held == set(TRAINED)
-    room = ["park_optim", "park_critic", "park_critic_optim"]
-    scored = ["sleep", "restore_reference", "park_reference", "restore_critic", "park_critic", "restore_params"]
-    back = ["restore_optim", "restore_critic", "restore_critic_optim"]
-    assert seen == [*room, *TO_ROLLOUT[1:], *scored, *back] * 2
-
-
-def test_the_reference_alone_changes_places_with_the_policy() -> None:
-    world, seen = World(), list[str]()
-    cycle = pair(world, seen, reference=True)
-    cycle.to_rollout(1)
-    cycle.to_score()
-    cycle.to_score("reference")
-    assert world.held == {"reference"}
-    cycle.to_train()
-    assert world.held == {"params", "optim"}
-    assert seen[5:] == [
-        "sleep", "restore_params", "park_params", "restore_reference", "park_reference", "restore_params",
-        "restore_optim",
-    ]  # fmt: skip
-
-
-def test_scoring_models_that_are_kept_come_once_and_stay() -> None:
-    world, seen = World("critic", "critic_optim"), list[str]()
-    world.roomy = True
-    keep = ("reference", "critic", "params")
-    cycle = pair(world, seen, critic=True, reference=True, keep=keep)
-    for version in (1, 2):
-        cycle.to_rollout(version)
-        assert world.held - {"reference"} == {"weights", "kv_cache", "cuda_graph", "critic", "params"}
-        for model in ("reference", "critic", "params"):
-            cycle.to_score(model)
-            assert world.held == {"reference", "critic", "params"}
-        cycle.to_train()
-        assert world.held == {"reference", *TRAINED}
-    assert seen.count("restore_reference") == 1 and not {"park_critic", "park_params"} & set(seen)
+        assert world.held == trained | kept
+        assert seen[begun:] == [s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept]
 
 
 @pytest.mark.parametrize(("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")])
 def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str) -> None:
-    cycle = pair(World("critic", "critic_optim"), **has)
+    cycle = pair(World(critic=True), **has)
     cycle.to_rollout(1)
     with pytest.raises(ValueError, match=rf"to_score\('{model}'\): no such model here; known: params"):
         cycle.to_score(model)
     cycle.to_score()
-
-
-@pytest.mark.parametrize(
-    ("keep", "stages"),
-    [
-        (("params", "optim"), ["empty_cache", *TO_ROLLOUT[1:3], TO_ROLLOUT[4], "sleep"]),
-        (("params",), [*TO_ROLLOUT[:3], TO_ROLLOUT[4], "sleep", "restore_optim"]),
-        (("kv_cache", "cuda_graph"), TO_ROLLOUT + TO_TRAIN),
-        (("params", "optim", "weights", "kv_cache", "cuda_graph"), [*TO_ROLLOUT[1:3], TO_ROLLOUT[4], "sleep"]),
-    ],
-)
-def test_what_is_kept_never_leaves_the_device(keep: tuple[str, ...], stages: list[str]) -> None:
-    world, seen = World(), list[str]()
-    world.roomy = True
-    cycle = pair(world, seen, keep=keep)
-    mine, theirs = {"params", "optim"}, {"weights", "kv_cache", "cuda_graph"}
-    for version in (1, 2):
-        cycle.to_rollout(version)
-        assert world.held == theirs | (mine & set(keep)) and world.version == version
-        cycle.to_train()
-        assert world.held == mine | (theirs & set(keep))
-    assert seen == stages * 2
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
@@ -220,57 +189,16 @@ def test_what_cannot_be_kept_is_refused() -> None:
         pair(World(), alias=True, keep=["weights"])
 
 
-@pytest.mark.parametrize("kept", [(), ("optim",), ("params", "kv_cache")])
-def test_with_alias_the_parameters_stay_and_the_rollout_has_no_weights_of_its_own(kept: tuple[str, ...]) -> None:
-    world, seen = World(), list[str]()
-    world.roomy = True
-    cycle = pair(world, seen, alias=True, keep=kept)
-    for version in (1, 2):
-        assert cycle.to_rollout(version).version == version == world.version
-        assert world.held == {"params", "kv_cache", "cuda_graph"} | (set(kept) & {"optim"})
-        cycle.to_score()
-        assert world.held == {"params"} | (set(kept) & {"optim", "kv_cache"}) and world.version is None
-        cycle.to_train()
-        assert world.held == {"params", "optim"} | (set(kept) & {"kv_cache"})
-    stages = ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"]
-    assert seen == (["empty_cache", *stages[1:4]] if "optim" in kept else stages) * 2
-
-
-@pytest.mark.parametrize("stage", ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"])
-def test_with_alias_a_failure_in_any_stage_ends_the_cycle(stage: str) -> None:
-    world = World()
-    world.roomy = True
-    cycle = pair(world, alias=True)
-    world.fail_at = stage
-    with pytest.raises(CycleError, match=f"stage '{stage}' failed"):
-        cycle.to_rollout(1)
-        cycle.to_train()
-    assert world.version is None or stage in ("wake_kv_cache", "sleep")
-    assert stage != "sync_weights" or (world.reason is not None and "sync_weights" in world.reason)
-    with pytest.raises(StateError, match="legal now: nothing"):
-        cycle.to_rollout(2)
-
-
 VERBS = ("to_rollout", "to_score", "to_train")
-ILLEGAL = [(state, verb) for state, legal in TRANSITIONS.items() for verb in VERBS if verb not in legal]
 
 
-def test_illegal_transitions_name_the_state_and_what_is_legal() -> None:
-    for state, verb in ILLEGAL:
-        cycle = pair(World())
-        cycle.state = state
-        arguments = (1,) if verb == "to_rollout" else ()
-        legal = ", ".join(TRANSITIONS[state]) or "nothing"
-        with pytest.raises(StateError, match=rf"{verb}\(\) in state '{state}': legal now: {legal}"):
-            getattr(cycle, verb)(*arguments)
-        assert cycle.state == state
-
-
-@pytest.mark.parametrize("stage", TO_ROLLOUT + TO_TRAIN)
-def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(stage: str) -> None:
-    world, seen = World(), list[str]()
-    cycle = pair(world, seen)
-    world.fail_at = stage
+@pytest.mark.parametrize(
+    ("alias", "stage"), [*((False, stage) for stage in TO_ROLLOUT + TO_TRAIN), *((True, stage) for stage in ALIAS)]
+)
+def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(alias: bool, stage: str) -> None:
+    world, seen = World(roomy=alias), list[str]()
+    cycle = pair(world, seen, alias=alias)
+    world.fail_at = {stage}
     with pytest.raises(CycleError) as caught:
         cycle.to_rollout(1)
         cycle.to_train()
@@ -278,7 +206,7 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
     assert caught.value.cause is world.error
     assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
     assert stage not in seen
-    serving = {"weights", "kv_cache"} <= world.held and world.version is not None
+    serving = (alias or "weights" in world.held) and "kv_cache" in world.held and world.version is not None
     assert not serving or stage == "sleep", "only a rollout that could not be put to sleep still serves"
     if stage in POISONING:
         assert world.reason == str(caught.value)
@@ -287,22 +215,16 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
 
 
 def test_a_rollout_that_cannot_be_told_does_not_hide_the_first_failure() -> None:
-    class Deaf(FakeRollout):
-        def abort_update(self, reason: str) -> None:
-            raise ActorDied("rollout", "abort_update", "died")
-
     world = World()
-    world.fail_at = "sync_weights"
-    world.error = ValueError("digests differ")
-    cycle = Cycle(FakeTrainer(world), Deaf(world))
+    world.fail_at, world.error = {"sync_weights", "abort_update"}, ValueError("digests differ")
     with pytest.raises(CycleError, match="sync_weights.*digests differ") as caught:
-        cycle.to_rollout(1)
+        pair(world).to_rollout(1)
     assert "the rollout could not be told" in caught.value.__notes__[0]
 
 
 def test_an_interrupt_poisons_and_stays_an_interrupt() -> None:
     world = World()
-    world.fail_at, world.error = "sync_weights", KeyboardInterrupt()
+    world.fail_at, world.error = {"sync_weights"}, KeyboardInterrupt()
     cycle = pair(world)
     with pytest.raises(KeyboardInterrupt):
         cycle.to_rollout(1)
@@ -325,7 +247,7 @@ class Walk(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.world = World("critic", "critic_optim")
+        self.world = World(critic=True)
         self.cycle = pair(self.world, critic=True, reference=True)
         self.model = ""
 
@@ -334,7 +256,8 @@ class Walk(RuleBasedStateMachine):
         legal = TRANSITIONS[self.cycle.state]
         arguments: tuple[Any, ...] = {"to_rollout": (self.version + 1,), "to_score": (model,)}.get(verb, ())
         if verb not in legal:
-            with pytest.raises(StateError):
+            said = rf"{verb}\(\) in state '{self.cycle.state}': legal now: {', '.join(legal)}$"
+            with pytest.raises(StateError, match=said):
                 getattr(self.cycle, verb)(*arguments)
             return
         self.version += verb == "to_rollout"
@@ -345,7 +268,7 @@ class Walk(RuleBasedStateMachine):
     @rule(stage=st.sampled_from([*TO_ROLLOUT, *TO_TRAIN, "restore_critic", "park_critic_optim", "park_reference"]))
     def break_next(self, stage: str) -> None:
         """Arm a failure, go round until it strikes, and start over as a new run would."""
-        self.world.fail_at = stage
+        self.world.fail_at = {stage}
         with pytest.raises(CycleError, match=stage):
             for _ in range(2):
                 if self.cycle.state == "train":
@@ -357,7 +280,7 @@ class Walk(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_the_state_says(self) -> None:
-        held = {"train": set(TRAINED), "rollout": {"weights", "kv_cache", "cuda_graph"}, "score": {self.model}}
+        held = {"train": set(TRAINED), "rollout": THEIRS, "score": {self.model}}
         assert self.world.held == held[self.cycle.state]
         assert (self.world.version == self.version) == (self.cycle.state == "rollout")
 

@@ -1,28 +1,67 @@
-"""Real trainer, real engine, real memory, one process: the cycle as a recipe drives it."""
+"""Real trainer, real engine, real memory, one process: by copies, and by the trainer's own pages."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from memsaver import StateError
-from rollout import SamplingParams
-from tests.helpers.peers import Peer
-from tests.helpers.trainer_bridge.models import config
-from trainer_bridge import Cycle, CycleError, open_inprocess
+from memsaver import LeaseError, MemorySaver, StateError
+from rollout import Engine, SamplingParams, WeightUpdateError
+from rollout.types import Manifest
+from tests.helpers.memory import family_bytes, memory_maps, settled_fds
+from tests.helpers.peers import Gone, Peer
+from tests.helpers.trainer_bridge.engines import PipedEngine
+from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
+from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
+from trainer_bridge.layout import byte_offsets
+from trainer_bridge.memory import side_by_side
 
 ENGINE = {"kv_tokens": 512, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, n=2, seed=3, ignore_eos=True)
+KINDS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3", {"tie_word_embeddings": True}, "float32"),
+    ("llama", {"tie_word_embeddings": False}, "bfloat16"),
+    ("qwen2", {"tie_word_embeddings": False}, "float32"),
+]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A park under a loan gives up at once."""
+    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+
+
+def tokens_of(rollout: Any) -> list[list[int]]:
+    return [sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group]
 
 
 def committed(side: Any) -> dict[str, int]:
     return {tag: entry.committed_bytes for tag, entry in side.report().tags.items()}
+
+
+def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> list[list[list[int]]]:
+    """Tokens of each round; the trainer learns in between."""
+    cycle, seen = Cycle(trainer, engine, alias=alias), []
+    for version in range(1, count + 1):
+        receipt = cycle.to_rollout(version)
+        assert receipt.version == engine.weights_version == version
+        assert (receipt.nbytes == 0) == alias and len(receipt.digests) == (not alias or version == 1)
+        seen.append(tokens_of(engine))
+        cycle.to_train()
+        trainer.update_actor(make_batch(4, seed=version))
+    return seen
 
 
 def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,16 +86,6 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
         trainer.restore()
         Cycle(trainer, engine).to_rollout(2)
         assert engine.unavailable_reason() is None, "a sync that commits heals"
-
-
-def test_a_receipt_that_lies_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
-        verify = engine.verify_update
-        monkeypatch.setattr(engine, "verify_update", lambda receipt: verify(dataclasses.replace(receipt, digest=0)))
-        with pytest.raises(CycleError, match="stage 'sync_weights' failed.*digest"):
-            Cycle(trainer, engine).to_rollout(1)
-        assert "digest" in (engine.unavailable_reason() or "")
-        assert min(committed(trainer)["params"], 1) == 1, "the trainer gave its weights up"
 
 
 def test_sleep_level_one_keeps_the_weights(model_path: str) -> None:
@@ -87,3 +116,265 @@ def test_importing_the_package_brings_no_ray() -> None:
     peer = Peer(modules)
     assert "ray" not in peer.hear()
     peer.bury()
+
+
+# ---------------------------------------------------------------- pages that are lent
+
+
+@pytest.mark.parametrize(("family", "shape", "dtype"), KINDS)
+def test_tokens_are_those_of_a_sync_by_copies(
+    family: str, shape: dict[str, Any], dtype: str, device: str, tmp_path: Path
+) -> None:
+    settings = config(write_model(tmp_path, family, **shape), device=device, dtype=dtype)
+    seen = []
+    for alias in (False, True):
+        with open_inprocess(settings, ENGINE, alias=alias) as (trainer, engine):
+            seen.append(cycles(trainer, engine, alias))
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1] != seen[0][2]
+
+
+@pytest.mark.alone
+def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None:
+    with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
+        cycle = Cycle(trainer, engine, alias=True)
+        full, asleep, held = committed(trainer), committed(engine), family_bytes(device)
+        pointers = [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        assert set(asleep.values()) == {0}
+        for version in (1, 2, 3):
+            cycle.to_rollout(version)
+            assert committed(trainer) == {"params": full["params"], "optim": 0}
+            tag = engine.report().tags["weights"]
+            assert (tag.committed_bytes, tag.borrowed_bytes) == (0, full["params"])
+            if device == "cpu":
+                assert family_bytes(device) == held - full["optim"] + engine.report().committed_bytes
+            ours = trainer.compute_log_prob(make_batch(2))  # reading is allowed
+            cycle.to_score()
+            assert committed(trainer) == {"params": full["params"], "optim": 0} and committed(engine) == asleep
+            assert engine.report().tags["weights"].borrowed_bytes == 0 and trainer.saver is not None
+            assert trainer.saver.leases("params") == 0 and trainer.compute_log_prob(make_batch(2)) == ours
+            cycle.to_train()
+            assert committed(trainer) == full
+        assert device != "cpu" or family_bytes(device) == held
+        assert pointers == [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        assert trainer.report().backup_bytes == engine.report().backup_bytes == 0
+
+
+def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
+    with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
+        resting = []
+        for version in range(60):
+            trainer.share_weights(version, verify=version % 20 == 0)
+            engine.sleep(level=2)
+            if version in (9, 59):
+                resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
+        first, last = resting
+        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]  # one a round would be 50
+
+
+def test_lent_parameters_are_neither_changed_nor_parked(device: str, model_path: str, tmp_path: Path) -> None:
+    with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
+        cycle = Cycle(trainer, engine, alias=True, keep=["optim"])
+        trainer.save_checkpoint(str(tmp_path / "step"))
+        cycle.to_rollout(1)
+        before = tokens_of(engine)
+        for change in (
+            lambda: trainer.update_actor(make_batch(2)),
+            lambda: trainer.load_checkpoint(str(tmp_path / "step")),
+        ):
+            with pytest.raises(StateError, match=r"would change parameters that a rollout serves; put its weights"):
+                change()
+        with pytest.raises(LeaseError, match="'params'"):
+            trainer.park("params")
+        trainer.save_checkpoint(str(tmp_path / "step"))
+        assert tokens_of(engine) == before
+        cycle.to_train()
+        trainer.update_actor(make_batch(2))
+        trainer.load_checkpoint(str(tmp_path / "step"))
+        cycle.to_rollout(2)
+        assert tokens_of(engine) == before
+        cycle.to_train()
+        trainer.park()
+        trainer.restore()
+
+
+def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> None:
+    with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
+        seen = []
+        for version in range(1, 5):
+            if version % 2:
+                trainer.share_weights(version)
+            else:
+                engine.wake_up(["weights"])
+                trainer.sync_weights(version)
+            engine.wake_up(["kv_cache"])
+            seen.append(tokens_of(engine))
+            engine.sleep(level=2)
+        assert seen == seen[:1] * 4
+        with pytest.raises(ValueError, match="version 2 is stale: version 3 has been shared"):
+            trainer.share_weights(2)
+        with pytest.raises(ValueError, match="version 3 is older than the engine's version 4"):
+            trainer.share_weights(3)
+
+
+def swapped(layout: Manifest) -> Manifest:
+    """Two parameters of one shape change places; the hash does not."""
+    one, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
+    offsets = {piece.name: piece.offset for piece in layout.slices}
+    moved = {one: offsets[other], other: offsets[one]}
+    slices = tuple(dataclasses.replace(p, offset=moved.get(p.name, p.offset)) for p in layout.slices)
+    return dataclasses.replace(layout, slices=slices)
+
+
+def test_the_first_share_reads_back_and_notices(
+    device: str, model_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = Engine.from_pretrained(model_path, device, load_weights=False, **ENGINE)
+    trainer = make_trainer(model_path, device=device, layout=swapped(engine.manifest))
+    trainer.connect([engine])
+    with pytest.raises(WeightUpdateError, match="pages of version 1 have digest"):
+        trainer.share_weights(1)
+    engine.wake_up()
+    with pytest.raises(StateError, match="weights undefined: WeightUpdateError: the pages of version 1 have digest"):
+        tokens_of(engine)
+    trainer.park()
+    trainer.restore()
+    trainer.share_weights(1, verify=False)  # layouts' hashes are all that is compared
+    with pytest.raises(WeightUpdateError, match="pages of version 2 have digest"):
+        trainer.share_weights(2)
+    engine.saver.close()
+
+
+def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., Trainer]) -> None:
+    engines = [Engine.from_pretrained(model_path, load_weights=False, **ENGINE) for _ in range(2)]
+    trainer = make_trainer(model_path, layout=engines[0].manifest)
+    trainer.connect(engines)
+    assert len(trainer.share_weights(1).digests) == 2
+    assert tokens_of(engines[0]) == tokens_of(engines[1])
+    assert trainer.saver is not None and trainer.saver.leases("params") == 2
+    engines[1].saver.empty((4,), tag="weights2")
+    engines[1].store.last_version = 9
+    with pytest.raises(ValueError, match="version 2 is older than the engine's version 9"):
+        trainer.share_weights(2)
+    assert trainer.saver.leases("params") == 0
+    for engine in engines:
+        with pytest.raises(StateError, match="version 2 is older"):
+            tokens_of(engine)
+        engine.saver.close()
+
+
+def test_what_needs_a_layout_says_so(model_path: str, tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+    engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
+    with pytest.raises(StateError, match="weights undefined: the weights were never loaded; commit a weight update"):
+        tokens_of(engine)
+    trainer = make_trainer(model_path)
+    trainer.connect([engine])
+    with pytest.raises(StateError, match=r"make the trainer with layout=engine.manifest, and call connect"):
+        trainer.share_weights(1)
+    with pytest.raises(ValueError, match="layout is for one rank with a MemorySaver"):
+        make_trainer(model_path, saver=False, layout=engine.manifest)
+    with pytest.raises(
+        ValueError, match=r"cannot lie.*embed_tokens.weight: torch.bfloat16 in the trainer, torch.float"
+    ):
+        make_trainer(model_path, dtype="bfloat16", layout=engine.manifest)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight: shape \(64, 32\) in the trainer, \(96, 32\) in"):
+        make_trainer(write_model(tmp_path, vocab_size=64), layout=engine.manifest)
+    engine.saver.close()
+
+
+def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str) -> None:
+    engine, saver = Engine.from_pretrained(model_path, load_weights=False, **ENGINE), MemorySaver("cpu")
+    other = saver.empty((64,), tag="params", content="host")
+    trainer = Trainer(config(model_path), saver, layout=engine.manifest)
+    try:
+        trainer.connect([engine])
+        with pytest.raises(ValueError, match=r"lies at byte 256 of tag 'params', the layout says 0; allocate nothing"):
+            trainer.share_weights(1)
+        assert saver.leases("params") == 0 and committed(engine)["weights"] > 0, "the engine was asked"
+    finally:
+        trainer.close()
+        del other
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    sizes = {name: draw(st.integers(1, 9)) for name in ("hidden", "vocab", "inner")}
+    return {**sizes, "kv_heads": kv_heads, "heads": kv_heads * draw(st.integers(1, 2)), "tied": draw(st.booleans())}
+
+
+@given(shape=shapes(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), base=st.sampled_from([0, 256]))
+@settings(max_examples=60)
+def test_parameters_lie_where_the_layout_says(shape: dict[str, Any], dtype: torch.dtype, base: int) -> None:
+    groups = decoder_groups(**shape)
+    (layout,) = manifests(groups, 1, dtype, base, shape["tied"])
+    params = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters(groups).items()}
+    starts = byte_offsets(layout, params)
+    specs = [(tuple(param.shape), dtype) for param in params.values()]
+    tensors = side_by_side(specs, torch.device("cpu"), None, "", [starts[name] for name in params])
+    block = tensors[0].untyped_storage()
+    assert block.nbytes() % 256 == 0 and block.nbytes() >= layout.nbytes
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, (name, tensor) in enumerate(zip(params, tensors, strict=True)):
+        (place,) = (each for each in layout.slices if each.name == name)
+        assert tensor.storage_offset() * dtype.itemsize == place.offset
+        assert bool((tensor == number).all()), "another parameter lies on this one"
+
+
+def test_everything_that_does_not_agree_is_listed() -> None:
+    layout = manifest(
+        piece("same", 0, (4, 2)),
+        piece("wide", 64, (4, 2), "bfloat16"),
+        piece("strided", 128, (4, 2), strides=(4, 1)),
+        piece("half", 256, (2, 2), global_shape=(4, 2), start=(0, 0)),
+        piece("half", 272, (2, 2), global_shape=(4, 2), start=(2, 0)),
+        piece("part", 384, (2, 2), global_shape=(4, 2), start=(2, 0)),
+        piece("theirs", 512, (1,)),
+        aliases={"tied": "same"},
+    )
+    layout = dataclasses.replace(layout, zeros=((1024, 4),))
+    params = {name: torch.empty(4, 2) for name in ("tied", "wide", "strided", "half", "part", "ours")}
+    with pytest.raises(ValueError) as caught:
+        byte_offsets(layout, params)
+    assert str(caught.value) == (
+        "the trainer's parameters cannot lie as the rollout's do: ours is not in the rollout's layout; theirs is not "
+        "in the trainer; the rollout's layout has padding, as of one rank of several; wide: torch.float32 in the "
+        "trainer, torch.bfloat16 in the rollout; strided: its elements are not adjacent in the rollout; half: the "
+        "rollout has it in parts; half: the rollout has it in parts; part: the rollout has a part (2, 2) of (4, 2); "
+        "leave layout away, and sync by copies"
+    )
+
+
+# ---------------------------------------------------------------- two processes, and one that dies
+
+
+def test_an_engine_that_dies_has_lent_pages_no_longer(
+    device: str, model_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    engines = [PipedEngine(model_path, device, **ENGINE) for _ in range(2)]
+    try:
+        trainer = make_trainer(model_path, device=device, layout=engines[0].weight_layout().manifest)
+        trainer.connect(engines)
+        trainer.share_weights(1)
+        for engine in engines:
+            engine.wake_up()
+        first, second = map(tokens_of, engines)
+        assert first == second
+        engines[0].peer.kill()
+        assert engines[0].peer.dies_within(10)
+        with pytest.raises(LeaseError, match=f"'params' by process {engines[1].peer.pid}"):
+            trainer.park("params")
+        with pytest.raises((Gone, BrokenPipeError)):
+            trainer.share_weights(2)
+        assert tokens_of(engines[1]) == first, "an engine that was not asked yet was disturbed"
+        engines[1].sleep(level=2)
+        trainer.park("params")
+        trainer.restore("params")
+        trainer.connect(engines[1:])
+        assert trainer.share_weights(3).version == 3
+    finally:
+        for engine in engines:
+            engine.peer.bury()
