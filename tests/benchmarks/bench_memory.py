@@ -52,18 +52,14 @@ def kept(scale: Scale) -> Figures:
     return figures(times.medians)
 
 
-def _write(fill: bool, scale: Scale) -> None:
-    """fill: another allocation takes and writes all memory, so that what comes next has to be cleared."""
-    common.others_write(scale, None if fill else 0)
-
-
-def to_the_driver(fill: bool, scale: Scale) -> Figures:
+def to_the_driver(written: int | None, scale: Scale) -> Figures:
+    """written: by others between pause and resume, as `others_write` has it."""
     count, nbytes = _sizes(scale)
     saver, times = MemorySaver(scale.device), Times()
     tensor = saver.empty(count * nbytes, torch.uint8, tag="kv")
     for _ in times.rounds:
         times("pause", lambda: saver.pause("kv"))
-        _write(fill, scale)
+        common.others_write(scale, written)
         times("resume", lambda: saver.resume("kv"))
         tensor.fill_(1)
     del tensor
@@ -71,11 +67,10 @@ def to_the_driver(fill: bool, scale: Scale) -> Figures:
     return figures(times.medians)
 
 
-def driver_floor(fill: bool, scale: Scale) -> Figures:
+def driver_floor(written: int | None, scale: Scale) -> Figures:
     count, nbytes = _sizes(scale)
-    return figures(
-        common.extent_by_driver(scale.device, count * nbytes, "resume", "pause", partial(_write, fill, scale))
-    )
+    between = partial(common.others_write, scale, written)
+    return figures(common.extent_by_driver(scale.device, count * nbytes, "resume", "pause", between))
 
 
 def rival(written: str, scale: Scale) -> Figures:
@@ -151,12 +146,12 @@ def allocating(scale: Scale) -> Figures:
 CASES: dict[str, Case] = {
     "memsaver, kept": kept,
     "torch_memory_saver, freed bytes written": partial(rival, "freed"),
-    "memsaver, driver, clean": partial(to_the_driver, False),
+    "memsaver, driver, clean": partial(to_the_driver, 0),
     "torch_memory_saver, clean": partial(rival, "nothing"),
-    "driver's floor, clean": partial(driver_floor, False),
-    "memsaver, driver, filled first": partial(to_the_driver, True),
+    "driver's floor, clean": partial(driver_floor, 0),
+    "memsaver, driver, filled first": partial(to_the_driver, None),
     "torch_memory_saver, filled first": partial(rival, "all"),
-    "driver's floor, filled first": partial(driver_floor, True),
+    "driver's floor, filled first": partial(driver_floor, None),
     "memsaver, 60 GiB handed over": handed_over,
     "60 GiB through the driver": through_the_driver,
     "allocating 340 tensors": allocating,

@@ -62,7 +62,7 @@ class Figure:
 
 Figures = list[Figure]
 Case = Callable[[Scale], Figures]
-Model = dict[str, Any]
+Run = Callable[[], object]
 
 
 def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> Figures:
@@ -72,24 +72,15 @@ def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> 
 # ---------------------------------------------------------------- models
 
 
-def _shape(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-    }
+def _shape(*sizes: int, tied: bool) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**dict(zip((*names, "vocab_size"), sizes, strict=True)), "tie_word_embeddings": tied}
 
 
-TINY = _shape(32, 48, 2, 4, 2, 96, False)
+TINY = _shape(32, 48, 2, 4, 2, 96, tied=True)
 QWEN25 = {
-    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, True),
-    "7b": _shape(3584, 18944, 28, 28, 4, 152064, False),
+    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "7b": _shape(3584, 18944, 28, 28, 4, 152064, tied=False),
 }
 
 
@@ -126,7 +117,7 @@ def settle(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(run: Callable[[], object], device: torch.device | None = None) -> float:
+def timed(run: Run, device: torch.device | None = None) -> float:
     """Milliseconds, from an idle device to an idle device."""
     settle(device)
     started = time.perf_counter()
@@ -135,9 +126,7 @@ def timed(run: Callable[[], object], device: torch.device | None = None) -> floa
     return (time.perf_counter() - started) * 1e3
 
 
-def median_ms(
-    run: Callable[[], object], repeats: int = 10, warmup: int = 3, device: torch.device | None = None
-) -> float:
+def median_ms(run: Run, repeats: int = 10, warmup: int = 3, device: torch.device | None = None) -> float:
     return statistics.median([timed(run, device) for _ in range(warmup + repeats)][warmup:])
 
 
@@ -148,7 +137,7 @@ class Times:
         self.rows: dict[str, list[float]] = defaultdict(list)
         self.rounds, self._warmup = range(repeats + warmup), warmup
 
-    def __call__(self, name: str, run: Callable[[], object]) -> None:
+    def __call__(self, name: str, run: Run) -> None:
         self.rows[name].append(timed(run))
 
     @property
@@ -161,7 +150,7 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
-def host_us(run: Callable[[], object], before: Callable[[], object] = lambda: None, repeats: int = 50) -> float:
+def host_us(run: Run, before: Run = lambda: None, repeats: int = 50) -> float:
     """Median time of `run` on the host in microseconds; `before` is called before each and not counted."""
     times = []
     for _ in range(repeats + 5):
@@ -172,7 +161,7 @@ def host_us(run: Callable[[], object], before: Callable[[], object] = lambda: No
     return statistics.median(times[5:])
 
 
-def device_us(scale: Scale, run: Callable[[], object], launches: int = 25) -> float:
+def device_us(scale: Scale, run: Run, launches: int = 25) -> float:
     """Time that one `run` takes on the device in microseconds, the median of several rounds of `launches` runs.
 
     The runs queue up behind a sleeping kernel, so that no time of the host lies between them. RuntimeError if they
@@ -213,9 +202,7 @@ def measured_copy_rate(scale: Scale) -> float:
     return 2 * source.numel() / (ms / 1e3)
 
 
-def extent_by_driver(
-    device: torch.device, nbytes: int, take: str, give: str, between: Callable[[], object]
-) -> dict[str, float]:
+def extent_by_driver(device: torch.device, nbytes: int, take: str, give: str, between: Run) -> dict[str, float]:
     """Medians, under these names, of create and map, and of unmap and release, of one extent and nothing else.
     between: after it was given."""
     backend, times, handle = make_backend(device), Times(), 0
@@ -264,7 +251,7 @@ def others_write(scale: Scale, nbytes: int | None) -> None:
     torch.cuda.empty_cache()
 
 
-def rise_of(device: torch.device, run: Callable[[], object]) -> int:
+def rise_of(device: torch.device, run: Run) -> int:
     """Bytes by which a GPU's use rose while it ran, looked at every half millisecond; 0 on the CPU."""
     if device.type != "cuda":
         run()

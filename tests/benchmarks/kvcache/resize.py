@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +9,7 @@ import torch
 
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times, extent_by_driver
+from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times, extent_by_driver, others_write
 from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
 TOKENS = 64  # that the graph writes and reads
@@ -24,7 +23,7 @@ def resize(scale: Scale) -> Figures:
     ours, moved = _cycles(scale, saver, pool, nbytes)
     saver.close()
     assert scale.tiny or moved >= nbytes, "less was given back than asked for"
-    floor = extent_by_driver(scale.device, moved, "grow", "shrink", partial(_settle, scale))
+    floor = extent_by_driver(scale.device, moved, "grow", "shrink", partial(others_write, scale, 0))
     found = [Figure(what="bytes", value=moved / GIB, unit="GiB")]
     for key in ours:
         found += [
@@ -45,7 +44,7 @@ def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: in
         times("shrink", lambda: pool.resize(half))
         left = saver.report().committed_bytes
         step.check(PAGE_SIZE, pool.size)
-        _settle(scale)
+        others_write(scale, 0)
         times("grow", lambda: pool.resize(full))
         assert pool.size == full and saver.report().committed_bytes == whole
         step.check(half, full)
@@ -88,8 +87,3 @@ def _captured(scale: Scale, run: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def _settle(scale: Scale) -> None:
-    """The driver clears what was released meanwhile, else the next create waits for it."""
-    time.sleep(1.0 if scale.on_gpu and not scale.tiny else 0.0)

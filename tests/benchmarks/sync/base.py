@@ -22,8 +22,6 @@ from tests.helpers.ranks import start_ranks
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
-Box = tuple[Shape, Shape]
-"""(start, shape), both `[dims]`, in elements of the whole parameter."""
 
 _COLUMNS = ("o_proj.weight", "down_proj.weight")  # split along dimension 1; norms are on every rank; the rest: 0
 TARGET = torch.bfloat16  # of every engine
@@ -132,45 +130,18 @@ def tp_dim(name: str) -> int | None:
     return 1 if name.endswith(_COLUMNS) else 0
 
 
-def held_box(name: str, shape: Shape, rank: int, size: int, aligned: bool = False) -> Box:
-    """What a trainer rank holds: its part of dimension 0; aligned: along the rollout's slices, and norms along 0."""
-    return _part(name, shape, rank, size, (tp_dim(name) or 0) if aligned else 0)
-
-
-def needed_box(name: str, shape: Shape, rank: int, size: int, needs: str) -> Box:
-    """What a rollout rank needs: all of it ("replica"), or a slice of it ("tp")."""
-    dim = tp_dim(name)
-    return _part(name, shape, rank, size, dim) if needs == "tp" and dim is not None else ((0,) * len(shape), shape)
-
-
-def _part(name: str, shape: Shape, rank: int, size: int, dim: int) -> Box:
-    part = shape[dim] // size
-    assert part * size == shape[dim], f"{name} {shape} does not divide by {size}"
-    start, lengths = [0] * len(shape), list(shape)
-    start[dim], lengths[dim] = rank * part, part
-    return tuple(start), tuple(lengths)
-
-
-def overlap(one: Box, other: Box) -> int:
-    """Elements in both."""
-    edges = zip(*one, *other, strict=True)
-    return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in edges)
-
-
-def moves(shapes: Shapes, size: int, needs: str, aligned: bool = False) -> tuple[int, int]:
-    """(local, linked) elements that the busiest of `size` ranks takes in, one trainer shard and one target a rank."""
-    local = linked = 0
-    for mine in range(size):
-        taken = [
-            sum(
-                overlap(held_box(name, shape, rank, size, aligned), needed_box(name, shape, mine, size, needs))
-                for name, shape in shapes.items()
-            )
-            for rank in range(size)
-        ]
-        local = max(local, taken[mine])
-        linked = max(linked, sum(taken) - taken[mine])
-    return local, linked
+def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
+    """(local, linked) elements that one of two ranks takes in: all parameters, or with needs="tp" its slices of them
+    and the norms whole. Shards are halves along dimension 0; aligned: along the engine's slices, norms along 0."""
+    sizes = {None: 0, 0: 0, 1: 0}  # by the dimension that is split
+    for name, shape in shapes.items():
+        assert all(length % RANKS == 0 for length in shape), f"{name} {shape} does not divide by {RANKS}"
+        sizes[tp_dim(name)] += math.prod(shape)
+    norms, rows, columns = sizes.values()
+    if needs == "replica":
+        return (norms + rows + columns) // 2, (norms + rows + columns) // 2
+    linked = norms // 2 + (0 if aligned else columns // 4)  # of its columns the half that the other rank's rows hold
+    return norms + (rows + columns) // 2 - linked, linked
 
 
 # ---------------------------------------------------------------- contents

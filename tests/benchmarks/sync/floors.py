@@ -41,7 +41,7 @@ def _exchanges(scale: SyncScale) -> list[tuple[str, float, int, int]]:
     """(name, ms, bytes over the link, bytes copied beside)"""
     rows = []
     for what, (needs, aligned) in WAYS.items():
-        local, linked = (n * TARGET.itemsize for n in moves(scale.sources[0].shapes, RANKS, needs, aligned))
+        local, linked = (n * TARGET.itemsize for n in moves(scale.sources[0].shapes, needs, aligned))
         for beside in (0, local):
             meanwhile = f", {beside / 1e9:.2f} GB copied meanwhile" if beside else ""
             ms = _exchange_ms(scale, linked, beside)

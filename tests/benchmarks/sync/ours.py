@@ -16,19 +16,7 @@ import memsaver
 from memsaver.places import place_of
 from rollout import Engine
 from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config
-from tests.benchmarks.sync.base import (
-    RANKS,
-    TARGET,
-    Source,
-    SyncScale,
-    content,
-    held_box,
-    moves,
-    needed_box,
-    ranks,
-    synced,
-    tp_dim,
-)
+from tests.benchmarks.sync.base import RANKS, TARGET, Source, SyncScale, content, moves, ranks, synced, tp_dim
 from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.consensus import StoreConsensus
@@ -154,7 +142,7 @@ def two_gpus(scale: SyncScale) -> Figures:
 def _figures(scale: SyncScale, case: Case, seen: Sequence[Sequence[Mapping[str, float]]]) -> Figures:
     """A round takes as long as its slowest rank. The bytes over the link are the plan's, and the least there can be."""
     name, source = f"{case.source}: {case.name}: memsaver", case.source
-    local, linked = moves(source.shapes, RANKS, case.needs, case.aligned)
+    local, linked = moves(source.shapes, case.needs, case.aligned)
     rows = [{key: max(row[key] for row in both) for key in both[0]} for both in zip(*seen, strict=True)]
     middle = medians(rows)
     assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "more went over the link than must"
@@ -204,10 +192,10 @@ def _two_gpus(rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus
 def _shards(rank: int, case: Case, device: torch.device) -> tuple[list[SourceShard], dict[str, torch.Tensor]]:
     tensors, shards, source = {}, [], case.source
     for name, shape in source.shapes.items():
-        box = _slices(*held_box(name, shape, rank, RANKS, case.aligned))
+        mine = fsdp_shards(name, shape, source.dtype, RANKS, (tp_dim(name) or 0) if case.aligned else 0)[rank]
+        box = _slices(mine.start, mine.shape)
         tensors[name] = content(name, shape, device)[box].to(source.torch_dtype, copy=True).contiguous()
-        dim = (tp_dim(name) or 0) if case.aligned else 0
-        shards += [each for each in fsdp_shards(name, shape, source.dtype, RANKS, dim) if each.rank == rank]
+        shards.append(mine)
     return shards, tensors
 
 
@@ -236,10 +224,8 @@ def _check(engine: Engine, case: Case, rank: int) -> None:
     """AssertionError names the first slice whose bits are not the cast source's."""
     with memsaver.attach(engine.saver.share("weights")) as lease:
         for piece in engine.manifest.slices:
-            name, shape = piece.name, piece.global_shape
-            cast = content(name, shape, engine.saver.device).to(case.source.torch_dtype).to(TARGET)
-            box = needed_box(name, shape, rank, RANKS, case.needs)
-            assert (piece.start, piece.shape) == box, name
-            expected = cast[_slices(*box)].contiguous()
+            cast = content(piece.name, piece.global_shape, engine.saver.device).to(case.source.torch_dtype).to(TARGET)
+            dim = tp_dim(piece.name) if case.needs == "tp" else None
+            expected = cast if dim is None else cast.chunk(RANKS, dim)[rank].contiguous()
             found = lease.tensor(piece.shape, TARGET, piece.offset)
-            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), f"{name} was not synced"
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), f"{piece.name} was not synced"

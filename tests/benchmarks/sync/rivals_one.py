@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from tests.benchmarks.common import Figures, median_ms, settle
+from tests.benchmarks.common import Figures, Run, median_ms
 from tests.benchmarks.sync.base import WARMUP, Source, SyncScale, alone, check, make_source, make_target, synced
-
-Way = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
-"""(targets, sources) -> what copies all."""
 
 
 def copies(scale: SyncScale) -> Figures:
@@ -20,43 +14,25 @@ def copies(scale: SyncScale) -> Figures:
 
 def _copies(scale: SyncScale, source: Source) -> Figures:
     device = scale.place()
-    sources, targets = make_source(source, device), make_target(source, device)
-    found = []
-    for name, way in WAYS.items():
-        if way is _graph and not scale.on_gpu:
-            continue
+    by_name, targets = make_source(source, device), make_target(source, device)
+    to, of = list(targets.values()), list(by_name.values())
+
+    def each() -> None:
+        for target, tensor in zip(to, of, strict=True):
+            target.copy_(tensor)
+
+    graph, found = torch.cuda.CUDAGraph() if scale.on_gpu else None, Figures()
+    ways: dict[str, Run] = {"per-tensor copy_": each}
+    if graph is not None:
+        each()
+        with torch.cuda.graph(graph):
+            each()
+        ways["copy_ in a CUDA graph"] = graph.replay
+    ways["_foreach_copy_"] = lambda: torch._foreach_copy_(to, of)
+    for name, run in ways.items():
         for target in targets.values():
             target.zero_()
-        settle(device)
-        run = way(list(targets.values()), list(sources.values()))
         ms = median_ms(run, scale.repeats, WARMUP, device)
         check(targets, source)
         found += synced(scale, f"{source}: {name}, one process", ms, source.copied)
     return found
-
-
-def _per_tensor(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
-    def run() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    return run
-
-
-def _graph(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
-    run = _per_tensor(targets, sources)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _foreach(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
-    return lambda: torch._foreach_copy_(targets, sources)
-
-
-WAYS: dict[str, Way] = {
-    "per-tensor copy_": _per_tensor,
-    "copy_ in a CUDA graph": _graph,
-    "_foreach_copy_": _foreach,
-}
