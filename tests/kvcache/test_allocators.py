@@ -25,7 +25,6 @@ from kvcache import (
 from kvcache.allocators.base import Int64Array
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_pool
-from tests.helpers.kvcache.pools import new_saver
 from tests.helpers.no_wait import check_no_wait
 
 PAGES = 9
@@ -208,7 +207,7 @@ class SWAMachine(LedgerMachine):
 
     def slots(self) -> dict[int, int]:
         """The window page of each page on the device; fails unless its tokens are there in order."""
-        mapping = self.real.full_to_swa_index_mapping.tolist()
+        mapping = self.real.to_swa(torch.arange((PAGES + 1) * self.ps, device=DEVICE)).tolist()
         slots = {}
         for page in range(PAGES + 1):
             got = mapping[page * self.ps : (page + 1) * self.ps]
@@ -272,7 +271,8 @@ class SWAMachine(LedgerMachine):
     def window_equals_the_model(self) -> None:
         every = range(1, PAGES + 1)
         assert self.real.swa_ref_counts(every).tolist() == [self.window[page] for page in every]
-        assert (self.real.full.available_pages, self.real.swa.available_pages) == self.sides()
+        sizes = self.real.full_available_size(), self.real.swa_available_size()
+        assert sizes == tuple(side * self.ps for side in self.sides())
         mapped = {page: slot for page, slot in self.slots().items() if slot}
         assert len(set(mapped.values())) == len(mapped)
         assert all(mapped.get(page) == self.slot[page] for page in +self.window)
@@ -483,23 +483,6 @@ def test_shortage_names_the_request_and_what_is_missing() -> None:
     assert "2 page(s) (6 tokens) are missing" in text
     assert "full attention" not in text
     assert "full attention: request 7 needs 9" in allocator.shortage("request 7", 9)
-
-
-def test_ledgers_and_mapping_work_while_the_pools_are_paused() -> None:
-    saver, allocator = new_saver(), two(8, 4, 4)
-    make_pool(32, 4, saver), make_pool(16, 4, saver)
-    loc = allocator.alloc(8)
-    assert loc is not None
-    saver.pause("kv_cache")
-    allocator.check_integrity()
-    allocator.free_swa(loc[:4])
-    more = allocator.alloc(4)
-    assert more is not None and allocator.to_swa(more.view(2, 2)).tolist() == [[4, 5], [6, 7]]
-    assert (allocator.full_available_size(), allocator.swa_available_size(), allocator.available_size()) == (20, 8, 8)
-    saver.resume("kv_cache")
-    allocator.check_integrity()
-    assert allocator.to_swa(loc).tolist() == [0, 0, 0, 0, 8, 9, 10, 11]
-    saver.close()
 
 
 # ---------------------------------------------------------------- nothing waits for the kernels under way

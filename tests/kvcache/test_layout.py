@@ -88,65 +88,43 @@ def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
     return found
 
 
-def test_qwen3_next_and_its_states() -> None:
-    config = tiny(
-        "Qwen3NextConfig",
-        head_dim=8,
-        linear_key_head_dim=4,
-        linear_value_head_dim=6,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-    )
+QWEN3_NEXT = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2}
+QWEN3_NEXT |= {"linear_num_value_heads": 4, "num_experts": 2, "num_experts_per_tok": 1}
+QWEN3_NEXT |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+BAMBA = {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kinds", "state_bytes"),
+    [
+        ("Qwen3NextConfig", QWEN3_NEXT, ("linear",) * 3 + ("full",), 3 * (40 * 3 * 4 + 4 * 4 * 6 * 4)),
+        ("BambaConfig", BAMBA, ("linear", "full") * 2, 2 * (80 * 3 * 4 + 4 * 16 * 8 * 4)),
+    ],
+)
+def test_linear_layers_and_their_states(
+    name: str, fields: dict[str, Any], kinds: tuple[str, ...], state_bytes: int
+) -> None:
+    config = tiny(name, **fields)
     got = layout(config)
-    assert got.kinds == ("linear", "linear", "linear", "full")
-    check_states(got, config)
-    assert got.state_bytes == 3 * (40 * 3 * 4 + 4 * 4 * 6 * 4)
+    assert (got.kinds, got.pool) == (kinds, "hybrid_linear")
+    for kind, shapes, own in zip(kinds, got.layer_shapes, states_of(config), strict=True):
+        assert (kind == "linear") == (own is not None)
+        if own is not None:  # transformers keeps one column more of the convolution, which the next token shifts out
+            (channels, kernel), temporal = own
+            assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
     assert got.layer_shapes[3] == {"k": (2, 8), "v": (2, 8)}
     pool = got.build(size=8, page_size=4, device=DEVICE)
     assert isinstance(pool, HybridLinearKVPool)
-    assert pool.bytes_per_token == got.bytes_per_token == 2 * 2 * 8 * 4
-    assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes
-
-
-def test_bamba_and_its_states() -> None:
-    config = tiny(
-        "BambaConfig", attn_layer_indices=[1, 3], mamba_n_heads=4, mamba_d_state=8, mamba_d_conv=4, mamba_chunk_size=4
-    )
-    got = layout(config)
-    assert (got.kinds, got.pool) == (("linear", "full", "linear", "full"), "hybrid_linear")
-    check_states(got, config)
-    assert got.bytes_per_token == 2 * 2 * 2 * 8 * 4
-
-
-def check_states(got: Any, config: Any) -> None:
-    """Against the model: transformers keeps one column more of the convolution, which the next token shifts out."""
-    for kind, shapes, own in zip(got.kinds, got.layer_shapes, states_of(config), strict=True):
-        assert (kind == "linear") == (own is not None)
-        if own is not None:
-            (channels, kernel), temporal = own
-            assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
+    assert pool.bytes_per_token == got.bytes_per_token == kinds.count("full") * 2 * 2 * 8 * 4
+    assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes == 4 * state_bytes
 
 
 def test_plain_objects_will_do() -> None:
     """No transformers needed: attributes alone, older names included, the text side of a multimodal config."""
-    old = SimpleNamespace(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        torch_dtype="float16",
-        layer_types=None,
-        layers_block_type=["attention", "mamba"],
-        mamba_expand=2,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_d_conv=4,
-        mamba_n_heads=8,
-    )
-    got = layout(SimpleNamespace(text_config=old))
+    old = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "torch_dtype": "float16"}
+    old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
+    old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}
+    got = layout(SimpleNamespace(text_config=SimpleNamespace(**old)))
     assert (got.kinds, got.dtype, got.rows["k"]) == (("full", "linear"), torch.float16, (4, 16))
     assert got.temporal_shape == (8, 16, 8)
     odd = SimpleNamespace(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, v_head_dim=8, head_dim=16)
@@ -156,19 +134,17 @@ def test_plain_objects_will_do() -> None:
 
 def test_unknown_models_are_refused() -> None:
     base = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    sizes = ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    both = {"layer_types": ["sliding_attention", "linear_attention"]}
     for fields, message in (
         ({"layer_types": ["full_attention", "conv"]}, r"layers of kind \['conv'\] are not supported"),
         ({"layer_types": ["full_attention"]}, "the kinds of 1 layers and has 2"),
-        ({"layer_types": ["sliding_attention", "linear_attention"], "mamba_d_state": None}, "states are not known"),
+        (both | {"mamba_d_state": None}, "states are not known"),
+        (both | dict.fromkeys((*sizes, "linear_conv_kernel_dim"), 2), r"kinds \['linear', 'sliding'\] together"),
         ({"dtype": "float7"}, "'float7' is no torch dtype"),
     ):
         with pytest.raises(ValueError, match=message):
             layout(SimpleNamespace(**base, **fields))
-    mixed = {"layer_types": ["sliding_attention", "linear_attention"], "linear_conv_kernel_dim": 4}
-    for name in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
-        mixed[f"linear_{name}"] = 2
-    with pytest.raises(ValueError, match=r"no pool holds layers of the kinds \['linear', 'sliding'\] together"):
-        layout(SimpleNamespace(**base, **mixed))
     with pytest.raises(ValueError, match="no linear layers"):
         layout(SimpleNamespace(**base)).mamba_config(size=1, device="cpu")
     assert kv_dtype("auto", torch.float64) == torch.float64

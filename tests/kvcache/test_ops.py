@@ -88,11 +88,17 @@ def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
     expected = torch.zeros_like(buffer)
     expected[[3, 1], :, 2:5] = rows
     assert torch.equal(buffer, expected)
-    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    set_rows(rows[:0], buffer[..., 2:5], none, impl)
-    set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], none, impl)
-    move_rows([buffer.transpose(0, 1)], none, none, impl)
+    none, loc = torch.empty(0, 1, 16, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    set_rows(rows[:0], buffer[..., 2:5], loc, impl)
+    set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], loc, impl)
+    move_rows([buffer.transpose(0, 1)], loc, loc, impl)
     assert torch.equal(buffer, expected)
+    codes = poisoned(2, 1, 16)
+    kv_write.set_kv_buffer_fp8(none, none, codes, codes, loc, torch.ones(2, device=DEVICE), FP8[0], impl)
+    kv_write.set_kv_buffer_fp4(none, none, [codes] * 2, [codes] * 2, loc, impl)
+    assert (codes == POISON).all()
+    assert quant.read_fp8(codes, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl).shape == (0, 1, 16)
+    assert quant.read_fp4(codes, codes[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
 
 
 def test_dispatch_is_by_argument_or_device() -> None:
@@ -421,14 +427,3 @@ def test_fp4_reads_any_bytes_alike() -> None:
         a, b = (quant.read_fp4(codes, scales, loc, dtype, impl) for impl in IMPLS)
         assert torch.equal(bits(a), bits(b)) and a.isfinite().all()
         assert a.dtype == dtype and a.shape == (4, 2, 528)
-
-
-def test_no_rows_are_no_work() -> None:
-    buffer = poisoned(2, 1, 16)
-    none, loc = torch.empty(0, 1, 16, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
-    for impl in IMPLS:
-        kv_write.set_kv_buffer_fp8(none, none, buffer, buffer, loc, torch.ones(2, device=DEVICE), FP8[0], impl)
-        kv_write.set_kv_buffer_fp4(none, none, [buffer] * 2, [buffer] * 2, loc, impl)
-        assert quant.read_fp8(buffer, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl).shape == (0, 1, 16)
-        assert quant.read_fp4(buffer, buffer[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
-    assert (buffer == POISON).all()

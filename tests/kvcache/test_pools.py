@@ -178,9 +178,10 @@ def test_a_pool_goes_where_it_is_told(saver: MemorySaver) -> None:
         make_pool(size=8, page_size=4, saver=saver, device="meta")
 
 
-def test_sequences_come_go_and_go_on_through_pauses(saver: MemorySaver) -> None:
+@pytest.mark.parametrize("window_pages", [None, 14])
+def test_sequences_come_go_and_go_on_through_pauses(window_pages: int | None, saver: MemorySaver) -> None:
     """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause keeps all of it."""
-    blocks = make_blocks(pages=16, page_size=16, saver=saver)
+    blocks = make_blocks(pages=16, page_size=16, window_pages=window_pages, saver=saver)
     a, gone = blocks.admit(), blocks.admit()
     blocks.append(a, *range(20))
     blocks.append(gone, *range(5))

@@ -126,7 +126,7 @@ def make_blocks(
     else:
         allocator = SWATokenToKVPoolAllocator(pages * page_size, window_pages * page_size, page_size, DEVICE)
         full, half = (make_pool(n * page_size, page_size, num_layers=1).config for n in (pages, window_pages))
-        pool = SWAKVPool(full, half, [0], [1])
+        pool = SWAKVPool(full, half, [0], [1], saver)
         pool.register_mapping(allocator.full_to_swa_index_mapping)
     return Blocks(BlockManager(ReqToTokenPool(rows, max_context_len, DEVICE), allocator, pool, window))
 
