@@ -1,7 +1,6 @@
 """State slots, and the request table that takes and gives them back together with its rows."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,18 +9,13 @@ import torch
 from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, PagedTokenToKVPoolAllocator, ReqHandle
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
-from tests.helpers.kvcache.pools import new_saver
 
 CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
 
 
 def make(size: int = 4, saver: MemorySaver | None = None, **changes: Any) -> MambaPool:
-    fields: dict[str, Any] = {
-        "num_layers": 3,
-        "conv_shapes": CONV,
-        "temporal_shape": TEMPORAL,
-        "conv_dtype": torch.bfloat16,
-    }
+    fields: dict[str, Any] = {"num_layers": 3, "conv_shapes": CONV, "temporal_shape": TEMPORAL}
+    fields["conv_dtype"] = torch.bfloat16
     return MambaPool(MambaConfig(size=size, device=DEVICE, **fields | changes), saver)
 
 
@@ -40,13 +34,6 @@ def values(pool: MambaPool, slot: int) -> list[float]:
         (value,) = {x for state in (*conv, temporal) for x in state[slot].flatten().tolist()}
         found.append(value)
     return found
-
-
-@pytest.fixture
-def saver() -> Iterator[MemorySaver]:
-    saver = new_saver()
-    yield saver
-    saver.close()
 
 
 def test_shapes_and_bytes(saver: MemorySaver) -> None:
@@ -152,41 +139,17 @@ def hybrid(rows: int, slots: int) -> HybridReqToTokenPool:
     return HybridReqToTokenPool(rows, 8, DEVICE, make(size=slots))
 
 
-def test_held_slots_keep_their_states_and_new_ones_are_zeroed() -> None:
-    table = hybrid(rows=4, slots=3)
-    first = table.alloc([None, None])
-    assert first is not None
-    assert table.req_to_mamba.dtype == torch.int32
-    fill(table.mamba, table.mamba_slot(first[0]), 5)
-    assert "1 state slot" not in table.shortage("request 7", 1)
-    assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
-    again = table.alloc([first[0], None])
-    assert again is not None and again[0] == first[0]
-    slots = [table.mamba_slot(handle) for handle in again]
-    assert [values(table.mamba, slot) for slot in slots] == [[5, 6, 7], [0, 0, 0]]
-    table.copy_states(again[1], first[0])
-    assert values(table.mamba, slots[1]) == [5, 6, 7]
-    table.free(first[0])
-    for use in (table.free, table.mamba_slot):
-        with pytest.raises(ValueError, match="stale"):
-            use(first[0])
-    table.check_integrity()
-
-
 def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     table = hybrid(rows=4, slots=4)
 
     # zeroing the states fails, then the map on the device, once: what was taken is mapped to nothing after that
     for operation in ("index_fill_", "index_copy_"):
-        original, calls = getattr(torch.Tensor, operation), []
+        original, errors = getattr(torch.Tensor, operation), [torch.OutOfMemoryError("no room")]
 
-        def fail_once(
-            self: torch.Tensor, *arguments: Any, original: Any = original, calls: Any = calls
-        ) -> torch.Tensor:
-            calls.append(self)
-            if len(calls) == 1:
-                raise torch.OutOfMemoryError("no room")
-            return original(self, *arguments)
+        def fail_once(*arguments: Any, original: Any = original, errors: Any = errors) -> torch.Tensor:
+            if errors:
+                raise errors.pop()
+            return original(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, operation, fail_once)
@@ -198,6 +161,7 @@ def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("rows", "slots"), [(5, 4), (3, 6)])
 def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) -> None:
+    """Held slots keep their states, new ones are zeroed."""
     dice, table = random.Random(3), hybrid(rows, slots)
     slot_of: dict[ReqHandle, int] = {}
     for _ in range(60):
@@ -210,8 +174,13 @@ def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) 
             wanted = dice.randint(1, 2)
             got = table.alloc([*live[:1], *[None] * wanted])
             assert (got is None) == (len(live) + wanted > min(rows, slots))
-            slot_of |= {handle: table.mamba_slot(handle) for handle in (got or [])[len(live[:1]) :]}
+            assert got is None or got[: len(live[:1])] == live[:1]
+            for handle in (got or [])[len(live[:1]) :]:
+                slot_of[handle] = table.mamba_slot(handle)
+                assert values(table.mamba, slot_of[handle]) == [0, 0, 0]
+                fill(table.mamba, slot_of[handle], handle.row)
         assert {handle: table.mamba_slot(handle) for handle in slot_of} == slot_of
+        assert all(values(table.mamba, slot)[0] == handle.row for handle, slot in slot_of.items())
         assert len(set(slot_of.values())) == len(slot_of) == rows - table.available_size()
         assert table.mamba.available_size() == slots - len(slot_of)
         table.check_integrity()  # compares the map on the device with the slots held
@@ -232,7 +201,12 @@ def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
         blocks.fork(parent)
     blocks.check_integrity()
     assert (table.available_size(), table.mamba.available_size()) == (2, 1)  # what the failed fork took is back
+    assert "1 state slot" not in table.shortage("request 7", 1)
+    assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
     blocks.release(parent)
+    for use in (table.free, table.mamba_slot):
+        with pytest.raises(ValueError, match="stale"):
+            use(parent)
     blocks.release(child)
     blocks.check_integrity()
     assert table.mamba.available_size() == 3

@@ -18,8 +18,9 @@ from kvcache import (
 )
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import quant
+from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE
-from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, new_saver, rows_for, stored
+from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, rows_for, stored
 
 # ---------------------------------------------------------------- fp8 and FP4
 
@@ -61,8 +62,7 @@ def test_fp8_rows_are_taken_as_scaled() -> None:
         pool.set_kv_buffer(0, at(4), k, k[..., :16].float())
 
 
-def test_scales_are_checked_stay_at_one_address_and_travel_with_copies() -> None:
-    saver = new_saver()
+def test_scales_are_checked_stay_at_one_address_and_travel_with_copies(saver: MemorySaver) -> None:
     pool = MHATokenToKVPool(mha(FP8), saver)
     seen = pool.device_scales(1)
     for wrong in ((1.0,), (1.0, 0.0), (1.0, -1.0), (torch.inf, 1.0), (1.0, 1e-45), (torch.nan, 1.0)):
@@ -78,7 +78,6 @@ def test_scales_are_checked_stay_at_one_address_and_travel_with_copies() -> None
     saver.resume("kv_cache")
     pool.on_resume()
     assert seen is not None and tuple(seen.tolist()) == pool.scales(1) == (2.0, 3.0)
-    saver.close()
     latent = MLATokenToKVPool(mla(FP8))
     latent.set_scales(0, 0.25)
     assert latent.scales(0) == (0.25,)

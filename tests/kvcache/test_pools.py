@@ -1,6 +1,5 @@
 """What every pool of token rows does: accounting, padding page, rows, copies, moves, pauses, mistakes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,19 +8,12 @@ import torch
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
-from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, mha, new_saver, rows_for, stored, write
+from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, mha, rows_for, stored, write
 
 
 @pytest.fixture(params=list(POOLS))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def saver() -> Iterator[MemorySaver]:
-    saver = new_saver()
-    yield saver
-    saver.close()
 
 
 def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: MemorySaver) -> None:

@@ -75,10 +75,6 @@ POOLS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def new_saver() -> MemorySaver:
-    return MemorySaver(device="cuda:0" if DEVICE == "cuda" else "cpu")
-
-
 def make(name: str, saver: MemorySaver | None = None, **fields: Any) -> Any:
     return POOLS[name][0](saver, **fields)
 
