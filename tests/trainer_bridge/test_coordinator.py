@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.actor import RemoteRollout
 from trainer_bridge.coordinator import actor_arguments
+from trainer_bridge.dealing import deal_prompts
 from trainer_bridge.placement import connected, cores
 from trainer_bridge.remote import RemoteActor
 
@@ -45,6 +47,26 @@ def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> Non
     made = [actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
     assert [each["engine"]["seed"] for each in made] == [2**63 - 1, 2**63 - 1, 0, 0]
     assert all((each["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1) for each in made)
+
+
+def test_every_prompt_is_dealt_once_and_nobody_has_much_more_to_do() -> None:
+    rng = random.Random(0)
+    prompts = [[0] * rng.randint(1, 200) for _ in range(41)]
+    params = [SamplingParams(max_tokens=rng.randint(1, 50), n=rng.randint(1, 4)) for _ in prompts]
+    work = [len(prompt) + each.n * each.max_tokens for prompt, each in zip(prompts, params, strict=True)]
+    dealt = deal_prompts(prompts, params, 3)
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(41))
+    assert dealt == [sorted(numbers) for numbers in dealt] == deal_prompts(prompts, params, 3)
+    loads = [sum(work[number] for number in numbers) for numbers in dealt]
+    assert max(loads) - min(loads) <= min(work) + max(work) // 10
+
+
+def test_what_answers_take_counts_and_beams_too() -> None:
+    assert deal_prompts([[1]], [SamplingParams()], 3) == [[0], [], []]
+    prompts = [[0], [0], [0] * 8, [0] * 8]
+    params = [SamplingParams(max_tokens=50, n=2), SamplingParams(max_tokens=10, beam_width=10)]
+    params += [SamplingParams(max_tokens=2)] * 2
+    assert deal_prompts(prompts, params, 2) == [[0, 2], [1, 3]]
 
 
 def test_nobody_adds_up_the_progress_of_replicas() -> None:

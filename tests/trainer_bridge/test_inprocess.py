@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver import LeaseError, MemorySaver, StateError
+from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.types import Manifest
 from tests.helpers.memory import family_bytes, memory_maps, settled_fds
@@ -116,6 +116,32 @@ def test_importing_the_package_brings_no_ray() -> None:
     peer = Peer(modules)
     assert "ray" not in peer.hear()
     peer.bury()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: str) -> None:
+    large = {**ENGINE, "kv_tokens": 1 << 20}  # 512 MiB
+    batch = make_batch(4)
+    with open_inprocess(config(model_path, device="cuda:0"), large) as (trainer, engine):
+        scores = trainer.compute_log_prob(batch)
+        cycle = Cycle(trainer, engine)
+        trainer.empty_cache()
+        hog = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda:0")
+        with pytest.raises(CycleError, match=r"stage 'wake_kv_cache' failed: .*needs 5\d\d.* MiB") as caught:
+            cycle.to_rollout(1)
+        cause = caught.value.cause
+        assert isinstance(cause, OutOfMemory)
+        assert cause.holders["torch's tensors"] >= hog.nbytes and cause.requested_bytes >= 512 << 20
+        tags = engine.report().tags
+        assert [tags[tag].state for tag in ("weights", "kv_cache", "cuda_graph")] == ["active", "paused", "paused"]
+        del hog
+        torch.cuda.empty_cache()
+        engine.wake_up()
+        assert len(engine.generate([[5, 6, 7]], SAMPLED)[0][0].token_ids) == 12
+        engine.sleep(level=2)
+        trainer.restore()
+        assert trainer.compute_log_prob(batch) == scores
 
 
 # ---------------------------------------------------------------- pages that are lent

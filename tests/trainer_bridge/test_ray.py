@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from memsaver import StateError
 from rollout import SamplingParams
-from tests.helpers.faults import dying_trainer, wait_gone
-from tests.helpers.memory import memfd_bytes
-from tests.helpers.ray_cluster import CPUS, RayCluster
+from tests.helpers.faults import dying_trainer, killing_trainer, wait_gone
+from tests.helpers.memory import family_bytes, memfd_bytes
+from tests.helpers.ray_cluster import CPUS, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
@@ -119,6 +120,33 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
     rollout.sleep(level=2)
     with pytest.raises(StateError, match="legal now: nothing"):
         cycle.to_rollout(6)
+
+
+@pytest.fixture
+def nothing_stays(device: str) -> Iterator[None]:
+    """Used memory of the device, or what this process and its actors hold, comes back to where it was."""
+    family_bytes(device)  # makes this process's own context
+    before = family_bytes(device) + (0 if device == "cpu" else 512 * 1024)
+    yield
+    until(lambda: family_bytes(device) <= before, lambda: f"{family_bytes(device) - before} bytes were left behind")
+
+
+def test_a_rollout_killed_when_half_is_written(
+    device: str, model_path: str, nothing_stays: None, ray_cluster: RayCluster
+) -> None:
+    batch = make_batch(4)
+    with open_ray(on(device, model_path), ENGINE, trainer_actor=killing_trainer()) as (trainer, rollout):
+        pids = [trainer.call("pid"), rollout.call("pid")]
+        scores = trainer.compute_log_prob(batch)
+        trainer.call("kill_in_sync", pids[1])
+        cycle = Cycle(trainer, rollout)
+        with pytest.raises(CycleError, match="stage 'sync_weights' failed: .*the rollout actor died") as caught:
+            cycle.to_rollout(1)
+        assert isinstance(caught.value.cause, ActorDied)
+        assert "the rollout could not be told" in caught.value.__notes__[-1]
+        trainer.restore()
+        assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
+    wait_gone(pids)
 
 
 def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(

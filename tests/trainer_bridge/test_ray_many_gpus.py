@@ -1,4 +1,5 @@
-"""On two GPUs: `open_ray` with a replica on each, and with one tensor-parallel engine over both."""
+"""On GPUs: an FSDP2 trainer over two, and an engine of its own or a tensor-parallel rank beside each trainer rank; by
+process groups, and by `open_ray`."""
 
 from __future__ import annotations
 
@@ -6,38 +7,89 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import memsaver
 from rollout import Engine, SamplingParams
+from tests.helpers.effort import rounds
+from tests.helpers.memory import open_fds
+from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
+from trainer_bridge.aligned import aligned_dims
 from trainer_bridge.remote import RemoteGroup
 
-pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2), pytest.mark.ray]
-
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.gpus(2)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-BATCH = make_batch(6)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(Path(tmp_path_factory.mktemp("model")))
+def tokens(engine: Any) -> list[list[int]]:
+    return [request[0].token_ids for request in engine.generate(PROMPTS, GREEDY)]
 
 
-def tokens(rollout: Any) -> list[list[int]]:
-    return [request[0].token_ids for request in rollout.generate(PROMPTS, GREEDY)]
+def engine_of(rank: int, path: str, size: int, load: bool = False) -> Engine:
+    return Engine.from_pretrained(
+        path,
+        device=f"cuda:{rank}",
+        kv_tokens=256,
+        load_weights=load,
+        tensor_parallel_size=size,
+        group=dist.group.WORLD if size > 1 else None,
+    )
 
 
-def held(side: RemoteGroup) -> list[dict[str, int]]:
+def cycles(rank: int, path: str, size: int, aligned: bool) -> dict[str, Any]:
+    """Two rounds of the cycle on every rank, an update between; what fresh engines say of the same weights."""
+    engine = engine_of(rank, path, size)
+    manifests: list[Any] = [None, None]
+    dist.all_gather_object(manifests, engine.manifest)
+    saver = memsaver.MemorySaver(device=f"cuda:{rank}")
+    trainer = Trainer(
+        config(path, device=f"cuda:{rank}"), saver, shard_dims=aligned_dims(manifests) if aligned else None
+    )
+    trainer.connect([engine])
+    engine.sleep(level=2)
+    cycle, seen, linked = Cycle(trainer, engine), [], []
+    for version in (1, 2):
+        linked.append(cycle.to_rollout(version).link_bytes)
+        seen.append(tokens(engine))
+        cycle.to_train()
+        if version == 1:
+            trainer.update_actor(make_batch(4))
+    trainer.save_checkpoint(f"{path}/step")
+    named: Any = trainer.model.named_parameters()
+    whole = {name: param.detach().full_tensor().cpu() for name, param in named}
+    trainer.close()
+    return {"tokens": seen, "linked": linked, "weights": whole if rank == 0 else None}
+
+
+@two_gpus
+@pytest.mark.parametrize(("size", "aligned"), [(1, False), (2, False), (2, True)])
+def test_every_engine_serves_what_the_ranks_hold_together(size: int, aligned: bool, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    first, second = results(start_ranks(cycles, 2, tmp_path / "store", path, size, aligned, backend="nccl"))
+    assert first["tokens"] == second["tokens"] and first["linked"] == second["linked"]
+    alone = Engine.from_pretrained(path, device="cuda:0", kv_tokens=256)
+    assert first["tokens"][0] == tokens(alone)
+    alone.store.load(first["weights"].items(), "the trainer")
+    assert first["tokens"][1] == tokens(alone)
+    norms = sum(each.numel() * 4 for name, each in first["weights"].items() if "norm" in name)
+    assert not aligned or set(first["linked"]) == {norms}, "more than the norms went over the link"
+
+
+def committed(side: RemoteGroup) -> list[dict[str, int]]:
     """Bytes on the tags of each rank."""
     return [{name: tag.committed_bytes for name, tag in each.report().tags.items()} for each in side.each()]
 
 
-def rounds(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[list[list[int]]]:
+def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[list[list[int]]]:
     """What the engines answer before and after an update; weights are verified in every sync, memory changes hands."""
-    cycle, seen, full = Cycle(trainer, rollout), [], held(trainer)
+    cycle, seen, full = Cycle(trainer, rollout), [], committed(trainer)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert len(receipt.digests) == 2 and receipt.version == version
@@ -46,25 +98,29 @@ def rounds(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[li
         else:
             assert 5 * receipt.link_bytes < receipt.nbytes, "trainer and engine ranks of one device are not aligned"
         assert [each.weights_version for each in rollout.each()] == [version, version]
-        assert all(not any(tags.values()) for tags in held(trainer))
-        assert all(tags["weights"] and tags["kv_cache"] for tags in held(rollout))
+        assert all(not any(tags.values()) for tags in committed(trainer))
+        assert all(tags["weights"] and tags["kv_cache"] for tags in committed(rollout))
         seen.append(tokens(rollout))
         cycle.to_train()
-        assert all(not any(tags.values()) for tags in held(rollout)) and held(trainer) == full
+        assert all(not any(tags.values()) for tags in committed(rollout)) and committed(trainer) == full
         if version == 1:
-            trainer.update_actor(BATCH)
+            trainer.update_actor(make_batch(6))
     return seen
 
 
+@pytest.mark.ray
+@two_gpus
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_gpus_serve_what_one_trainer_holds(size: int, path: str, ray_cluster: RayCluster, tmp_path: Path) -> None:
-    settings = config(path, device="cuda:0")
+def test_two_gpus_serve_what_one_trainer_holds(
+    size: int, model_path: str, ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    settings = config(model_path, device="cuda:0")
     engine = {"kv_tokens": 256, "page_size": 16, "tensor_parallel_size": size}
     with open_ray(settings, engine, devices=2) as (trainer, rollout):
         assert len({each.weight_layout().place for each in rollout.each()}) == 2, "not two GPUs"
-        seen = rounds(trainer, rollout, size)
+        seen = rounds_of(trainer, rollout, size)
         trainer.save_checkpoint(str(tmp_path / "step"))
-    alone = Engine.from_pretrained(path, device="cuda:0", kv_tokens=256)
+    alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
     assert seen[0] == tokens(alone)
     restored = Trainer(settings)
     restored.load_checkpoint(str(tmp_path / "step"))
@@ -72,3 +128,38 @@ def test_two_gpus_serve_what_one_trainer_holds(size: int, path: str, ray_cluster
     restored.sync_weights(1)
     assert seen[1] == tokens(alone)
     restored.close()
+
+
+def syncs(rank: int, path: str, count: int) -> dict[str, int]:
+    """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much they grew after all."""
+    engine, trainer = engine_of(rank, path, 1), Trainer(config(path, device=f"cuda:{rank}"))
+    trainer.connect([engine])
+    for version in range(5):
+        trainer.sync_weights(version)
+    before = held()
+    for version in range(5, 5 + count):
+        trainer.sync_weights(version)
+    dist.barrier()
+    grown = {name: value - before[name] for name, value in held().items()}
+    trainer.close()
+    return grown
+
+
+def held() -> dict[str, int]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    free, total = torch.cuda.mem_get_info()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return {"device": total - free, "descriptors": open_fds(), "resident": resident}
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_gpus)])
+def test_nothing_grows_over_syncs(world: int, tmp_path: Path) -> None:
+    count = rounds(50, 1000)
+    for grown in results(
+        start_ranks(syncs, world, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl")
+    ):
+        assert grown["device"] == grown["descriptors"] == 0, grown
+        assert grown["resident"] < 4 << 20, f"{grown}: host memory of {count} syncs"
