@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_bridge.consensus import Alone, StoreConsensus
+from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.errors import SyncError
 
 
@@ -32,12 +31,6 @@ def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any])
     for thread in threads:
         thread.join()
     return results
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    assert Alone().agree("open", lambda: 5) == [5]
-    with pytest.raises(OSError, match="disk"):
-        Alone().agree("open", lambda: fail(OSError("disk")))
 
 
 def fail(error: BaseException) -> None:
@@ -104,10 +97,8 @@ def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
 
 
 def test_ranks_that_make_other_calls_are_told() -> None:
-    def run(consensus: StoreConsensus) -> Any:
-        return consensus.agree(f"stage of {consensus.rank}", lambda: None)
-
-    for rank, result in enumerate(together(dist.HashStore(), 2, run)):
+    found = together(dist.HashStore(), 2, lambda ranks: ranks.agree(f"stage of {ranks.rank}", lambda: None))
+    for rank, result in enumerate(found):
         assert isinstance(result, SyncError)
         assert f"other ranks are in stage 'stage of {1 - rank}'" in str(result)
 
@@ -117,8 +108,3 @@ def test_what_makes_no_sense_is_refused() -> None:
         StoreConsensus(dist.HashStore(), 2, 2)
     with pytest.raises(ValueError, match="timeout=0 must be positive"):
         StoreConsensus(dist.HashStore(), 0, 2, timeout=0)
-
-
-def test_errors_survive_pickling() -> None:
-    error = pickle.loads(pickle.dumps(SyncError("write", "rank 1: OSError: gone")))
-    assert str(error) == "the weight sync failed in stage 'write': rank 1: OSError: gone"

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from memsaver import StateError
 from tests.helpers.effort import rounds
-from trainer_bridge import ActorDied, Cycle, CycleError
+from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
 from trainer_bridge.cycle import POISONING, TRANSITIONS
+from trainer_bridge.errors import SyncError
 from trainer_bridge.session import SyncReceipt
 
 TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
@@ -232,10 +233,18 @@ def test_an_interrupt_poisons_and_stays_an_interrupt() -> None:
     assert world.reason is not None and "sync_weights" in world.reason
 
 
-def test_errors_survive_pickling() -> None:
-    error = pickle.loads(pickle.dumps(CycleError("sync_weights", ActorDied("trainer", "sync_weights", "died"))))
-    assert str(error) == "stage 'sync_weights' failed: ActorDied: the trainer actor died in sync_weights()"
-    assert error.cause.actor == "trainer"
+@pytest.mark.parametrize(
+    "error",
+    [
+        CycleError("sync_weights", ValueError("digests differ")),
+        SyncError("write", "rank 1: OSError: gone"),
+        RankFailed("trainer[1]", "sync_weights", OSError("gone")),
+        ActorDied("trainer", "sync_weights", "died"),
+    ],
+)
+def test_errors_survive_pickling(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and copy.__dict__.keys() == error.__dict__.keys()
 
 
 class Walk(RuleBasedStateMachine):

@@ -30,7 +30,6 @@ from trainer_bridge.session import SyncReceipt
 
 SLACK_FDS = 2  # for the test runner's own; what a round leaves would be one each
 KILL_PATIENCE = 2.0  # seconds; the survivor waits so long in every round
-SOME = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 
 
 @pytest.fixture(scope="module")
@@ -205,31 +204,3 @@ def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
 def _threads() -> Counter[str]:
     """By name, but for the one that a process starts once, with its first kept lease or loan."""
     return Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith("memsaver-loans"))
-
-
-@pytest.mark.soak
-def test_nothing_grows_over_syncs(pair: Pair) -> None:
-    """Whole ones and those of some parameters, in place and with shadow pages: memory, descriptors, threads and keys of
-    the store, in both ranks and here, are what they were after the first few."""
-
-    def some(first: int, count: int) -> None:
-        for number in range(first, first + count):
-            part = {} if number % 3 else {"names": SOME}
-            synced(pair, version + number, shadow=bool(number // 2 % 2), **part)
-        synced(pair, version + first + count)
-
-    def held() -> list[dict[str, int]]:
-        for trainer in pair.trainers:
-            trainer.tell("held")
-        return [*(trainer.hear() for trainer in pair.trainers), pair.held()]
-
-    version = max(engine.weights_version for engine in pair.engines) + 1
-    pair.start()
-    some(1, 12)
-    before, fds, threads = held(), settled_fds(), _threads()
-    count = rounds(30, 1000)
-    some(20, count)
-    assert held() == before
-    assert settled_fds() <= fds + SLACK_FDS and not _threads() - threads
-    assert [pair.serves(number) for number in (0, 1)] == [version + 20 + count] * 2
-    pair.stop()

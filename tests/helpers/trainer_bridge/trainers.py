@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsaver.imports import imports
 from rollout.protocols import SyncTarget
-from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
-from tests.helpers.memory import memfd_bytes, open_fds, process_bytes
 from tests.helpers.peers import Peer, server
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from trainer_bridge.session import WeightSync
@@ -61,7 +57,6 @@ class Order:
     seed: int
     timeout: float = PATIENCE
     shadow: bool = False
-    names: tuple[str, ...] | None = None
     death: Death | None = None
 
 
@@ -74,7 +69,7 @@ def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
 
 class TrainerRank(Peer):
     """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`. It answers None
-    when it is connected; an `Order` with a SyncReceipt, or the exception of its sync; "held" with what it has."""
+    when it is connected, and an `Order` with a SyncReceipt or the exception of its sync."""
 
     def __init__(self, setting: Setting, target: SyncTarget, lock: threading.Lock) -> None:
         calls, theirs = server.Pipe()
@@ -112,8 +107,7 @@ def _trainer(pipe: Connection, setting: Setting, calls: Connection) -> None:
     pipe.send(None)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            order = pipe.recv()
-            pipe.send(rank.held() if order == "held" else rank.run(order))
+            pipe.send(rank.run(pipe.recv()))
 
 
 class _Trainer:
@@ -128,7 +122,7 @@ class _Trainer:
         self._store = dist.TCPStore("127.0.0.1", setting.port, is_master=False)
         store = dist.PrefixStore(setting.prefix, self._store)
         self._consensus = HookedConsensus(store, setting.rank, setting.size, timeout=PATIENCE, hook=self._die_if_due)
-        target = _RemoteTarget(calls, self._die_if_due)
+        target: Any = _RemoteTarget(calls, self._die_if_due)
         self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=setting.place)
 
     def run(self, order: Order) -> Any:
@@ -138,21 +132,9 @@ class _Trainer:
             self._sources[shard.name].copy_(_part(shard, whole))
         self._death, self._begun, self._consensus.timeout = order.death, 0, order.timeout
         try:
-            return self._sync.sync(order.version, shadow=order.shadow, names=order.names, on_part=self._on_part)
+            return self._sync.sync(order.version, shadow=order.shadow, on_part=self._on_part)
         except Exception as error:
             return _sendable(error)
-
-    def held(self) -> dict[str, int]:
-        """What this process has at rest. keys: of the store, of all ranks."""
-        gc.collect()
-        return {
-            "RssShmem": process_bytes("cpu"),
-            "memfds": memfd_bytes([os.getpid()]),
-            "imports": len(imports),
-            "fds": open_fds(),
-            "threads": threading.active_count(),
-            "keys": self._store.num_keys(),
-        }
 
     def _asked(self) -> Mapping[str, Tensor]:
         self._die_if_due("prepare", "inside")
@@ -175,29 +157,17 @@ class _RemoteTarget:
         self._calls = calls
         self._at = at
 
-    def weight_layout(self) -> WeightLayout:
-        return self._call("weight_layout")
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.send((name, args, kwargs))
+            if name in _CALLS:
+                self._at(_CALLS[name], "inside")  # the engine is called all the same
+            answer = self._calls.recv()
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
-        return self._call("begin_update", version, shadow=shadow, names=names)
-
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        return self._call("verify_update", receipt)
-
-    def commit_update(self, version: int) -> CommitReceipt:
-        return self._call("commit_update", version)
-
-    def abort_update(self, reason: str) -> None:
-        self._call("abort_update", reason)
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._calls.send((name, args, kwargs))
-        if name in _CALLS:
-            self._at(_CALLS[name], "inside")  # the engine is called all the same
-        answer = self._calls.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return call
 
 
 def _part(shard: Any, whole: Mapping[str, Tensor]) -> Tensor:
