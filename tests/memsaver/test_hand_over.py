@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -23,32 +21,17 @@ pytestmark = pytest.mark.alone
 SIZE = 32 * MIB
 
 
-class Held:
-    """Physical bytes of this process's savers and the other's: what both know of once, or the device's used memory."""
-
-    def __init__(self, device: str, other: RemoteSaver, context_bytes: int) -> None:
-        self.device, self.other, self.context_bytes = device, other, context_bytes
-        self.gone = False  # the other process, and with it what its context takes
-
-    def __call__(self) -> int:
-        if self.device == "cpu":
-            return memfd_bytes([os.getpid(), self.other.pid])
-        return machine_bytes(self.device) + self.gone * self.context_bytes
-
-
-@contextlib.contextmanager
-def counted_other(device: str, limit: int | None = None) -> Iterator[tuple[RemoteSaver, Held]]:
-    """Another process, whose tag is paused, and the bytes of both."""
-    before = machine_bytes(device)  # makes this process's own context
-    with remote_saver(device, nbytes=SIZE, limit=limit) as other:
-        other.pause()
-        yield other, Held(device, other, machine_bytes(device) - before)
-
-
 @pytest.fixture
 def other(device: str) -> Iterator[RemoteSaver]:
-    with counted_other(device) as (other, _):
+    """Another process, whose tag is paused."""
+    with remote_saver(device, nbytes=SIZE) as other:
+        other.pause()
         yield other
+
+
+def held_by_both(device: str, other: RemoteSaver) -> int:
+    """Physical bytes: what both know of once, or the device's used memory."""
+    return memfd_bytes([os.getpid(), other.pid]) if device == "cpu" else machine_bytes(device)
 
 
 def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
@@ -56,32 +39,32 @@ def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
     return saver, saver.empty(SIZE, torch.uint8, tag="kv").fill_(7)
 
 
-def test_the_same_pages_go_to_and_fro(device: str, fds: int) -> None:
-    with counted_other(device) as (other, held):
-        saver, mine = giver(device)
-        resting, used = [], held()
-        for value in range(8, 14):
-            mine.fill_(value)
-            saver.pause(release="hand_over", to=other.pool)
-            saver.check_integrity()
-            assert saver.report().committed_bytes == 0
-            theirs = other.report()
-            assert theirs.pool_bytes == theirs.committed_bytes == SIZE
-            there = other.held()
-            assert other.resume() == (value, value)  # not cleared, so no others than mine
-            other.fill(value + 100)
-            other.give(saver.pool_ticket())
-            saver.resume()
-            saver.check_integrity()
-            assert int(mine[0]) == int(mine[-1]) == value + 100
-            assert held() == used
-            resting.append((there, open_fds(), len(imports)))
-        assert len(set(resting[1:])) == 1, "exported or imported more than once"
+def test_the_same_pages_go_to_and_fro(device: str, fds: int, other: RemoteSaver) -> None:
+    saver, mine = giver(device)
+    resting, used = [], held_by_both(device, other)
+    for value in range(8, 14):
+        mine.fill_(value)
+        saver.pause(release="hand_over", to=other.pool)
+        saver.check_integrity()
+        assert saver.report().committed_bytes == 0
+        theirs = other.report()
+        assert theirs.pool_bytes == theirs.committed_bytes == SIZE
+        there = other.held()
+        assert other.resume() == (value, value)  # not cleared, so no others than mine
+        other.fill(value + 100)
+        other.give(saver.pool_ticket())
+        saver.resume()
+        saver.check_integrity()
+        assert int(mine[0]) == int(mine[-1]) == value + 100
+        assert held_by_both(device, other) == used
+        resting.append((there, open_fds(), len(imports)))
+    assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
 
 def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: str, other: RemoteSaver) -> None:
     """The CUDA driver does not export what was imported."""
-    with counted_other(device) as (third, _):
+    with remote_saver(device, nbytes=SIZE) as third:
+        third.pause()
         saver, mine = giver(device)
         saver.pause()
         other.resume()
@@ -96,9 +79,8 @@ def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: s
 
 
 def test_a_receiver_without_room_refuses_and_nothing_changes(device: str) -> None:
-    with counted_other(device, limit=SIZE + 4 * MIB) as (other, _):
+    with remote_saver(device, nbytes=SIZE, limit=SIZE + 4 * MIB) as other:
         saver, mine = giver(device)
-        other.resume()
         with pytest.raises(memsaver.LeaseError, match=r"not handed over.*limit of 36.0 MiB.*32.0 MiB are held"):
             saver.pause(release="hand_over", to=other.pool)
         assert not saver.is_paused("kv") and bool((mine == 7).all())
@@ -125,24 +107,23 @@ def test_bad_tickets(device: str) -> None:
     assert not saver.is_paused("kv") and bool((mine == 7).all())
 
 
-def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str) -> None:
-    with counted_other(device) as (other, held):
-        saver, _ = giver(device)
-        assert other.attach(saver.share("kv")) == 7
-        with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.pid}"):
-            saver.pause()
-        other.detach()
-        assert other.held()[0] == 1
-        before = held()
-        saver.pause(release="keep")
-        saver.resume()
-        assert other.held()[0] == 1 and held() == before
+def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str, other: RemoteSaver) -> None:
+    saver, _ = giver(device)
+    assert other.attach(saver.share("kv")) == 7
+    with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.pid}"):
         saver.pause()
-        assert other.held()[0] == 0
-        assert before - held() == SIZE
-        saver.resume()
-        saver.check_integrity()
-        assert other.attach(saver.share("kv")) is not None
+    other.detach()
+    assert other.held()[0] == 1
+    before = held_by_both(device, other)
+    saver.pause(release="keep")
+    saver.resume()
+    assert other.held()[0] == 1 and held_by_both(device, other) == before
+    saver.pause()
+    assert other.held()[0] == 0
+    assert before - held_by_both(device, other) == SIZE
+    saver.resume()
+    saver.check_integrity()
+    assert other.attach(saver.share("kv")) is not None
 
 
 def _has_stopped(pid: int) -> bool:
@@ -168,57 +149,6 @@ def test_a_silent_peer_is_named_and_nothing_changes(
     until(lambda: other.held()[0] == 0)  # it obeys, late
     saver.pause()
     assert saver.report().committed_bytes == 0
-
-
-@pytest.mark.parametrize("when", ["with an import", "as owner"])
-def test_a_killed_peer_leaves_nothing(device: str, when: str) -> None:
-    before = len(imports)
-    with counted_other(device) as (other, held):
-        saver, mine = giver(device)
-        used = held()
-        if when == "as owner":
-            saver.pause(release="hand_over", to=other.pool)
-            other.resume()
-        else:
-            other.attach(saver.share("kv"))
-            other.detach()
-        other.kill()
-        held.gone = True
-        until(lambda: len(imports) == before)
-        if when == "as owner":
-            until(lambda: used - held() == SIZE)  # the driver clears up behind a dead process, which takes a while
-            with pytest.raises(memsaver.LeaseError, match="does not answer"):
-                saver.resume()
-                saver.pause(release="hand_over", to=other.pool)
-            assert not saver.is_paused("kv")
-        else:
-            saver.pause()
-            until(lambda: used - held() == SIZE)
-        saver.resume()
-        mine.fill_(1)
-        saver.check_integrity()
-
-
-def test_kept_pages_serve_any_tag_and_go_when_room_is_needed(device: str) -> None:
-    saver = MemorySaver(device, limit_bytes=2 * SIZE)
-    one = saver.empty(SIZE, torch.uint8, tag="one").fill_(5)
-    two = saver.empty(SIZE, torch.uint8, tag="two").fill_(6)
-    saver.pause(release="keep")
-    assert saver.report().pool_bytes == saver.report().committed_bytes == 2 * SIZE
-    saver.resume("two")
-    assert int(two[0]) in (5, 6)  # one of the two extents as it was: no driver, no clearing
-    big = saver.empty(SIZE, torch.uint8, tag="big").fill_(1)  # takes the other's room
-    assert saver.report().pool_bytes == 0 and saver.report().committed_bytes == 2 * SIZE
-    with pytest.raises(memsaver.OutOfMemory, match="32.0 MiB are missing"):
-        saver.resume("one")
-    del big
-    gc.collect()
-    saver.trim()
-    saver.resume("one")
-    one.fill_(1)
-    saver.pause("one", release="keep")
-    assert saver.trim() == SIZE and saver.report().committed_bytes == SIZE
-    saver.check_integrity()
 
 
 def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:

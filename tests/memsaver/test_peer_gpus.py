@@ -12,29 +12,22 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import KeptLeases, LeaseError, MemorySaver, Ticket
+from memsaver import KeptLeases, LeaseError, Ticket
 from memsaver.backends import peer
 from memsaver.backends.base import Backend
 from memsaver.backends.host import HostBackend
 from memsaver.ops.digest import digest
 from memsaver.places import device_key
 from tests.helpers.memory import process_bytes
+from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer
 
-MIB = 1 << 20
 SIZE = 8 * MIB
 CONTEXT = 64 * MIB  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
 
 
-def _shared(device: str) -> tuple[MemorySaver, torch.Tensor, Ticket]:
-    saver = MemorySaver(device)
-    tensor = saver.empty(SIZE, torch.uint8, tag="t")
-    tensor.view(torch.int64).copy_(torch.arange(SIZE // 8))
-    return saver, tensor, saver.share("t", writable=True)
-
-
 def test_a_window_shows_the_pages(device: str) -> None:
-    saver, tensor, ticket = _shared(device)
+    saver, tensor, ticket = shared(device)
     with memsaver.attach(ticket) as lease:
         seen = lease.tensor((SIZE // 16,), torch.int64, SIZE // 2)
         shown = seen.device, seen.is_contiguous(), int(seen[0])
@@ -74,7 +67,7 @@ def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("hidden", [False, True])
 def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool) -> None:
-    saver, tensor, ticket = _shared("cuda:0")
+    saver, tensor, ticket = shared("cuda:0")
     other = Peer(_work, ticket, device_key(torch.device("cuda", 1)) if hidden else None)
     try:
         assert other.hear() == device_key(torch.device("cuda", 1))
@@ -100,7 +93,7 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
 @pytest.mark.gpus(2)
 @pytest.mark.alone
 def test_in_one_process_leases_are_of_the_current_gpu() -> None:
-    saver, tensor, ticket = _shared("cuda:0")
+    saver, tensor, ticket = shared("cuda:0")
     leases = set()
     with KeptLeases() as kept:
         for index in (0, 1, 0, 1):
@@ -154,7 +147,7 @@ def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
 
 def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stood in for by the host, under another device's key, whose calls fail one after the other."""
-    saver, tensor, ticket = _shared("cpu")
+    saver, tensor, ticket = shared("cpu")
     backend: Any = HostBackend()
     backend.device_key = "GPU-here"
 

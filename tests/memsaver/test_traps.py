@@ -4,15 +4,13 @@ Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR
 PR#34600): test_fault_injection, test_saver. A free while paused (torch_memory_saver#92), concurrent regions, forks:
 test_lifetimes. An exit with paused tags (torch_memory_saver#56): compat/test_misuse. Nested regions, buffers made with
 a module: test_saver. A second release of the same handles (vllm#36651): test_stateful. Addresses that every import
-takes anew (pytorch#186213): test_share.
+takes anew (pytorch#186213): test_processes.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +18,10 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from tests.helpers.effort import rounds
-from tests.helpers.memory import memory_maps, open_fds, process_bytes
+from tests.helpers.memory import memory_maps, open_fds
+from tests.helpers.peers import Peer
 
 pytestmark = pytest.mark.alone
-
-spawn = multiprocessing.get_context("spawn")
 
 
 def test_a_freed_block_is_never_another_tags(device: str) -> None:
@@ -115,65 +112,6 @@ def test_a_saver_dropped_during_a_capture_is_given_back_later() -> None:
     assert backend.committed_bytes == 0
 
 
-def _wake(fraction: float, pipe: Connection) -> None:
-    saver = MemorySaver("cuda:0")
-    nbytes = int(torch.cuda.mem_get_info()[1] * fraction) >> 21 << 21
-    pipe.recv()
-    tensor: Any = None
-    outcome = "awake"
-    try:
-        tensor = saver.empty(nbytes, torch.uint8, tag="kv")
-        saver.pause()
-        pipe.send("ready")
-        pipe.recv()
-        saver.resume()
-        tensor.fill_(1)
-        torch.cuda.synchronize()
-    except memsaver.OutOfMemory as error:
-        outcome = f"short: {error}"
-        assert saver.report().committed_bytes == 0
-    pipe.send(outcome)
-    pipe.recv()
-
-
-@pytest.mark.gpu
-def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() -> None:
-    """vllm PR#37065: both took half of what is enough for one."""
-    ends = []
-    for _ in range(2):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_wake, args=(0.6, theirs), daemon=True)
-        process.start()
-        ends.append((process, ours))
-    for _, pipe in ends:  # one after the other: each fits alone
-        pipe.send("allocate")
-        assert pipe.recv() == "ready"
-    for _, pipe in ends:
-        pipe.send("wake up")
-    outcomes = sorted(pipe.recv()[:5] for _, pipe in ends)
-    assert outcomes == ["awake", "short"]
-    for process, pipe in ends:
-        pipe.send("end")
-        process.join(20)
-
-
-def test_a_region_at_every_step_uses_its_memory_again(device: str) -> None:
-    """Tensors that outlive their region die later: torch keeps such blocks until something has it free them."""
-    saver = MemorySaver(device)
-    del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
-    cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
-    committed = set()
-    for _ in range(8):
-        with saver.region("kv"):
-            tensor = torch.ones(3 << 20, device=device)
-        committed.add(saver.report().committed_bytes)
-        del tensor
-    assert len(committed) == 1
-    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, "torch's own cache was emptied, too"
-    saver.trim()
-    assert saver.report().committed_bytes == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["empty", "region"])
 def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) -> None:
@@ -196,29 +134,56 @@ def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) ->
     assert second.data_ptr() == address and bool((second == 2).all())
 
 
+def _wake(pipe: Connection) -> None:
+    saver = MemorySaver("cuda:0")
+    nbytes = int(torch.cuda.mem_get_info()[1] * 0.6) >> 21 << 21
+    tensor = saver.empty(nbytes, torch.uint8, tag="kv")
+    saver.pause()
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        saver.resume()
+        tensor.fill_(1)
+        torch.cuda.synchronize()
+        pipe.send("awake")
+    except memsaver.OutOfMemory:
+        assert saver.report().committed_bytes == 0
+        pipe.send("short")
+    pipe.recv()
+
+
+@pytest.mark.gpu
+def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() -> None:
+    """vllm PR#37065: both took half of what is enough for one."""
+    peers = []
+    for _ in range(2):  # one after the other: each fits alone
+        peers.append(Peer(_wake))
+        assert peers[-1].hear() == "ready"
+    for peer in peers:
+        peer.tell("wake up")
+    assert sorted(peer.hear() for peer in peers) == ["awake", "short"]
+    for peer in peers:
+        peer.bury()
+
+
 @pytest.mark.soak
-def test_residue_does_not_grow_over_steps(device: str, fds: int) -> None:
-    """NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of memory."""
+def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> None:
+    """Tensors that outlive their region die later: torch keeps such blocks until something has it free them. (NeMo
+    RL#2619: some bytes stayed at every step until a long run ended for lack of memory.)"""
     saver = MemorySaver(device)
+    del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
+    cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
     weights = saver.empty(1 << 20, torch.uint8, tag="weights", content="host").fill_(1)
-
-    def step(i: int) -> None:
-        with saver.region("activations"):
-            tensors = [torch.ones(1000 + 100 * (i % 7), device=device) for _ in range(10)]
-        saver.pause("weights", release=["driver", "keep"][i % 2])
+    held, maps = set(), []
+    for step in range(rounds(20, 2000)):
+        with saver.region("kv"):
+            tensors = [torch.ones(3 << 20, device=device), *(torch.ones(1000 + step % 7, device=device) for _ in "abc")]
+        saver.pause("weights", release=("driver", "keep")[step % 2])
         saver.resume("weights")
+        held.add((saver.report().committed_bytes, open_fds()))
+        maps.append(memory_maps())
         del tensors
-        saver.pause("activations")
-        saver.resume("activations")
-        saver.trim()
-
-    for i in range(14):
-        step(i)
-    gc.collect()
-    before = saver.report().committed_bytes, process_bytes(device), memory_maps(), open_fds()
-    for i in range(rounds(70, 2100)):
-        step(i)
-    gc.collect()
-    after = saver.report().committed_bytes, process_bytes(device), memory_maps(), open_fds()
-    assert after[:2] == before[:2] and after[3] == before[3] and after[2] <= before[2] + 4
-    assert bool((weights == 1).all())
+    assert len(held) == 1 and maps[-1] <= maps[10] + 4
+    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, "torch's own cache was emptied, too"
+    saver.trim()
+    assert saver.report().committed_bytes == weights.nbytes and bool((weights == 1).all())

@@ -76,10 +76,11 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
         return [future.result(120) for future in [threads.submit(work) for work in works]]
 
 
-def shared(device: str, nbytes: int = 4 * MIB, value: int = 1) -> tuple[MemorySaver, torch.Tensor, Ticket]:
-    """A saver whose tag "t" is one tensor, and the writable ticket of it."""
+def shared(device: str, nbytes: int = 8 * MIB) -> tuple[MemorySaver, torch.Tensor, Ticket]:
+    """A saver whose tag "t" is one tensor of bytes, the int64 0, 1, 2 ..., and the writable ticket of it."""
     saver = MemorySaver(device)
-    tensor = saver.empty(nbytes, torch.uint8, tag="t").fill_(value)
+    tensor = saver.empty(nbytes, torch.uint8, tag="t")
+    tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))
     return saver, tensor, saver.share("t", writable=True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memsaver.ops import digest as digest_module
 from memsaver.ops.digest import BytesDigest, Digest, digest
 from memsaver.ops.dispatch import Impl
-from memsaver.ops.hash import MASK64, signed, splitmix64, splitmix64_int
+from memsaver.ops.hash import MASK64, splitmix64, splitmix64_int
 from memsaver.ops.segments import Segment
 from tests.helpers.digests import by_definition, element
 
@@ -19,12 +19,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("base", [0, 7, 2**40])
-def test_matches_its_definition(dtype: torch.dtype, base: int) -> None:
-    assert digest(values(dtype), base) == by_definition(values(dtype), base)
 
 
 def test_definition_is_pinned() -> None:
@@ -44,20 +38,6 @@ def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest_module, "CHUNK", chunk)
         assert (digest(x[:cut], base) + digest(x[cut:], base + cut)) % 2**64 == whole
-
-
-def test_notices_a_bit_a_swap_a_shift_and_signed_zero() -> None:
-    x = values(torch.float32)
-    seen = {digest(x, 0), digest(x, 1), digest(x.flip(0), 0), digest(x.roll(1), 0)}
-    swapped = x.clone()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    seen.add(digest(swapped, 0))
-    for bit in range(32):
-        flipped = x.clone()
-        flipped.view(torch.int32)[17] ^= signed(1 << bit) if bit < 31 else -(2**31)
-        seen.add(digest(flipped, 0))
-    assert len(seen) == 5 + 32
-    assert digest(torch.zeros(4), 0) != digest(-torch.zeros(4), 0)
 
 
 def test_one_changed_element_is_always_noticed() -> None:
@@ -114,6 +94,8 @@ def test_a_grid_is_its_elements(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest_module, "CHUNK", chunk)
         assert digest(grid, base, index_pitch=pitch) == by_definition(grid, base, pitch)
+        flat = grid.contiguous().view(-1)
+        assert digest(flat, base) == by_definition(flat, base)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -133,13 +115,10 @@ def test_any_bytes_of_a_layout_are_digested(impl: Impl, device: str) -> None:
             many.run(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
-def test_refuses_wide_elements(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
-        digest(torch.zeros(3, dtype=dtype), 0)
-
-
-def test_refuses_strides() -> None:
+def test_refuses_wide_elements_and_strides() -> None:
+    for dtype in (torch.float64, torch.int64, torch.complex64):
+        with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
+            digest(torch.zeros(3, dtype=dtype), 0)
     with pytest.raises(ValueError, match="contiguous tensor"):
         digest(torch.zeros(4, 4).t()[:, :2], 0)
     for rows in (torch.zeros(4, 4).t(), torch.zeros(4), torch.zeros(2, 2, 2)):

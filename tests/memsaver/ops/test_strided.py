@@ -48,21 +48,24 @@ def test_every_element_of_a_box_is_in_one_grid(dims: list[tuple[int, int, int]],
     assert sorted(found) == sorted(expected) and len(set(found)) == len(found)
 
 
-def test_a_slice_of_columns_is_one_grid() -> None:
-    """o_proj [hidden, heads * dim] and down_proj at TP 2: the right half of a shard of rows."""
-    assert grids((896, 1792), (3584, 1), (1792, 1), (3584, 1)) == [Grid(896, 1792, (0, 0, 0), (3584, 1792, 3584))]
+RUN = [Grid(1, 7, (0, 0), (0, 0))]
 
 
-def test_what_is_one_run_is_one_row() -> None:
-    whole = row_major((4, 3, 5))
-    assert grids((4, 3, 5), whole, whole) == [Grid(1, 60, (0, 0), (0, 0))]
-    assert grids((1, 7), (1000, 1), (7, 1)) == [Grid(1, 7, (0, 0), (0, 0))]
-    assert grids((), (), ()) == [Grid(1, 1, (0, 0), (0, 0))]
-    assert grids((7, 1), (1, 1), (1, 9)) == [Grid(1, 7, (0, 0), (0, 0))]
-
-
-def test_columns_of_one_element() -> None:
-    assert grids((7, 1), (3, 1), (1, 1)) == [Grid(7, 1, (0, 0), (3, 1))]
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        # o_proj [hidden, heads * dim] and down_proj at TP 2: the right half of a shard of rows
+        ((896, 1792), [(3584, 1), (1792, 1), (3584, 1)], [Grid(896, 1792, (0, 0, 0), (3584, 1792, 3584))]),
+        ((4, 3, 5), [(15, 5, 1), (15, 5, 1)], [Grid(1, 60, (0, 0), (0, 0))]),  # one run is one row
+        ((5, 4, 3), [(1, 15, 5), (1, 15, 5)], [Grid(1, 60, (0, 0), (0, 0))]),  # in any order of dimensions
+        ((1, 7), [(1000, 1), (7, 1)], RUN),
+        ((7, 1), [(1, 1), (1, 9)], RUN),
+        ((), [(), ()], [Grid(1, 1, (0, 0), (0, 0))]),
+        ((7, 1), [(3, 1), (1, 1)], [Grid(7, 1, (0, 0), (3, 1))]),  # columns of one element
+    ],
+)
+def test_a_box_is_one_grid(shape: tuple[int, ...], strides: list[tuple[int, ...]], expected: list[Grid]) -> None:
+    assert grids(shape, *strides) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,7 @@ def test_experts_are_as_few_grids_as_they_can_be(shape: tuple[int, ...], target:
     assert sorted(covered(found)) == sorted(places(shape, row_major(shape), target))
 
 
-def test_order_of_dimensions_does_not_matter() -> None:
-    assert grids((5, 4, 3), (1, 15, 5), (1, 15, 5)) == [Grid(1, 60, (0, 0), (0, 0))]
+def test_a_transposed_matrix_is_a_grid_a_column() -> None:
     transposed = grids((30, 40), (40, 1), (1, 30))
     assert {(grid.rows, grid.width) for grid in transposed} == {(40, 1)} and len(transposed) == 30
 
