@@ -89,6 +89,8 @@ def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
         (1, 2, 10),
     ]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
+    micro = pad(SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]]), [0, 1], CPU)
+    assert (micro.first, micro.last, micro.column.tolist()) == (3, 5, [2, 0, 1]), "logits that nobody asks for"
 
 
 @pytest.mark.parametrize("advantages", [[0.5, 9.0, -1.0], [[0.5], [], [-1.0, -1.0]]])
@@ -105,13 +107,6 @@ def test_a_number_a_sequence_is_each_tokens(advantages: Any) -> None:
     part = batch.select([2, 0])
     assert (part.response_ids, part.advantages) == ([[5, 6], [4]], [advantages[2], advantages[0]])
     assert part.values is None
-
-
-def test_logits_before_the_first_response_are_not_asked_for() -> None:
-    batch = SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]])
-    micro = pad(batch, [0, 1], CPU)
-    assert (micro.first, micro.last) == (3, 5)
-    assert micro.column.tolist() == [2, 0, 1]
 
 
 def test_log_probabilities_and_entropy() -> None:

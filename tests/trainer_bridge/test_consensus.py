@@ -11,26 +11,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.trainer_bridge.targets import in_threads
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.errors import SyncError
 
 
 def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any]) -> list[Any]:
     """What `run` returned or raised in each of `size` ranks."""
-    results: list[Any] = [None] * size
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = run(StoreConsensus(store, rank, size, timeout=20.0))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return in_threads(size, lambda rank: run(StoreConsensus(store, rank, size, timeout=20.0)))
 
 
 def fail(error: BaseException) -> None:

@@ -41,7 +41,7 @@ class PageTarget:
     fail_at: a stage in which it raises. only: the parameters that the next sync is to name.
     """
 
-    def __init__(self, layout: Manifest, device: str = "cpu", place: str | None = None) -> None:
+    def __init__(self, layout: Manifest, device: str = "cpu", place: str = "") -> None:
         self.saver = memsaver.MemorySaver(device=device)
         self.arena = self.saver.empty((layout.nbytes,), torch.uint8, tag="weights").fill_(UNTOUCHED)
         self.layout = layout
@@ -93,24 +93,16 @@ class PageTarget:
         p = self.layout.slices[number]
         dtype = torch_dtype(p.dtype)
         strides = p.strides or tuple(torch.empty(p.shape, device="meta").stride())
-        return (
-            self.arena[p.offset :]
-            .view(torch.uint8)[: self._room(p.offset, dtype)]
-            .view(dtype)
-            .as_strided(p.shape, strides)
-        )
-
-    def _room(self, offset: int, dtype: torch.dtype) -> int:
-        return (self.layout.nbytes - offset) // dtype.itemsize * dtype.itemsize
+        whole = self.arena.numel() // dtype.itemsize * dtype.itemsize
+        return self.arena[:whole].view(dtype).as_strided(p.shape, strides, p.offset // dtype.itemsize)
 
     def digest(self) -> int:
         """By the digest's definition."""
         total = 0
         for number, p in self.meant():
             numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
-            total += sum(
-                map(element, (p.index_base + numbers[box_of(p)]).flatten().tolist(), bits_of(self.read(number)))
-            )
+            mine = (p.index_base + numbers[box_of(p)]).flatten().tolist()
+            total += sum(map(element, mine, bits_of(self.read(number))))
         return total % 2**64
 
     def meant(self) -> list[tuple[int, ParamSlice]]:
@@ -139,36 +131,45 @@ class Rank:
     consensus: Any = None
 
 
-def in_ranks(
-    ranks: Sequence[Rank],
-    run: Callable[[int, Rank], Any],
-    shards: Sequence[SourceShard],
-    timeout: float = 30.0,
-    consensus: Callable[..., StoreConsensus] = StoreConsensus,
-) -> list[Any]:
-    """What `run(number, rank)` returned or raised in every rank, after all were connected (once), by `consensus`."""
-    store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
-    results: list[Any] = [None] * len(ranks)
+def in_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """What `run(number)` returned or raised in each of `count` threads."""
+    results: list[Any] = [None] * count
 
-    def body(number: int, rank: Rank) -> None:
+    def body(number: int) -> None:
         try:
-            mine = [shard for shard in shards if shard.rank == number]
-            rank.consensus = consensus(store, number, len(ranks), timeout=timeout)
-            rank.sync = WeightSync(
-                mine,
-                lambda: rank.sources,
-                rank.targets,
-                rank.consensus,
-                place=rank.place,
-                derived=lambda: rank.derived,
-            )
-            results[number] = run(number, rank)
+            results[number] = run(number)
         except Exception as error:
             results[number] = error
 
-    threads = [threading.Thread(target=body, args=pair) for pair in enumerate(ranks)]
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return results
+
+
+def in_ranks(
+    ranks: Sequence[Rank],
+    run: Callable[[int, Rank], Any],
+    shards: Sequence[SourceShard],
+    timeout: float,
+    consensus: Callable[..., StoreConsensus],
+) -> list[Any]:
+    """What `run(number, rank)` returned or raised in every rank, after all were connected (once), by `consensus`."""
+    store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
+
+    def body(number: int) -> Any:
+        rank = ranks[number]
+        rank.consensus = consensus(store, number, len(ranks), timeout=timeout)
+        rank.sync = WeightSync(
+            [shard for shard in shards if shard.rank == number],
+            lambda: rank.sources,
+            rank.targets,
+            rank.consensus,
+            place=rank.place,
+            derived=lambda: rank.derived,
+        )
+        return run(number, rank)
+
+    return in_threads(len(ranks), body)
