@@ -54,10 +54,8 @@ def test_slots_come_zeroed_and_never_0() -> None:
     pool = make()
     for state in (*pool.conv, pool.temporal):
         state[:, 1:].fill_(torch.nan)
-    slots = pool.alloc(3)
-    assert slots is not None
-    assert len(set(slots)) == 3
-    assert 0 not in slots
+    slots = pool.alloc(3) or []
+    assert len(set(slots)) == 3 and 0 not in slots
     assert all(values(pool, slot) == [0, 0, 0] for slot in (0, *slots))
     (left,) = set(range(1, 5)) - set(slots)
     assert pool.temporal[:, left].isnan().all()  # only what was handed out is touched
@@ -172,16 +170,24 @@ def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) 
             del slot_of[handle]
         else:
             wanted = dice.randint(1, 2)
-            got = table.alloc([*live[:1], *[None] * wanted])
+            asked = [*live[:2], *[None] * wanted]
+            dice.shuffle(asked)
+            got = table.alloc(asked)
             assert (got is None) == (len(live) + wanted > min(rows, slots))
-            assert got is None or got[: len(live[:1])] == live[:1]
-            for handle in (got or [])[len(live[:1]) :]:
-                slot_of[handle] = table.mamba_slot(handle)
-                assert values(table.mamba, slot_of[handle]) == [0, 0, 0]
-                fill(table.mamba, slot_of[handle], handle.row)
+            for held, handle in zip(asked, got or [], strict=bool(got)):
+                assert held in (None, handle) and 0 < handle.row <= rows  # row 0 is padding
+                if held is None:
+                    slot_of[handle] = table.mamba_slot(handle)
+                    assert values(table.mamba, slot_of[handle]) == [0, 0, 0]
+                    fill(table.mamba, slot_of[handle], handle.row)
         assert {handle: table.mamba_slot(handle) for handle in slot_of} == slot_of
         assert all(values(table.mamba, slot)[0] == handle.row for handle, slot in slot_of.items())
-        assert len(set(slot_of.values())) == len(slot_of) == rows - table.available_size()
+        assert (
+            len({handle.row for handle in slot_of})
+            == len(set(slot_of.values()))
+            == len(slot_of)
+            == rows - table.available_size()
+        )
         assert table.mamba.available_size() == slots - len(slot_of)
         table.check_integrity()  # compares the map on the device with the slots held
 

@@ -202,13 +202,9 @@ def swa() -> SWAKVPool:
 
 def test_layers_lead_to_their_pool() -> None:
     pool = swa()
-    assert [pool.route(layer) for layer in range(5)] == [
-        (pool.window_pool, 0),
-        (pool.full_pool, 0),
-        (pool.window_pool, 1),
-        (pool.full_pool, 1),
-        (pool.window_pool, 2),
-    ]
+    full, window = pool.full_pool, pool.window_pool
+    routes = [(window, 0), (full, 0), (window, 1), (full, 1), (window, 2)]
+    assert [pool.route(layer) for layer in range(5)] == routes
     assert [len(pool.get_kv_buffer(layer)[0]) for layer in range(5)] == [12, 36, 12, 36, 12]
     assert (pool.size, pool.bytes_per_token) == (32, 5 * 128)
     assert pool.nbytes == (36 * 2 + 12 * 3) * 128

@@ -21,6 +21,8 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
     assert pool.bytes_per_token == per_token
     expected = per_token * SLOTS if name != "swa" else per_token // 2 * (SLOTS + 16 + PS)
     assert pool.nbytes == expected == sum(part.numel() for part in stored(pool))
+    with pytest.raises(ValueError, match="use one device for both"):
+        make_pool(size=8, page_size=4, saver=saver, device="meta")
     report = saver.report().tags["kv_cache"]
     assert saver.tags == ["kv_cache"] and report.content == "discard"
     assert expected <= report.live_bytes <= expected + 4096
@@ -163,13 +165,6 @@ def test_mistakes_write_nothing(name: str) -> None:
 # ---------------------------------------------------------------- on a saver's tag
 
 
-def test_a_pool_goes_where_it_is_told(saver: MemorySaver) -> None:
-    MHATokenToKVPool(make_pool(16, 4).config, saver, tag="draft_kv")
-    assert saver.tags == ["draft_kv"]
-    with pytest.raises(ValueError, match="use one device for both"):
-        make_pool(size=8, page_size=4, saver=saver, device="meta")
-
-
 @pytest.mark.parametrize("window_pages", [None, 14])
 def test_sequences_come_go_and_go_on_through_pauses(window_pages: int | None, saver: MemorySaver) -> None:
     """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause keeps all of it."""
@@ -227,6 +222,7 @@ def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
     assert not pool.get_kv_buffer(0)[0][:PS].any()
     with pytest.raises(ValueError, match="slot_major=True"):
         MHATokenToKVPool(mha(), saver, "other").resize(16)
+    assert saver.tags == ["kv_cache", "other"]
 
 
 def test_a_resume_with_less_tells_the_size() -> None:

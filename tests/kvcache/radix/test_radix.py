@@ -79,12 +79,14 @@ def test_mistakes_raise_and_change_nothing() -> None:
         make_cache(1, policy="best")
 
 
-def test_pages_that_are_read_late_are_those_of_the_match() -> None:
+def test_pages_of_a_match_stay_what_they_were_and_shared_ones_stay_with_their_sequence() -> None:
     cache = make_cache(10)
     pages = put(cache, [1, 2, 3, 4])
     match = cache.match_prefix([1, 2, 3, 4])
     put(cache, [1, 2, 9])  # splits after 2
-    cache.evict(5)
+    cache.allocator.share(pages[:1])  # type: ignore[attr-defined]
+    assert cache.evict(5) == 5
+    assert cache.allocator.available_pages == 9, "a page that a sequence shares"  # type: ignore[attr-defined]
     assert match.pages.tolist() == pages and match.pages is match.pages
 
 
@@ -134,14 +136,6 @@ def test_raising_the_version_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Generation, "nodes", walk)
     cache.raise_version(1)
     assert [(each.version, len(each.leaves)) for each in cache.generations()] == [(0, 400), (1, 0)]
-
-
-def test_an_evicted_page_stays_with_the_sequence_that_shares_it() -> None:
-    cache = make_cache(2)
-    pages = put(cache, [1, 2])
-    cache.allocator.share(pages[:1])  # type: ignore[attr-defined]
-    assert cache.evict(2) == 2
-    assert cache.allocator.available_pages == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("lru", 2), ("mru", 1), ("fifo", 1), ("lfu", 3), ("priority", 2)])

@@ -24,15 +24,8 @@ Prefix = tuple[int, str | None, Key]  # version, salt, tokens
 class Model:
     """The real cache, and `prefixes`: for each cached prefix the page that holds its last tokens."""
 
-    steps: ClassVar[dict[str, float]] = {
-        "insert": 8,
-        "match": 4,
-        "lock": 4,
-        "unlock": 3,
-        "evict": 2,
-        "raise": 0.4,
-        "reset": 0.05,
-    }
+    steps: ClassVar[dict[str, float]] = {"insert": 8, "match": 4, "lock": 4, "unlock": 3, "evict": 2}
+    steps |= {"raise": 0.4, "reset": 0.05}
 
     def __init__(self, page_size: int, policy: str) -> None:
         self.ps = page_size
