@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, windo
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-CASES = some(
+LONG = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64], 3
+CASES: list[tuple[Any, ...]] = some(
     ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),  # chunks with a prefix, one of a single token
     ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim no power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
@@ -91,61 +93,61 @@ CASES = some(
     ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),  # chunks that start and end at a block's edge
     whole=[((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3), ((4, 4), (16, 16), [7], [7], 0)],
 )
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equals_plain_attention_and_reads_no_foreign_slot(case: tuple, impl: str, device: str) -> None:
-    made = make_case(*case, device)
-    plan = plan_attention(made.shape, made.table, impl)  # type: ignore[arg-type]
-    out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
-
-
-LATENT_CASES = some(
+LATENT = some(
     ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
     ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 600, 20], 3),  # two blocks of heads, a width that is no power of two
     ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
     whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # as DeepSeek's
 )
-
-
-@pytest.mark.parametrize("case", LATENT_CASES)
-def test_latent_rows_are_keys_and_values(case: tuple, impl: str, device: str) -> None:
-    """One KV head whose values are a view of the first elements of its keys."""
-    made = make_case(*case, device, latent=True)
-    plan = plan_attention(made.shape, made.table, impl)  # type: ignore[arg-type]
-    out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
-    torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_latent_rows_of_real_widths(heads: int, dtype: torch.dtype) -> None:
-    kv_lens = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
-    made = make_case((heads, 1), (576, 512), [1] * 6 + [70, 1, 300], kv_lens, 6, "cuda:0", latent=True)
-    q, k = made.q.to(dtype), made.k.to(dtype)
-    scale, reference = 192**-0.5, plan_attention(made.shape, made.table, "torch")
-    exact = paged_attention(q.float(), k.float(), k.float()[..., :512], reference, scale)
-    out = paged_attention(q, k, k[..., :512], plan_attention(made.shape, made.table, "triton"), scale)
-    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
-    torch.testing.assert_close(out.float(), exact, **tolerance)
-
-
 WINDOWS = some(
     (1, True), (16, False), (33, True), (300, True), whole=list(product([1, 7, 16, 33, 100, 300], [False, True]))
 )
 
 
-@pytest.mark.parametrize(("window", "mapped"), WINDOWS)
-def test_windows(window: int, mapped: bool, impl: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        *((case, {}) for case in CASES),
+        *((case, {"latent": True}) for case in LATENT),  # one KV head whose values are a view of its keys
+        *((((4, 2), (16, 16), *LONG), {"window": window, "mapped": mapped}) for window, mapped in WINDOWS),
+    ],
+)
+def test_equals_plain_attention_and_reads_no_foreign_slot(
+    case: tuple[Any, ...], fields: dict[str, Any], impl: Any, device: str
+) -> None:
     """Chunks and decode, shorter and longer than the window; what no query sees is poison, or has no slot."""
-    q_lens, kv_lens = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64]
-    made = make_case((4, 2), (16, 16), q_lens, kv_lens, 3, device, window, mapped)
-    plan = plan_attention(made.shape, made.table, impl, *made.view)  # type: ignore[arg-type]
-    out = paged_attention(made.q, made.k, made.v, plan, 0.25)
+    made = make_case(*case, device, **fields)
+    plan = plan_attention(made.shape, made.table, impl, *made.view)
+    out = paged_attention(made.q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
+    assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
+
+
+MANY = [*torch.randint(1, 3001, (64,), generator=torch.Generator().manual_seed(64)).tolist(), 300, 900, 2000, 3000]
+
+FEW = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dims", "q_lens", "kv_lens"),
+    [
+        *(((8, 2), (dim, dim), [1] * 64 + [300, 128, 17, 1], MANY) for dim in (64, 128)),
+        *(((heads, 1), (576, 512), [1] * 6 + [70, 1, 300], FEW) for heads in (16, 128)),
+    ],
+    ids=["64", "128", "latent-16", "latent-128"],
+)
+def test_real_widths(heads: Any, dims: Any, q_lens: list[int], kv_lens: list[int], dtype: torch.dtype) -> None:
+    latent, decode = heads[1] == 1, len(q_lens) - (3 if heads[1] == 1 else 4)
+    made = make_case(heads, dims, q_lens, kv_lens, decode, "cuda:0", latent=latent)
+    q, k = made.q.to(dtype), made.k.to(dtype)
+    v = k[..., : dims[1]] if latent else made.v.to(dtype)
+    scale, reference = (192 if latent else dims[0]) ** -0.5, plan_attention(made.shape, made.table, "torch")
+    exact = paged_attention(q.float(), k.float(), v.float(), reference, scale)
+    out = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), scale)
+    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
 def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_it(triton_device: str) -> None:
@@ -229,22 +231,6 @@ def test_graph_replay_follows_refilled_tensors() -> None:
         q.copy_(made.q[order])
         graph.replay()
         torch.testing.assert_close(out.double(), made.expected[order], atol=CLOSE, rtol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_large_batch(dim: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(dim)
-    q_lens = [1] * 64 + [300, 128, 17, 1]
-    kv_lens = [*torch.randint(1, 3001, (64,), generator=generator).tolist(), 300, 900, 2000, 3000]
-    made = make_case((8, 2), (dim, dim), q_lens, kv_lens, 64, "cuda:0")
-    q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
-    reference = plan_attention(made.shape, made.table, "torch")
-    exact = paged_attention(q.float(), k.float(), v.float(), reference, dim**-0.5)
-    out = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), dim**-0.5)
-    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
-    torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
 def test_strided_queries(impl: str, device: str) -> None:

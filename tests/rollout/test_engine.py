@@ -124,3 +124,27 @@ def test_bf16_generates(path: Path) -> None:
     full = Engine.from_pretrained(path, kv_tokens=256)
     (exact,) = full.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
     assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2 and completion.token_ids[0] == exact.token_ids[0]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bool) -> None:
+    """300 tokens in chunks of 64: as many go through the model as for one sample, until samples differ. Requests of
+    their own compute it 8 times, or find it."""
+    engine = Engine.from_pretrained(path, kv_tokens=4096, max_prefill_tokens=64, prefix_cache=prefix_cache)
+    (prompt,) = random_prompts((300,))
+    computed = [0, 0]  # by prefill, by decode
+    forward = engine.runner.forward
+
+    def count(step: Any) -> Any:
+        computed[0] += sum(chunk.length for chunk in step.chunks)
+        computed[1] += len(step.decode)
+        return forward(step)
+
+    engine.runner.forward = count  # type: ignore[method-assign]
+    (group,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=1.0, n=8, seed=1))
+    assert len({tuple(each.token_ids) for each in group}) == 8
+    assert computed == [300, 8 * 5] and engine.stats.prefix_hit_tokens == 0
+    engine.generate([prompt] * 8, SamplingParams(max_tokens=1, temperature=0))
+    hit = 8 * (299 // 16 * 16) if prefix_cache else 0
+    assert computed == [300 + 8 * 300 - hit, 8 * 5] and sum(computed) == engine.stats.computed_tokens
+    assert engine.stats.prefix_hit_tokens == hit

@@ -13,17 +13,7 @@ KINDS = [("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*bf16",
 ATTENTION = some(
     (PLAIN, "*bf16", False, 0),
     (LATENT, "*bf16", False, 3),
-    whole=[
-        (dims, *kind)
-        for dims in (PLAIN, (128, 128, 4), LATENT)
-        for kind in [
-            ("*bf16", False, 0),
-            ("*fp32", True, 0),
-            ("*bf16", False, 3),
-            ("*bf16", False, -3),
-            ("*fp16", False, -2),
-        ]
-    ],
+    whole=[(dims, *kind) for dims in (PLAIN, (128, 128, 4), LATENT) for kind in KINDS],
 )
 DTYPES = some("*bf16", whole=["*fp32"])  # of the fused kernels
 

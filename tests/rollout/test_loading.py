@@ -10,7 +10,7 @@ import torch
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.rotary import RotaryTables, inverse_frequencies
-from tests.helpers.models import KINDS, MLA, SIZES, build_tiny, save_tiny
+from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3
 
 V3, NEXT = "deepseek_v3", "qwen3_next"
@@ -117,11 +117,3 @@ def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) 
     cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
     tables = RotaryTables.build(rope_config, 32, 300, torch.device("cpu"))
     assert torch.equal(tables.cos, cos[0, :, :16]) and torch.equal(tables.sin, sin[0, :, :16])
-
-
-def test_sizes_are_read(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3", head_dim=20)
-    config = load_model_config(tmp_path)
-    mixer = config.mixers[0]
-    assert (config.hidden_size, mixer.head_dim, mixer.num_heads, mixer.num_kv_heads) == (48, 20, 4, 2)
-    assert (config.vocab_size, config.num_layers, mixer.qk_norm) == (SIZES["vocab_size"], 2, True)

@@ -146,10 +146,10 @@ class Unfused(PlainKV):
 
 @pytest.fixture
 def rounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """rounded(device, dtype, kind, scale): a plain engine whose rows go through a quantised pool before they are
+    """rounded(device, dtype, kind, scales): a plain engine whose rows go through a quantised pool before they are
     stored: what a quantised engine must equal."""
 
-    def rounded(device: str, dtype: str, kind: str = "llama", scale: float = 1, **config: Any) -> Engine:
+    def rounded(device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any) -> Engine:
         with monkeypatch.context() as patch:
             if kind != "latent":
                 patch.setattr("rollout.model.mixers.attention.layer_kv", lambda cache, i: Unfused(cache.pool, i))
@@ -157,8 +157,8 @@ def rounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
         plain: Any = engine.kv_pool
         kept = layout(engine.model.hf_config, dtype, torch.float32)
         pool: Any = kept.build(size=512, page_size=16, device=plain.device)
-        for layer in range(2) if scale != 1 else ():
-            pool.set_scales(layer, scale)
+        for layer in range(2) if scales else ():
+            pool.set_scales(layer, *scales)
         name = "set_mla_kv_buffer" if isinstance(plain, MLATokenToKVPool) else "set_kv_buffer"
         write = getattr(plain, name)
 
@@ -185,23 +185,19 @@ def test_equals_a_plain_engine_with_rounded_rows(make: Make, rounded: Make, kind
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "latent"])
 @pytest.mark.parametrize("dtype", KERNELS)
-def test_triton_engine_equals_the_torch_engine(saved: Saved, dtype: str) -> None:
+def test_triton_equals_a_plain_engine_with_rounded_rows(make: Make, rounded: Make, kind: str, dtype: str) -> None:
     """Interpreted here, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    path, _ = saved("qwen3", head_dim=32, num_hidden_layers=1)
-    engines = [
-        Engine.from_pretrained(
-            path, device=device, kv_tokens=512, kv_cache_dtype=dtype, attention=attention, max_prefill_tokens=24
-        )
-        for attention in ("triton", "torch")
-    ]
-    assert (engines[0].graphs is not None) == (device != "cpu" and dtype != "fp4_e2m1")
-    for engine in engines if dtype != "fp4_e2m1" else ():
-        engine.kv_pool.set_scales(0, 0.25, 0.03)  # after the graphs were captured
-    params = SamplingParams(max_tokens=4, temperature=0)
-    first, second = (firsts(engine.generate(PROMPTS[:2], params)) for engine in engines)
-    assert_same(first, second, atol=FLIP)
+    engine = make(device, dtype, kind, attention="triton", max_prefill_tokens=24)
+    assert (engine.graphs is not None) == (device != "cpu" and dtype != "fp4_e2m1")
+    scales = () if dtype == "fp4_e2m1" else (0.25, 0.03) if kind == "qwen3" else (0.1,)
+    for layer in range(2) if scales else ():
+        engine.kv_pool.set_scales(layer, *scales)  # after the graphs were captured
+    plain = rounded("cpu", dtype, kind, scales, attention="torch")
+    params, prompts = SamplingParams(max_tokens=3, temperature=0), random_prompts((3, 40))
+    assert_same(*(firsts(each.generate(prompts, params)) for each in (engine, plain)), atol=FLIP)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,18 +249,6 @@ def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, d
     engine.prefixes.clear()
     poison(engine)
     assert_same(firsts(engine.generate(PROMPTS, GREEDY, on_progress=lambda *_: poison(engine) and None)), clean)
-
-
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_latent_triton_equals_an_engine_with_rounded_rows(make: Make, rounded: Make, dtype: str) -> None:
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    engine = make(device, dtype, "latent", attention="triton")
-    scale = 1.0 if dtype == "fp4_e2m1" else 0.1
-    for layer in range(2) if scale != 1 else ():
-        engine.kv_pool.set_scales(layer, scale)
-    plain = rounded("cpu", dtype, "latent", scale, attention="torch")
-    params, prompts = SamplingParams(max_tokens=3, temperature=0), random_prompts((3, 20))
-    assert_same(*(firsts(each.generate(prompts, params)) for each in (engine, plain)), atol=FLIP)
 
 
 # ---------------------------------------------------------------- refused

@@ -1,6 +1,5 @@
 """Sampling: distribution, filters, independence of the batch; the fused kernels against the torch path."""
 
-import math
 from itertools import product
 
 import pytest
@@ -14,20 +13,7 @@ from rollout.ops import sample_triton
 from rollout.sampler import SamplingBatch, keep_top, sample, uniform
 from tests.helpers.effort import some
 
-CPU = torch.device("cpu")
 Row = tuple[float, int, float, tuple[int, int, int]]
-
-
-DRAWS = 20_000
-
-
-@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.gpu)])
-def quick(request: pytest.FixtureRequest, device: str) -> str:
-    """What can draw thousands of rows; Triton's interpreter does a hundred a second. That the kernel draws by the
-    inverse CDF is told of it row by row."""
-    if request.param == "triton":
-        request.getfixturevalue("triton_device")
-    return request.param
 
 
 def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
@@ -85,24 +71,6 @@ def test_build_gives_every_tensor_its_values(device: str) -> None:
     assert plain([1.0], device).filtered_rows is None and not plain([0.0, 0.0], device).any_random
 
 
-def test_draws_follow_the_distribution(quick: str, device: str) -> None:
-    row = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    x = row.to(device).expand(DRAWS, -1)
-    tokens, _ = sample(x, batch([(0.7, 0, 1.0, (5, 0, i)) for i in range(DRAWS)], device), quick)  # type: ignore[arg-type]
-    seen = torch.bincount(tokens.cpu(), minlength=4) / DRAWS
-    assert (seen - torch.softmax(row / 0.7, 0)).abs().max() < 4 * math.sqrt(0.25 / DRAWS)
-
-
-def test_draws_of_several_blocks_follow_the_distribution(quick: str, device: str) -> None:
-    vocab, n = 5000, 4000
-    where, row = torch.tensor([0, 1, 2047, 4999]), torch.tensor([1.0, 2.0, 0.0, 1.5])
-    x = torch.full((vocab,), float("-inf")).index_copy_(0, where, row).to(device).expand(n, -1)
-    tokens, _ = sample(x, batch([(1.3, 0, 1.0, (6, 0, i)) for i in range(n)], device), quick)  # type: ignore[arg-type]
-    seen = torch.bincount(tokens.cpu(), minlength=vocab)[where] / n
-    assert abs(seen.sum() - 1) < 1e-6
-    assert (seen - torch.softmax(row / 1.3, 0)).abs().max() < 4 * math.sqrt(0.25 / n)
-
-
 def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, device: str) -> None:
     x = logits(4).to(device)
     rows = [(0.5, 3, 0.9, (1, 0, 0)), (2.0, 0, 1.0, (1, 1, 0)), (0.0, 0, 1.0, (1, 2, 0)), (1.0, 1, 1.0, (1, 3, 0))]
@@ -114,31 +82,11 @@ def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, devic
     assert tokens[2] == x[2].argmax() and tokens[3] == x[3].argmax()
 
 
-@settings(max_examples=40)
-@given(
-    rows=st.lists(
-        st.tuples(
-            st.sampled_from([0.0, 0.3, 1.0, 5.0]),
-            st.sampled_from([0, 1, 3, 49, 50, 1000]),
-            st.sampled_from([0.01, 0.5, 0.99, 1.0]),
-            st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(0, 999)),
-        ),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_a_row_does_not_depend_on_its_batch(rows: list) -> None:
-    x = logits(8)[: len(rows)]
-    together, logprobs = sample(x, batch(rows))
-    for i, row in enumerate(rows):
-        alone, logprob = sample(x[i : i + 1], batch([row]))
-        assert alone.item() == together[i].item() and logprob.item() == logprobs[i].item()
-
-
-def test_a_fused_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
+def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
     """A filtered neighbour does not send the other rows another way."""
-    x = logits(4, 3000).to(device)
-    rows: list[Row] = [(t, k, 1.0, (3, i, 0)) for i, (t, k) in enumerate([(1, 0), (0.7, 9), (0, 0), (2, 0)])]
+    filters = [(1, 0, 1.0), (0.7, 9, 1.0), (0, 0, 1.0), (2, 0, 1.0), (5, 1000, 0.5), (0.3, 3, 0.99), (0, 1, 0.01)]
+    x = logits(len(filters), 3000).to(device)
+    rows: list[Row] = [(*each, (3, i, 0)) for i, each in enumerate(filters)]
     together, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
     for i, row in enumerate(rows):
         alone, logprob = sample(x[i : i + 1], batch([row], device), impl)  # type: ignore[arg-type]
@@ -169,21 +117,13 @@ def test_keep_top_is_the_smallest_sufficient_set(weights: list[int], top_k: int,
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.6), (6, 0.5)])
-def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float, quick: str, device: str) -> None:
-    n = 500
+def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float, impl: str, device: str) -> None:
+    n = 500 if impl == "torch" or device != "cpu" else 20
     x = logits(1).to(device).expand(n, -1)
     probs = torch.softmax(x[:1].cpu(), -1)
     allowed = keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0].nonzero().flatten()
-    tokens, _ = sample(x, batch([(1.0, top_k, top_p, (9, 0, i)) for i in range(n)], device), quick)  # type: ignore[arg-type]
+    tokens, _ = sample(x, batch([(1.0, top_k, top_p, (9, 0, i)) for i in range(n)], device), impl)  # type: ignore[arg-type]
     assert set(tokens.tolist()) <= set(allowed.tolist()) and len(set(tokens.tolist())) > 1
-
-
-def test_impossible_tokens_are_never_drawn(quick: str, device: str) -> None:
-    x = torch.full((1000, 8), float("-inf"), device=device)
-    x[:, [2, 5]] = 0.0
-    tokens, logprobs = sample(x, batch([(1.0, 0, 1.0, (3, 0, i)) for i in range(len(x))], device), quick)  # type: ignore[arg-type]
-    assert set(tokens.tolist()) == {2, 5}
-    torch.testing.assert_close(logprobs.cpu(), torch.full((len(x),), math.log(0.5)))
 
 
 def assert_drawn_by_the_inverse_cdf(x: torch.Tensor, made: SamplingBatch, tokens: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The scheduling policy over a real block manager, without a model."""
+"""The scheduling policy, and sequences that share pages with a prefix cache, over real blocks, without a model."""
 
 import pytest
 import torch
@@ -133,16 +133,6 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
     assert idle(scheduler)
 
 
-def test_more_samples_than_rows_or_pages_come_in_groups() -> None:
-    scheduler = make(pages=8, max_running=4, chunk=64)
-    few_rows, few_pages = request(0, 4, 2, n=10), request(1, 20, 9, n=5)
-    scheduler.add(few_rows)
-    scheduler.add(few_pages)
-    steps = drain(scheduler)
-    assert all(s.finish_reason == "length" for s in (*few_rows, *few_pages))
-    assert max(len(s.decode) for s in steps) <= 4
-
-
 @pytest.mark.parametrize("two", [False, True])
 def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
     def sliding(pages: int) -> Scheduler:
@@ -161,12 +151,17 @@ def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
     assert idle(scheduler)
 
 
+def blocks_of(pages: int) -> PrefixBlocks:
+    """With a prefix cache."""
+    empty = make(pages).blocks
+    assert isinstance(empty, PrefixBlocks)
+    return PrefixBlocks(empty.blocks, RadixCache(empty.blocks.allocator))
+
+
 def cached(pages: int, computed: int) -> Scheduler:
-    """With a prefix cache that holds the first `computed` tokens of every request, locked by nobody."""
+    """The first `computed` tokens of every request are in the prefix cache, locked by nobody."""
     scheduler = make(pages, chunk=64)
-    assert isinstance(scheduler.blocks, PrefixBlocks)
-    blocks = scheduler.blocks.blocks
-    scheduler.blocks = PrefixBlocks(blocks, RadixCache(blocks.allocator))
+    scheduler.blocks = blocks_of(pages)
     scheduler.add(request(99, computed, 1))
     drain(scheduler)
     return scheduler
@@ -264,3 +259,65 @@ def test_everything_finishes_and_no_page_is_lost(
         assert sample.output[:-1] == expected[:-1] and len(sample.output) == len(sample.versions)
         assert sample.finish_reason == ("stop" if sample.output[-1] == STOP else "length")
     assert idle(scheduler)
+
+
+# ---------------------------------------------------------------- blocks with a prefix cache
+
+
+def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
+    """Only one of them is kept; the other must not lock it, or one alone could lack the pages to go on."""
+    prefixes, tokens = blocks_of(pages=8), list(range(12))
+    handles = []
+    for _ in range(2):
+        admitted = prefixes.admit(tokens)
+        assert admitted is not None and admitted[1] == 0
+        handles.append(admitted[0])
+    assert prefixes.extend(handles, [12, 12]) is not None
+    for handle in handles:
+        prefixes.keep(handle, tokens)
+        prefixes.check_integrity()
+    (ledger,) = prefixes.ledgers
+    assert ledger.available == 2
+    prefixes.release(handles[0], tokens)
+    prefixes.check_integrity()
+    assert prefixes.ledgers[0].available == 5  # the kept ones are nobody's now
+    assert prefixes.extend(handles[1:], [32]) is not None  # the whole pool: the kept ones are evicted
+    prefixes.release(handles[1], list(range(31)))
+    prefixes.check_integrity()
+    assert prefixes.ledgers[0].available == 8
+
+
+def test_pages_that_a_fork_goes_on_with_are_not_kept_without_its_lock() -> None:
+    prefixes, tokens = blocks_of(pages=8), list(range(12))
+    first, second = prefixes.admit(tokens), prefixes.admit(tokens)
+    assert first is not None and second is not None
+    assert prefixes.extend([first[0], second[0]], [12, 12]) is not None
+    prefixes.keep(first[0], tokens)
+    prefixes.keep(second[0], tokens)  # too late: its pages are its own
+    fork = prefixes.fork(second[0])
+    assert fork is not None
+    prefixes.release(first[0], tokens)
+    assert prefixes.extend([fork], [32]) is not None  # evicts what the first had kept
+    prefixes.release(second[0], tokens)
+    prefixes.check_integrity()
+    assert prefixes.ledgers[0].available == 0  # all are the fork's, none can be evicted
+    prefixes.release(fork, list(range(32)))
+    prefixes.check_integrity()
+    assert prefixes.ledgers[0].available == 8
+
+
+def test_admit_with_pages_shares_them_or_changes_nothing() -> None:
+    prefixes = blocks_of(pages=4)
+    blocks = prefixes.blocks
+    first = blocks.admit()
+    assert first is not None and blocks.extend([first], [8]) is not None
+    second = blocks.admit(blocks.pages(first))
+    assert second is not None and blocks.seq_len(second) == 8
+    blocks.check_integrity()
+    assert blocks.available_pages == 2
+    with pytest.raises(ValueError, match="is free and can't be shared"):
+        blocks.admit(blocks.allocator.next_pages(1))  # type: ignore[arg-type]
+    blocks.release(first)
+    blocks.release(second)
+    blocks.check_integrity()
+    assert blocks.available_pages == 4

@@ -55,7 +55,7 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Swapped ones go on where they were: alone and swapped, the model sees every token once."""
+    """Swapped ones go on where they were: the model sees every token once, as without preemption."""
     engine = tiered(path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way)
     if way == "both":
         turns = itertools.cycle([True, False])
@@ -68,14 +68,9 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     assert (stats.preempted_swap > 0) == (way != "recompute")
     assert (stats.preempted_recompute > 0) == (way != "swap")
     assert stats.preempted_swap + stats.preempted_recompute == engine.scheduler.preemptions
-
-
-def test_a_swapped_sample_goes_on_where_it_was(path: Path) -> None:
-    """The model sees every token once, as without preemption."""
-    engine = tiered(path, kv_tokens=96, preemption="swap")
-    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
-    assert engine.stats.preempted_swap == engine.stats.swapped_back > 0
-    assert engine.stats.computed_tokens == sum(CROWD) + len(CROWD) * (LONG.max_tokens - 1)
+    if way == "swap":
+        assert stats.preempted_swap == stats.swapped_back
+        assert n > 1 or stats.computed_tokens == sum(CROWD) + len(CROWD) * (LONG.max_tokens - 1)
 
 
 def test_a_host_without_room_means_recompute(path: Path) -> None:

@@ -78,23 +78,6 @@ def test_weights_that_change_now_and_then(
 
 
 @pytest.mark.parametrize("policy", get_args(WritePolicy))
-def test_weights_that_change_between_all_rounds(policy: WritePolicy, device: str, tmp_path: Path) -> None:
-    """Hits, loads and swaps inside of every round; none of what the rounds before left everywhere is one."""
-    dice = random.Random(policy)
-    world = World(device, dice, 24, write_policy=policy, disk_directory=tmp_path, disk_bytes=40 * 8192)
-    for version in range(6):
-        assert world.version == version
-        for _ in range(12):
-            world.submit()
-        while world.scheduler.unfinished:
-            world.step()
-            world.check_ledgers()
-        world.disturb("raise")
-    stats = world.scheduler.stats
-    assert min(stats.preempted_swap, stats.swapped_back, stats.loaded_tokens) > 0, stats
-
-
-@pytest.mark.parametrize("policy", get_args(WritePolicy))
 def test_weights_that_change_at_every_step(policy: WritePolicy, device: str, tmp_path: Path) -> None:
     """Samples run across changes, are swapped, parked and preempted; nothing is ever found."""
     dice = random.Random(policy)
@@ -146,40 +129,30 @@ def make_world(device: str, monkeypatch: pytest.MonkeyPatch, host_pages: int = 6
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
-def test_all_of_a_swapped_sequence_comes_back(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("meanwhile", ["nothing", "others went on", "new weights"])
+def test_a_swapped_sequence_comes_back(
+    length: int, meanwhile: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, and what others have computed beyond; under new weights only what was computed again, without the last
+    page that is not whole."""
     world = make_world(device, monkeypatch)
     tokens = list(range(length))
     out = swapped(world, tokens)
     assert (out.page > 0) == (length % PS > 0) and world.blocks.swapped_pages() == length % PS
+    found = length
+    if meanwhile == "others went on":
+        tokens, found = list(range(12)), 12
+    if meanwhile == "new weights":
+        world.blocks.new_weights()
+        found = length // PS * PS
+    if meanwhile != "nothing":
+        world.blocks.release(computed(world, tokens), tokens)
     admitted = world.blocks.admit([*tokens, 7], out)
-    assert admitted is not None and admitted[1] == length and world.blocks.swapped_pages() == 0
+    assert admitted is not None and admitted[1] == found and world.blocks.swapped_pages() == 0
     for layer in range(LAYERS):
         for load in world.blocks.loads():
             load.wait()
-        world.check(admitted[0], tokens, layer)
-    world.blocks.check_integrity()
-
-
-@pytest.mark.parametrize("length", [1, 7])
-def test_a_last_page_of_other_weights_is_not_taken(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even behind whole pages that were computed again under the new ones."""
-    world = make_world(device, monkeypatch)
-    tokens = list(range(length))
-    out = swapped(world, tokens)
-    world.blocks.new_weights()
-    world.blocks.release(computed(world, tokens), tokens)
-    admitted = world.blocks.admit([*tokens, 7], out)
-    assert admitted is not None and admitted[1] == length // PS * PS and world.blocks.swapped_pages() == 0
-    world.blocks.check_integrity()
-
-
-def test_others_may_have_computed_more_meanwhile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = make_world(device, monkeypatch)
-    tokens = list(range(12))
-    out = swapped(world, tokens[:7])
-    world.blocks.release(computed(world, tokens), tokens)
-    admitted = world.blocks.admit([*tokens, 7], out)
-    assert admitted is not None and admitted[1] == 12 and world.blocks.swapped_pages() == 0
+        world.check(admitted[0], tokens[:found], layer)
     world.blocks.check_integrity()
 
 

@@ -33,7 +33,9 @@ def store_for(path: Path, saver: MemorySaver | None = None, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize(("kind", "overrides"), MODELS)
-def test_every_parameter_is_its_own_contiguous_range(tmp_path: Path, kind: str, overrides: dict) -> None:
+def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_them(
+    tmp_path: Path, kind: str, overrides: dict
+) -> None:
     model = save_tiny(tmp_path, kind, **overrides)
     store = store_for(tmp_path)
     store.load(iter_checkpoint(tmp_path), "checkpoint")
@@ -50,23 +52,17 @@ def test_every_parameter_is_its_own_contiguous_range(tmp_path: Path, kind: str, 
     assert store.manifest.nbytes == end
     assert store.param_nbytes == sum(p.nbytes for p in parameters.values())
     assert store.digest() == sum(digest(parameters[s.name], s.index_base) for s in store.manifest.slices) % 2**64
-
-
-@pytest.mark.parametrize(("kind", "overrides"), MODELS)
-def test_fused_tensors_are_views_of_their_parts(tmp_path: Path, kind: str, overrides: dict) -> None:
-    save_tiny(tmp_path, kind, **overrides)
-    store = store_for(tmp_path)
-    store.load(iter_checkpoint(tmp_path), "checkpoint")
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    assert len(store.manifest.modules) == 2 * (
-        3 if "model.layers.0.self_attn.qkv_proj.bias" in store.manifest.modules else 2
-    )
+    biases = "model.layers.0.self_attn.q_proj.bias" in parameters
+    assert len(store.manifest.modules) == 2 * (2 + biases)
     for name, module in store.manifest.modules.items():
         short = name.split(".")[-2]
         stacked = torch.cat([store.tensor(name.replace(short, part)) for part in parts[short]])
         fused = store.tensor(name)
         assert module.offset % ALIGNMENT == 0 and fused.shape == module.shape and torch.equal(fused, stacked)
         assert fused.data_ptr() == store.tensor(name.replace(short, parts[short][0])).data_ptr()
+    tied = overrides.get("tie_word_embeddings")
+    assert store.manifest.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
 def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +97,6 @@ def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path, monkeypat
         store.digest(copy[1:])
     with pytest.raises(ValueError, match="no parameter a, b; use names of the manifest"):
         store.digest(names=["b", "model.norm.weight", "a"])
-
-
-def test_tied_names_are_aliases(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
-    store = store_for(tmp_path)
-    assert store.manifest.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert store.tensor("lm_head.weight").data_ptr() == store.tensor("model.embed_tokens.weight").data_ptr()
 
 
 def test_offsets_count_from_the_start_of_the_tag(tmp_path: Path) -> None:
