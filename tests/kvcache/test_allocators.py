@@ -130,7 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.real.share(pages)
             self.shared(pages)
             return
-        with pytest.raises(ValueError, match="is free"):
+        with pytest.raises(ValueError, match=r"page \d+ is free and can't be shared"):
             self.real.share(pages)
         assert ledger_state(self.real) == before
 
@@ -256,7 +256,7 @@ class SWAMachine(LedgerMachine):
         ids = [page * self.ps + at for page in pages for at in range(self.ps)]
         before = ledger_state(self.real)
         if not whole and self.ps > 1 and ids:
-            with pytest.raises(ValueError, match="the others would lose"):
+            with pytest.raises(ValueError, match=r"names \d of the \d tokens of page .* the others would lose"):
                 self.real.free_swa(ids[1:])
         elif all(self.window[page] for page in pages):
             self.real.free_swa(ids)
@@ -332,20 +332,14 @@ MISTAKES: list[tuple[Callable[[], Any], Callable[[Any], object], str]] = [
     (three_pages, lambda a: a.alloc_decode([[1]], [-1]), "one-dimensional"),
     (three_pages, lambda a: a.alloc_decode([0], [-1]), "can't go from -1"),
     (three_pages, lambda a: a.alloc_decode(torch.empty(1, device="meta"), [-1]), "the ledger is on the CPU"),
-    (three_pages, lambda a: a.share([1]), "page 1 is free and can't be shared"),
     (three_pages, lambda a: a.share([0]), "page 0 was never issued"),
     (three_pages, lambda a: a.free([2]), "page 0 is padding"),
     (three_pages, lambda a: a.free([-1]), "never issued"),
     (three_pages, lambda a: a.free_pages([4]), "page 4 was never issued: pages are 1..3"),
-    (three_of_four_pages, lambda a: a.free_swa([4, 5, 6]), "names 1 of the 2 tokens of page 3"),
     (three_of_four_pages, lambda a: a.free_swa([4, 5, 4]), "double free of token 4"),
-    (three_of_four_pages, lambda a: a.free_swa([2, 3]), "double free of the window slots of page 1: 0 owner"),
     (three_of_four_pages, lambda a: a.free_swa_pages([2, 3, 2]), "double free of the window slots of page 2: 1 owner"),
     (three_of_four_pages, lambda a: a.free_swa([0, 1]), "page 0 was never issued"),
     (three_of_four_pages, lambda a: a.free_swa([8, 9]), "window slots of page 4"),
-    (three_of_four_pages, lambda a: a.free([2, 3, 8]), "double free of page 4"),
-    (three_of_four_pages, lambda a: a.free_pages([3, 3]), "double free of page 3"),
-    (three_of_four_pages, lambda a: a.share([2, 4]), "page 4 is free"),
     (three_of_four_pages, lambda a: a.alloc_decode([2], [2]), "page 1, whose window slots were freed"),
     (three_of_four_pages, lambda a: a.alloc_decode([2], [8]), "page 4, which is free"),
 ]
@@ -366,13 +360,10 @@ def test_mistakes_raise_and_change_nothing(grouped: bool) -> None:
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 4), (7, 4), (8, 0), (4, 8)])
 def test_sizes_must_be_whole_pages(size: int, page_size: int) -> None:
-    for make in (
-        lambda: PagedTokenToKVPoolAllocator(size, page_size, DEVICE),
-        lambda: SWATokenToKVPoolAllocator(size, 8, page_size, DEVICE),
-        lambda: SWATokenToKVPoolAllocator(8, size, page_size, DEVICE),
-    ):
+    two_pools = SWATokenToKVPoolAllocator
+    for kind, sizes in ((PagedTokenToKVPoolAllocator, (size,)), (two_pools, (size, 8)), (two_pools, (8, size))):
         with pytest.raises(ValueError, match="multiple of page_size"):
-            make()
+            kind(*sizes, page_size, DEVICE)  # type: ignore[arg-type]
 
 
 def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

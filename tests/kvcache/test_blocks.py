@@ -100,22 +100,10 @@ def test_a_decode_step_costs_well_under_a_millisecond_of_python() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_counts_of_pages(page_size: int, window: int) -> None:
-    for length in range(30):
-        seen = range(max(0, length - window + 1), length + 1)  # by the query at `length`
-        assert pages_behind(length, window, page_size) == seen[0] // page_size
-        assert len({each // page_size for each in seen}) <= pages_across(len(seen), page_size)
+    for length in range(30):  # the query there sees itself and what is before
+        assert pages_behind(length, window, page_size) == max(0, length - window + 1) // page_size
     most = max(len({each // page_size for each in range(s, s + window)}) for s in range(page_size))
     assert pages_across(window, page_size) == most
-
-
-def test_slots_that_were_given_back_are_not_named() -> None:
-    manager = make_blocks(pages=8, page_size=4, window=5).manager
-    handle = manager.admit()
-    assert handle is not None and manager.extend([handle], [14]) is not None
-    manager.slide([handle])
-    assert manager.token_ids(handle, 8, 14).tolist() == [12, 13, 14, 15, 16, 17]
-    with pytest.raises(ValueError, match="gave back the slots before position 8"):
-        manager.token_ids(handle, 7, 14)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         WindowShares(PagedTokenToKVPoolAllocator(4, 4, "cpu"), 2, 0)
 
@@ -146,31 +134,26 @@ def test_stale_and_forged_handles_raise() -> None:
     table: Any = ReqToTokenPool(1, 5, DEVICE)
     (old,) = table.alloc([None]) or []
     table.free(old)
-    with pytest.raises(ValueError, match="stale"):
-        table.free(old)
     (new,) = table.alloc([None]) or []
     assert new.row == old.row
     for wrong in (old, ReqHandle(0, 0), ReqHandle(-1, 0), ReqHandle(2, 0), ReqHandle(1, 9)):
-        for use, handles in ((table.row, wrong), (table.rows, [new, wrong]), (table.alloc, [wrong])):
+        uses = (table.row, wrong), (table.free, wrong), (table.rows, [new, wrong]), (table.alloc, [wrong])
+        for use, handles in uses:
             with pytest.raises(ValueError, match="stale"):
                 use(handles)
     assert table.rows([new]).tolist() == [1]
 
 
-def test_writes() -> None:
+def test_writes_and_shortages() -> None:
     table = ReqToTokenPool(2, 4, DEVICE)
     assert (table.req_to_token.shape, table.req_to_token.dtype) == ((3, 4), torch.int32)
     table.write((1, slice(0, 3)), torch.tensor([7, 8, 9], device=DEVICE))
     table.write((torch.tensor([2, 1]), torch.tensor([0, 3])), torch.tensor([5, 6], device=DEVICE))
     table.write_flat(torch.tensor([9, 11], device=DEVICE), torch.tensor([40, 41], dtype=torch.int32, device=DEVICE))
     assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
-
-
-def test_what_is_wrong_is_named() -> None:
-    for size, length in ((0, 4), (4, 0)):
-        with pytest.raises(ValueError, match="at least one row"):
-            ReqToTokenPool(size, length, DEVICE)
-    table = ReqToTokenPool(2, 4, DEVICE)
     table.alloc([None])
     shortage = table.shortage("request 5", 3)
     assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in shortage
+    for size, length in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="at least one row"):
+            ReqToTokenPool(size, length, DEVICE)

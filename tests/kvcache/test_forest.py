@@ -148,6 +148,9 @@ class Forest:
             assert self.real.read(handle, first) == [sequence.tokens[each:] for each in first]
             slots = self.real.table.req_to_token[handle.row, seen:count].tolist()
             assert slots == manager.token_ids(handle, seen, count).tolist()
+            if sequence.behind and not self.two:
+                with pytest.raises(ValueError, match="gave back the slots before position"):
+                    manager.token_ids(handle, sequence.behind * self.ps - 1, count)
 
     def first_seen(self, length: int) -> int:
         """The first position that the query at `length` sees."""

@@ -10,11 +10,9 @@ from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, 
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
-CONV, TEMPORAL = ((5, 3), (2, 3)), (2, 4, 3)
-
 
 def make(size: int = 4, saver: MemorySaver | None = None, **changes: Any) -> MambaPool:
-    fields: dict[str, Any] = {"num_layers": 3, "conv_shapes": CONV, "temporal_shape": TEMPORAL}
+    fields: dict[str, Any] = {"num_layers": 3, "conv_shapes": ((5, 3), (2, 3)), "temporal_shape": (2, 4, 3)}
     fields["conv_dtype"] = torch.bfloat16
     return MambaPool(MambaConfig(size=size, device=DEVICE, **fields | changes), saver)
 

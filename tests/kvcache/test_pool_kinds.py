@@ -37,8 +37,7 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
     k[0, 0, 0], v[0, 0, 0], v[0, 0, 1] = 1e9, -torch.inf, torch.nan
     kept = k.clone(), v.clone()
     pool.set_kv_buffer(1, at(6, 4, 9), k, v)
-    assert torch.equal(k, kept[0])
-    assert torch.equal(v[1:], kept[1][1:])
+    assert torch.equal(k, kept[0]) and torch.equal(v[1:], kept[1][1:])
     limit = torch.finfo(dtype).max
     k_view, v_view = (view[at(6, 4, 9)].float() for view in pool.get_kv_buffer(1))
     assert pool.get_kv_buffer(1)[0].dtype == dtype
@@ -50,16 +49,11 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
     # 2^-10 (2^-17) x scale; scaling and unscaling in fp32 add a few 2^-24
     half, least = {FP8: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17)}[dtype]
     assert ((k_rows - k).abs() <= (half + 2**-22) * k.abs() + 0.1 * least)[1:].all()
-
-
-def test_fp8_rows_are_taken_as_scaled() -> None:
-    pool = MHATokenToKVPool(mha(FP8))
-    pool.set_scales(0, 0.5, 0.5)
-    k = torch.full((1, 2, 32), 3.0, device=DEVICE).to(FP8)
-    pool.set_kv_buffer(0, at(4), k, k[..., :16])
-    assert (pool.get_rows(0, at(4))[0] == 1.5).all()
+    ready = torch.full((1, 2, 32), 3.0, device=DEVICE).to(dtype)  # taken as scaled
+    pool.set_kv_buffer(1, at(4), ready, ready[..., :16])
+    assert (pool.get_rows(1, at(4))[1] == 3 * 4).all()
     with pytest.raises(ValueError, match="one dtype"):
-        pool.set_kv_buffer(0, at(4), k, k[..., :16].float())
+        pool.set_kv_buffer(1, at(4), ready, ready[..., :16].float())
 
 
 def test_scales_are_checked_stay_at_one_address_and_travel_with_copies(saver: MemorySaver) -> None:
@@ -247,12 +241,13 @@ def test_a_host_copy_of_other_pools_is_refused_by_both_sides() -> None:
 
 def test_wrong_sides_and_mappings() -> None:
     full, window = config(1, 32), config(1, 8)
-    with pytest.raises(ValueError, match="the full pool is for 1 layers, got the layer ids"):
-        SWAKVPool(full, window, [0, 1], [2])
-    with pytest.raises(ValueError, match="layers \\[0\\] are named as full and as window"):
-        SWAKVPool(full, window, [0], [0])
-    with pytest.raises(ValueError, match="larger than the full pool"):
-        SWAKVPool(window, full, [0], [1])
+    for sides, layers, message in (
+        ((full, window), ([0, 1], [2]), "the full pool is for 1 layers, got the layer ids"),
+        ((full, window), ([0], [0]), r"layers \[0\] are named as full and as window"),
+        ((window, full), ([0], [1]), "larger than the full pool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SWAKVPool(*sides, *layers)
     pool = swa()
     for wrong in (torch.zeros(36), torch.zeros(35, dtype=torch.int64), torch.zeros(6, 6, dtype=torch.int64)):
         with pytest.raises(ValueError, match="full_to_swa_index_mapping"):
@@ -265,8 +260,7 @@ def test_only_full_layers_of_a_hybrid_keep_keys() -> None:
     pool = HybridLinearKVPool(config(2, 8, FP4_DTYPE), [3, 7], pool_class=MHATokenToKVPoolFP4)
     pool.set_kv_buffer(7, at(5), rows(6), rows(-3))
     k, v = pool.get_rows(7, at(5))
-    assert (k == 6).all()
-    assert (v == -3).all()
+    assert (k == 6).all() and (v == -3).all()
     assert pool.route(7) == (pool.full_pool, 1)
     assert pool.nbytes == 12 * pool.bytes_per_token == 12 * 2 * 2 * 9
     for layer in (0, 4, -1):

@@ -8,7 +8,7 @@ import torch
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
-from tests.helpers.kvcache.pools import POOLS, PS, SLOTS, at, make, mha, rows_for, stored, write
+from tests.helpers.kvcache.pools import BF16, FP8, POOLS, PS, SLOTS, at, make, mha, rows_for, stored, write
 
 
 @pytest.fixture(params=list(POOLS))
@@ -36,9 +36,7 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
     assert all((part == 1).all() for part in stored(pool))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, FP8, torch.float8_e5m2])
 @pytest.mark.parametrize("slot_major", [False, True])
 def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype, slot_major: bool) -> None:
     fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8, "dtype": dtype, "slot_major": slot_major}

@@ -185,10 +185,8 @@ SIZE, TOKENS = 32, 9
 
 
 def rank_pool(tp_size: int, heads: int, dtype: torch.dtype, slot_major: bool) -> MHATokenToKVPool:
-    pool = make_pool(
-        SIZE, PAGE, num_layers=LAYERS, num_kv_heads=heads_per_rank(tp_size, heads), head_dim=WIDTHS[0],
-        v_head_dim=WIDTHS[1], dtype=dtype, slot_major=slot_major,
-    )  # fmt: skip
+    fields: Any = {"num_kv_heads": heads_per_rank(tp_size, heads), "dtype": dtype, "slot_major": slot_major}
+    pool = make_pool(SIZE, PAGE, num_layers=LAYERS, head_dim=WIDTHS[0], v_head_dim=WIDTHS[1], **fields)
     for part in pool_layers(pool):
         part.view(torch.uint8).fill_(255)  # NaN
     return pool

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ from memsaver import BackendError, MemorySaver
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.blocks import make_pool
 
-PS, DEVICE_PAGES = 2, 10
+PS, DEVICE_PAGES, DISK_PAGES = 2, 10, 20
 
 
 def value(version: int, salt: str | None, tokens: list[int], layer: int) -> float:
@@ -39,14 +40,7 @@ class Engine:
     """Computes what is not cached and inserts it."""
 
     def __init__(
-        self,
-        device: str,
-        policy: WritePolicy,
-        host_pages: int,
-        disk: Path | None = None,
-        disk_pages: int = 100,
-        saver: MemorySaver | None = None,
-        **fields: Any,
+        self, device: str, policy: WritePolicy, host_pages: int, disk: Any = None, saver: Any = None, **fields: Any
     ) -> None:
         self.pool = make_pool(DEVICE_PAGES * PS, PS, saver, head_dim=3, device=device)
         config = self.pool.config
@@ -56,7 +50,7 @@ class Engine:
         self.host = HostKVCache(self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields))
         self.disk = None
         if disk is not None:
-            self.disk = DiskTier(disk, disk_pages * 8192, page_bytes=page_bytes, format=self.host.format, owner="test")
+            self.disk = DiskTier(disk, DISK_PAGES * 8192, page_bytes=page_bytes, format=self.host.format, owner="test")
         self.cache = TieredPrefixCache(self.ledger, self.host, self.disk, write_policy=policy)
 
     def run(self, tokens: list[int], salt: str | None = None, version: int | None = None) -> TieredMatch:
@@ -85,24 +79,25 @@ class Engine:
     def on_disk(self) -> int:
         return 0 if self.disk is None else len(self.disk)
 
-    def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
+    def rows(self, pages: Any, tokens: list[int], first: int) -> Iterator[tuple[list[int], int]]:
+        """The slots of pages that follow the first ones, and the tokens that they are made of."""
         for nth, page in enumerate(pages.tolist(), first):
-            for at in range(PS):
+            yield from ((tokens[: nth * PS + at + 1], page * PS + at) for at in range(PS))
+
+    def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
+        for seen, slot in self.rows(pages, tokens, first):
+            for part in self.pool.stored.values():
                 for layer in range(2):
-                    made = value(version, salt, tokens[: nth * PS + at + 1], layer)
-                    for part in self.pool.stored.values():
-                        part[layer, page * PS + at] = made
+                    part[layer, slot] = value(version, salt, seen, layer)
 
     def check(self, match: TieredMatch, tokens: list[int], salt: str | None) -> None:
         assert match.length == len(match.pages) * PS <= len(tokens) and match.loaded <= match.length
         for layer in range(2):
             match.transfer.wait(layer)
-            for nth, page in enumerate(match.pages.tolist()):
-                for at in range(PS):
-                    expected = value(self.cache.version, salt, tokens[: nth * PS + at + 1], layer)
-                    for part in self.pool.stored.values():
-                        row = part[layer, page * PS + at]
-                        assert bool((row == expected).all()), "a stale or foreign slot"
+            for seen, slot in self.rows(match.pages, tokens, 0):
+                expected = value(self.cache.version, salt, seen, layer)
+                for part in self.pool.stored.values():
+                    assert bool((part[layer, slot] == expected).all()), "a stale or foreign slot"
 
     def fill_device(self, *seeds: int) -> None:
         """Requests that need the whole device, one after the other."""
@@ -246,17 +241,6 @@ def test_nothing_is_hit_under_new_weights_or_after_a_reset(
     engine.cache.check_integrity()
 
 
-def test_namespaces_are_kept_apart_below_the_device(device: str) -> None:
-    engine = Engine(device, "write_through", 20)
-    engine.run(PROMPT, "lora")
-    engine.cache.evict(8)
-    assert engine.run(PROMPT).length == 0
-    engine.cache.evict(8)
-    assert engine.run(PROMPT, "lora").loaded == 8
-    with pytest.raises(ValueError, match="a namespace of tiers"):
-        engine.cache.insert(PROMPT, [1, 2, 3, 4], version=0, extra_key=("a",))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: str) -> None:
     saver = MemorySaver(device)
@@ -295,7 +279,7 @@ def test_a_random_workload_never_sees_a_stale_slot(
 ) -> None:
     dice, seen = random.Random(f"{policy} {on_disk}"), Counter[str]()
     layout = dice.choice(["layer_first", "page_first"])
-    engine = Engine(device, policy, 12, tmp_path if on_disk else None, 20, layout=layout)
+    engine = Engine(device, policy, 12, tmp_path if on_disk else None, layout=layout)
     allocate, failing = os.posix_fallocate, False
     monkeypatch.setattr(os, "posix_fallocate", lambda *given: (full if failing else allocate)(*given))
     for _ in range(rounds(350, 20_000)):
