@@ -1,34 +1,59 @@
-"""Checkpoints: bit-identical, in place, whole or not at all."""
+"""Checkpoints, of critic and adapters too: bit-identical, in place, whole or not at all."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-from tests.helpers.trainer_bridge.models import make_batch, write_model
+from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from trainer_bridge import Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Trainer
 
 Make = Callable[..., Trainer]
+CRITIC = {"critic": CriticConfig(learning_rate=5e-3)}
+LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
 
 
-def test_a_run_goes_on_bit_for_bit(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    first = make_trainer(model_path, decay_steps=5)
-    for seed in range(2):
-        first.update_actor(make_batch(4, seed=seed))
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    """All that it trains."""
+    critic = {} if trainer.critic is None else bits(trainer.critic)
+    return bits(trainer) | {f"critic {name}": value for name, value in critic.items()}
+
+
+def learn(trainer: Trainer, steps: range) -> list[dict[str, float]]:
+    """The critic twice a step."""
+    found = []
+    for seed in steps:
+        batch = value_batch(4, seed)
+        found += [trainer.update_actor(batch)]
+        found += [trainer.update_critic(batch) for _ in range(2) if trainer.critic is not None]
+    return found
+
+
+@pytest.mark.parametrize("changes", [{"decay_steps": 5}, CRITIC, {"lora": LORA}])
+def test_a_run_goes_on_bit_for_bit(
+    changes: dict[str, Any], model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    first, second = make_trainer(model_path, **changes), make_trainer(model_path, **changes)
+    learn(first, range(2))
     first.save_checkpoint(str(tmp_path / "step"), {"prompts": [1, 2]})
-    second = make_trainer(model_path, decay_steps=5)
     addresses = {name: shard.data_ptr() for name, shard in second.shards().items()}
     assert second.load_checkpoint(str(tmp_path / "step")) == {"prompts": [1, 2]}
-    assert second.step == 2
-    assert_same_bits(bits(second), bits(first))
+    assert second.step == 2 and (second.critic is None or second.critic.step == 4)
+    assert_same_bits(state(second), state(first))
     assert addresses == {name: shard.data_ptr() for name, shard in second.shards().items()}
-    for seed in range(2, 4):
-        assert first.update_actor(make_batch(4, seed=seed)) == second.update_actor(make_batch(4, seed=seed))
-    assert_same_bits(bits(second), bits(first))
+    assert learn(first, range(2, 4)) == learn(second, range(2, 4))
+    assert_same_bits(state(second), state(first))
+    if "lora" in changes:
+        stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.distcp"))
+        trained = sum(value.nbytes for value in bits(first).values())
+        assert trained < stored < trained + sum(shard.nbytes for shard in first.shards().values()), "with the base"
 
 
 def test_saving_again_replaces_or_leaves_the_one_before(
@@ -58,14 +83,35 @@ def test_saving_again_replaces_or_leaves_the_one_before(
     assert_same_bits(bits(fresh), bits(trainer))
 
 
-def test_another_models_checkpoint_changes_nothing(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    trainer = make_trainer(model_path)
-    trainer.save_checkpoint(str(tmp_path / "step"))
-    other = make_trainer(write_model(tmp_path / "other", num_hidden_layers=1, intermediate_size=40))
+LOUDER = dataclasses.replace(LORA, alpha=9.0)
+SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}
+MISFIT = (
+    r"another model, nothing was loaded.*layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
+)
+
+
+@pytest.mark.parametrize(
+    ("saved", "model", "changes", "message"),
+    [
+        ({}, SMALLER, {}, MISFIT),
+        (CRITIC, {}, {}, r"of another model, nothing was loaded: unknown critic\."),
+        ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, r"base is \w{16} there, \w{16} here$"),
+        ({"lora": LORA}, {}, {"lora": LOUDER}, r"other adapters, nothing was loaded: alpha is 8\.0 there, 9\.0 here$"),
+        ({"lora": LORA}, {}, {}, "holds adapters, this trainer trains all parameters; nothing was loaded"),
+    ],
+)
+def test_another_models_checkpoint_changes_nothing(
+    saved: dict[str, Any],
+    model: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+    model_path: str,
+    make_trainer: Make,
+    tmp_path: Path,
+) -> None:
+    make_trainer(model_path, **saved).save_checkpoint(str(tmp_path / "step"))
+    other = make_trainer(write_model(tmp_path / "other", **model), **changes)
     before = bits(other)
-    with pytest.raises(ValueError, match="of another model, nothing was loaded") as caught:
+    with pytest.raises(ValueError, match=message):
         other.load_checkpoint(str(tmp_path / "step"))
-    assert "optim.exp_avg.model.layers.0.mlp.down_proj.weight has shape (32, 48), the model (32, 40)" in str(
-        caught.value
-    )
     assert_same_bits(bits(other), before)

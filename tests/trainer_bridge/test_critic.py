@@ -12,7 +12,6 @@ import torch
 
 from memsaver import StateError
 from tests.helpers.trainer_bridge.models import (
-    config,
     make_batch,
     reference,
     reference_logprobs,
@@ -22,7 +21,7 @@ from tests.helpers.trainer_bridge.models import (
 from tests.helpers.trainer_bridge.plain import plain_bits
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
-from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
+from trainer_bridge import CriticConfig, SequenceBatch, Trainer
 from trainer_bridge.model import local_shard
 
 Make = Callable[..., Trainer]
@@ -178,39 +177,6 @@ def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: st
     assert trainer.compute_values(batch) == values
 
 
-def test_the_cycle_holds_what_its_table_says(device: str, model_path: str) -> None:
-    settings = config(model_path, device=device, **BOTH)
-    with open_inprocess(settings, {"kv_tokens": 256, "page_size": 16}) as (trainer, engine):
-        learn, batch = ("params", "optim", "critic", "critic_optim"), value_batch(4)
-        full = {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()}
-        full["reference"] = full["params"]
-
-        def holds(*tags: str) -> None:
-            expected = {tag: nbytes if tag in tags else 0 for tag, nbytes in full.items()}
-            assert {tag: entry.committed_bytes for tag, entry in trainer.report().tags.items()} == expected
-
-        cycle = Cycle(trainer, engine, critic=True, reference=True)
-        holds(*learn)
-        for version in (1, 2):
-            cycle.to_rollout(version)
-            holds()
-            asleep = engine.report().committed_bytes
-            cycle.to_score("reference")
-            holds("reference")
-            assert engine.report().committed_bytes == 0 < asleep
-            trainer.compute_ref_log_prob(batch)
-            cycle.to_score("critic")
-            holds("critic")
-            trainer.compute_values(batch)
-            cycle.to_score()
-            holds("params")
-            trainer.compute_log_prob(batch)
-            cycle.to_train()
-            holds(*learn)
-            trainer.update_critic(batch)
-            trainer.update_actor(batch)
-
-
 def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
     plain, trainer, batch = make_trainer(model_path), make_trainer(model_path, **BOTH), value_batch(2)
     for call, missing in ((plain.compute_values, "critic"), (plain.compute_ref_log_prob, "reference")):
@@ -228,21 +194,6 @@ def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> N
     trainer.restore("critic_optim")
     with pytest.raises(ValueError, match="update_critic needs a SequenceBatch with values and returns"):
         trainer.update_critic(make_batch(2))
-
-
-def test_a_checkpoint_holds_the_critic(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    one, other, batch = make_trainer(model_path, **BOTH), make_trainer(model_path, **BOTH), value_batch(3)
-    for _ in range(2):
-        one.update_critic(batch)
-    one.update_actor(batch)
-    one.save_checkpoint(str(tmp_path / "step"), {"n": 1})
-    assert other.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
-    assert other.critic is not None and (other.step, other.critic.step) == (1, 2)
-    for seed in (1, 2):
-        assert one.update_critic(value_batch(3, seed)) == other.update_critic(value_batch(3, seed))
-    assert one.compute_values(batch) == other.compute_values(batch)
-    with pytest.raises(ValueError, match=r"of another model, nothing was loaded: unknown critic\."):
-        make_trainer(model_path).load_checkpoint(str(tmp_path / "step"))
 
 
 @pytest.mark.parametrize(

@@ -141,35 +141,6 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     assert engine.served_version() == 6
 
 
-def test_a_run_goes_on_bit_for_bit_from_adapters_alone(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    first, second = make_trainer(model_path, lora=LORA), make_trainer(model_path, lora=LORA)
-    first.update_actor(make_batch(4))
-    first.save_checkpoint(str(tmp_path / "step"), {"n": 1})
-    assert second.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
-    assert_same_bits(bits(second), bits(first))
-    assert first.update_actor(make_batch(4, seed=1)) == second.update_actor(make_batch(4, seed=1))
-    assert_same_bits(bits(second), bits(first))
-    stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.distcp"))
-    trained = sum(value.nbytes for value in bits(first).values())
-    assert trained < stored < trained + sum(shard.nbytes for shard in first.shards().values()), "the base is not there"
-
-
-def test_adapters_of_another_run_are_refused(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
-    place = str(tmp_path / "step")
-    make_trainer(model_path, lora=LORA).save_checkpoint(place)
-    louder = dataclasses.replace(LORA, alpha=9.0)
-    for path, lora, message in (
-        (write_model(tmp_path / "other", seed=1), LORA, r"base is \w{16} there, \w{16} here$"),
-        (model_path, louder, r"other adapters, nothing was loaded: alpha is 8\.0 there, 9\.0 here$"),
-        (model_path, None, "holds adapters, this trainer trains all parameters; nothing was loaded"),
-    ):
-        trainer = make_trainer(path, lora=lora)
-        before = bits(trainer)
-        with pytest.raises(ValueError, match=message):
-            trainer.load_checkpoint(place)
-        assert_same_bits(bits(trainer), before)
-
-
 def test_saved_adapters_have_pefts_names_and_meaning(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
     """Merged into plain transformers they score as the trainer does."""
     trainer, batch = make_trainer(model_path, lora=LORA), make_batch(5)

@@ -1,5 +1,4 @@
-"""On GPUs: an FSDP2 trainer over two, and an engine of its own or a tensor-parallel rank beside each trainer rank; by
-process groups, and by `open_ray`."""
+"""On GPUs: FSDP2 over two, an engine or a tensor-parallel rank beside each trainer rank; what does not grow."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import memsaver
 from rollout import Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import open_fds
@@ -19,7 +17,6 @@ from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.aligned import aligned_dims
 from trainer_bridge.remote import RemoteGroup
 
 pytestmark = pytest.mark.gpu
@@ -30,56 +27,6 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 def tokens(engine: Any) -> list[list[int]]:
     return [request[0].token_ids for request in engine.generate(PROMPTS, GREEDY)]
-
-
-def engine_of(rank: int, path: str, size: int, load: bool = False) -> Engine:
-    return Engine.from_pretrained(
-        path,
-        device=f"cuda:{rank}",
-        kv_tokens=256,
-        load_weights=load,
-        tensor_parallel_size=size,
-        group=dist.group.WORLD if size > 1 else None,
-    )
-
-
-def cycles(rank: int, path: str, size: int, aligned: bool) -> dict[str, Any]:
-    """Two rounds of the cycle on every rank, an update between; what fresh engines say of the same weights."""
-    engine = engine_of(rank, path, size)
-    manifests: list[Any] = [None, None]
-    dist.all_gather_object(manifests, engine.manifest)
-    saver = memsaver.MemorySaver(device=f"cuda:{rank}")
-    trainer = Trainer(
-        config(path, device=f"cuda:{rank}"), saver, shard_dims=aligned_dims(manifests) if aligned else None
-    )
-    trainer.connect([engine])
-    engine.sleep(level=2)
-    cycle, seen, linked = Cycle(trainer, engine), [], []
-    for version in (1, 2):
-        linked.append(cycle.to_rollout(version).link_bytes)
-        seen.append(tokens(engine))
-        cycle.to_train()
-        if version == 1:
-            trainer.update_actor(make_batch(4))
-    trainer.save_checkpoint(f"{path}/step")
-    named: Any = trainer.model.named_parameters()
-    whole = {name: param.detach().full_tensor().cpu() for name, param in named}
-    trainer.close()
-    return {"tokens": seen, "linked": linked, "weights": whole if rank == 0 else None}
-
-
-@two_gpus
-@pytest.mark.parametrize(("size", "aligned"), [(1, False), (2, False), (2, True)])
-def test_every_engine_serves_what_the_ranks_hold_together(size: int, aligned: bool, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model")
-    first, second = results(start_ranks(cycles, 2, tmp_path / "store", path, size, aligned, backend="nccl"))
-    assert first["tokens"] == second["tokens"] and first["linked"] == second["linked"]
-    alone = Engine.from_pretrained(path, device="cuda:0", kv_tokens=256)
-    assert first["tokens"][0] == tokens(alone)
-    alone.store.load(first["weights"].items(), "the trainer")
-    assert first["tokens"][1] == tokens(alone)
-    norms = sum(each.numel() * 4 for name, each in first["weights"].items() if "norm" in name)
-    assert not aligned or set(first["linked"]) == {norms}, "more than the norms went over the link"
 
 
 def committed(side: RemoteGroup) -> list[dict[str, int]]:
@@ -132,7 +79,8 @@ def test_two_gpus_serve_what_one_trainer_holds(
 
 def syncs(rank: int, path: str, count: int) -> dict[str, int]:
     """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much they grew after all."""
-    engine, trainer = engine_of(rank, path, 1), Trainer(config(path, device=f"cuda:{rank}"))
+    engine = Engine.from_pretrained(path, device=f"cuda:{rank}", kv_tokens=256, load_weights=False)
+    trainer = Trainer(config(path, device=f"cuda:{rank}"))
     trainer.connect([engine])
     for version in range(5):
         trainer.sync_weights(version)

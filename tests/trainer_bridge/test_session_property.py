@@ -19,8 +19,8 @@ from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
-from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of
-from tests.helpers.trainer_bridge.stored_weights import StoredWeights, digest_of
+from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of
+from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, layouts, steps, whole
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from tests.helpers.trainer_bridge.tolerance import assert_merged
@@ -212,7 +212,7 @@ class World:
             full = values.base[name].to(found.dtype)
             if name in step.lora:
                 full[box_of(piece)] = found
-            total += digest_of(piece, full)
+            total += digest_of(piece, full[box_of(piece)])
         return total % 2**64
 
     def check_slice(self, engine: Engine, piece: ParamSlice) -> None:

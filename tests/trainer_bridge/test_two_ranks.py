@@ -161,7 +161,6 @@ def worker(rank: int, path: str, out: str) -> None:
     trainer.restore()
     assert_same_bits(bits(trainer), before)
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
-    result["synced"] = sync(trainer, path)
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
     result["models"] = with_models(path, memsaver.MemorySaver())
@@ -229,14 +228,6 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(two_ranks: Ranks, make_traine
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["next"])
 
 
-def test_both_ranks_write_one_version(two_ranks: Ranks) -> None:
-    _, _, (first, second) = two_ranks
-    assert first["synced"]["receipt"].digests == second["synced"]["receipt"].digests
-    assert first["synced"]["receipt"].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
-    for name, value in first["weights"].items():
-        assert torch.equal(first["synced"][name], value), name
-
-
 def test_two_ranks_draw_the_model_of_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +252,11 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
         assert "down_proj.weight: FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts" in columns["refused"]
         assert "lm_head is no parameter" in columns["refused"]
         assert_learning(columns, result["metrics"], result["learned"])
-    synced = two_ranks[2][0]["columns"]["synced"]
-    for name, value in two_ranks[2][0]["columns"]["weights"].items():
+    first, second = (result["columns"] for result in two_ranks[2])
+    synced, receipts = first["synced"], [each["synced"]["receipt"] for each in (first, second)]
+    assert receipts[0].digests == receipts[1].digests
+    assert receipts[0].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
+    for name, value in first["weights"].items():
         assert torch.equal(synced[name], value), name
 
 

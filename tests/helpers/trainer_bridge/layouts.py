@@ -14,6 +14,7 @@ from rollout.model.params import Group, Param, one, stack
 from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import Manifest, ParamSlice
 from rollout.weights import build_manifest
+from tests.helpers.digests import element
 from trainer_bridge.plan import torch_dtype
 
 HEAD_DIM = 2
@@ -71,3 +72,9 @@ def parameters(groups: Sequence[Group]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, of groups that are not shared yet."""
     params: list[Param] = [param for group in groups for param in group.params]
     return {param.name: param.shape for param in params}
+
+
+def digest_of(piece: ParamSlice, found: Tensor) -> int:
+    """Of a slice's elements, numbered in the whole parameter, by the digest's definition; modulo 2**64."""
+    numbers = torch.arange(math.prod(piece.global_shape)).view(piece.global_shape)[box_of(piece)].flatten()
+    return sum(map(element, (numbers + piece.index_base).tolist(), bits_of(found))) % 2**64

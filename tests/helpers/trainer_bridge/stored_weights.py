@@ -11,11 +11,9 @@ from torch import Tensor
 from memsaver import MemorySaver, attach
 from rollout.model.params import Group
 from rollout.tags import WEIGHTS_SHADOW
-from rollout.types import CommitReceipt, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.types import ParamSlice, WeightLayout, WeightOffer
 from rollout.update import WeightUpdate
 from rollout.weights import WeightStore
-from tests.helpers.digests import element
-from tests.helpers.trainer_bridge.layouts import bits_of, box_of
 from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 
@@ -31,6 +29,11 @@ class StoredWeights:
         self.store = WeightStore(groups, dict(aliases), dtype, self.saver)
         self.store.arena.fill_(UNTOUCHED)
         self.update = WeightUpdate(self.store, self.saver, lambda: None)
+        self.verify_update, self.commit_update, self.abort_update = (
+            self.update.verify,
+            self.update.commit,
+            self.update.abort,
+        )
         self.store.load(initial.items(), "a seed")
         self._mine = torch.zeros(self.store.arena.numel(), dtype=torch.bool)
         for piece in self.store.manifest.slices:
@@ -50,15 +53,6 @@ class StoredWeights:
                 lease.tensor((lease.nbytes,), torch.uint8).fill_(UNTOUCHED)
         return offer
 
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        return self.update.verify(receipt)
-
-    def commit_update(self, version: int) -> CommitReceipt:
-        return self.update.commit(version)
-
-    def abort_update(self, reason: str) -> None:
-        self.update.abort(reason)
-
     def read(self, piece: ParamSlice) -> Tensor:
         return self.store.box(piece)
 
@@ -75,9 +69,3 @@ class StoredWeights:
     def _elements(flat: Tensor, piece: ParamSlice, size: int, byte: int) -> Tensor:
         strides = piece.strides or torch.empty(piece.shape, device="meta").stride()
         return flat.as_strided(piece.shape, [stride * size for stride in strides], piece.offset + byte)
-
-
-def digest_of(piece: ParamSlice, whole: Tensor) -> int:
-    """Of the slice's elements, numbered in the whole parameter, by the digest's definition; modulo 2**64."""
-    numbers = torch.arange(whole.numel()).view(whole.shape)[box_of(piece)].flatten() + piece.index_base
-    return sum(map(element, numbers.tolist(), bits_of(whole[box_of(piece)]))) % 2**64

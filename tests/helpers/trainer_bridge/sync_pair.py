@@ -19,7 +19,7 @@ from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.memory import memfd_bytes, process_bytes
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.helpers.peers import Gone
-from tests.helpers.trainer_bridge.trainers import Order, Setting, TrainerRank, weights
+from tests.helpers.trainer_bridge.trainers import Order, TrainerRank, weights
 
 PROMPT, TOKENS, SEEDS = [5, 3, 8, 1], 6, 7
 TINY = {"head_dim": 16, "tie_word_embeddings": True}
@@ -53,15 +53,9 @@ class Pair:
         """A new pair of trainers; they connect."""
         prefix, count = f"pair {next(self._pairs)}", len(self.engines)
         for rank, (engine, lock) in enumerate(zip(self.engines, self.locks, strict=True)):
-            setting = Setting(
-                rank=rank,
-                size=count,
-                port=self.store.port,
-                prefix=prefix,
-                shapes=self.shapes,
-                place=engine.weight_layout().place,
-            )
-            self.trainers.append(TrainerRank(setting, engine, lock))
+            place = engine.weight_layout().place
+            setting = {"rank": rank, "size": count, "port": self.store.port, "prefix": prefix, "place": place}
+            self.trainers.append(TrainerRank(engine, lock, shapes=self.shapes, **setting))
         for trainer in self.trainers:
             assert trainer.hear(60) is None
 

@@ -24,8 +24,7 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
-from tests.helpers.digests import element
-from tests.helpers.trainer_bridge.layouts import bits_of, box_of
+from tests.helpers.trainer_bridge.layouts import digest_of
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.derived import LowRank
 from trainer_bridge.plan import torch_dtype
@@ -98,12 +97,7 @@ class PageTarget:
 
     def digest(self) -> int:
         """By the digest's definition."""
-        total = 0
-        for number, p in self.meant():
-            numbers = torch.arange(torch.Size(p.global_shape).numel()).view(p.global_shape)
-            mine = (p.index_base + numbers[box_of(p)]).flatten().tolist()
-            total += sum(map(element, mine, bits_of(self.read(number))))
-        return total % 2**64
+        return sum(digest_of(p, self.read(number)) for number, p in self.meant()) % 2**64
 
     def meant(self) -> list[tuple[int, ParamSlice]]:
         return [(i, p) for i, p in enumerate(self.layout.slices) if self.only is None or p.name in self.only]

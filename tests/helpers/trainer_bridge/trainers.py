@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Mapping
@@ -38,18 +37,6 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a rank is told. port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
-
-    rank: int
-    size: int
-    port: int
-    prefix: str
-    shapes: Shapes
-    place: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Order:
     """One sync. seed: of the weights (`weights`). timeout: seconds it waits for the other ranks in a stage."""
 
@@ -71,9 +58,10 @@ class TrainerRank(Peer):
     """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`. It answers None
     when it is connected, and an `Order` with a SyncReceipt or the exception of its sync."""
 
-    def __init__(self, setting: Setting, target: SyncTarget, lock: threading.Lock) -> None:
+    def __init__(self, target: SyncTarget, lock: threading.Lock, **setting: Any) -> None:
+        """setting: as `_Trainer` takes it."""
         calls, theirs = server.Pipe()
-        super().__init__(_trainer, setting, theirs)
+        super().__init__(_trainer, theirs, setting)
         theirs.close()
         self._served = threading.Thread(target=_serve, args=(calls, target, lock), daemon=True)
         self._served.start()
@@ -102,8 +90,8 @@ def _serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
     calls.close()
 
 
-def _trainer(pipe: Connection, setting: Setting, calls: Connection) -> None:
-    rank = _Trainer(setting, calls)
+def _trainer(pipe: Connection, calls: Connection, setting: dict[str, Any]) -> None:
+    rank = _Trainer(calls, **setting)
     pipe.send(None)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -111,30 +99,32 @@ def _trainer(pipe: Connection, setting: Setting, calls: Connection) -> None:
 
 
 class _Trainer:
-    def __init__(self, setting: Setting, calls: Connection) -> None:
-        self._setting = setting
+    def __init__(
+        self, calls: Connection, *, rank: int, size: int, port: int, prefix: str, shapes: Shapes, place: str
+    ) -> None:
+        """port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
+        self._shapes = shapes
         self._death: Death | None = None
         self._begun = 0  # targets that the write has come to
-        whole = weights(setting.shapes, 0)
-        every = [fsdp_shards(name, shape, "float32", setting.size) for name, shape in setting.shapes.items()]
-        self._shards = [shard for each in every for shard in each if shard.rank == setting.rank]
+        whole = weights(shapes, 0)
+        every = [fsdp_shards(name, shape, "float32", size) for name, shape in shapes.items()]
+        self._shards = [shard for each in every for shard in each if shard.rank == rank]
         self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
-        self._store = dist.TCPStore("127.0.0.1", setting.port, is_master=False)
-        store = dist.PrefixStore(setting.prefix, self._store)
-        self._consensus = HookedConsensus(store, setting.rank, setting.size, timeout=PATIENCE, hook=self._die_if_due)
+        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+        self._consensus = HookedConsensus(store, rank, size, timeout=PATIENCE, hook=self._die_if_due)
         target: Any = _RemoteTarget(calls, self._die_if_due)
-        self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=setting.place)
+        self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=place)
 
     def run(self, order: Order) -> Any:
         """The receipt, or what the sync raised."""
-        whole = weights(self._setting.shapes, order.seed)
+        whole = weights(self._shapes, order.seed)
         for shard in self._shards:
             self._sources[shard.name].copy_(_part(shard, whole))
         self._death, self._begun, self._consensus.timeout = order.death, 0, order.timeout
         try:
             return self._sync.sync(order.version, shadow=order.shadow, on_part=self._on_part)
         except Exception as error:
-            return _sendable(error)
+            return error
 
     def _asked(self) -> Mapping[str, Tensor]:
         self._die_if_due("prepare", "inside")
@@ -173,10 +163,3 @@ class _RemoteTarget:
 def _part(shard: Any, whole: Mapping[str, Tensor]) -> Tensor:
     first, size = shard.start[0], shard.shape[0]
     return whole[shard.name][first : first + size].clone()
-
-
-def _sendable(error: Exception) -> Exception:
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
