@@ -182,34 +182,6 @@ def test_what_a_borrowed_tag_refuses(world: World) -> None:
     world.owner.pause()
 
 
-def test_its_own_saved_content_waits(device: str) -> None:
-    world = World(device, content="host")
-    for _ in range(2):
-        world.borrow()
-        assert world.seen() == THEIRS
-        for content in (None, "host", "disk"):
-            with pytest.raises(ValueError, match=r"\['weights'\] are borrowed.*content='discard'"):
-                world.saver.pause(content=content)
-        assert world.seen() == THEIRS
-        world.saver.pause("weights", content="discard", release="keep")
-    world.saver.resume("weights")
-    assert world.seen() == [77, *[78] * 6]
-    world.close()
-
-
-def test_a_pause_of_several_tags_is_all_or_nothing(world: World) -> None:
-    other = world.saver.empty(MIB, torch.uint8, tag="other").fill_(5)
-    world.borrow()
-    with memsaver.attach(world.saver.share("other")), pytest.raises(memsaver.LeaseError, match="leased: 'other'"):
-        world.saver.pause()
-    world.check()
-    assert world.seen() == THEIRS and int(other[-1]) == 5 and not world.saver.is_paused("weights")
-    receiver = MemorySaver(world.saver.device)
-    world.saver.pause(release="hand_over", to=receiver.pool_ticket())
-    assert receiver.report().pool_bytes == max(MIB, world.saver.backend.granularity) and world.leases == 0
-    receiver.close()
-
-
 def test_mappings_are_writable_as_the_ticket_says() -> None:
     world = World("cpu")
     for writable, rights in ((False, "r--s"), (True, "rw-s")):

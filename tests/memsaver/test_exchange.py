@@ -70,15 +70,6 @@ def test_content_goes_over_and_addresses_stay(world: World, device: str) -> None
     assert world.seen() == [2, 2, 3, 3, 4, 4, 4, 4]
 
 
-def test_a_tag_grows_after_it(world: World) -> None:
-    world.saver.exchange("old", "new")
-    more = [world.saver.empty(2 * MIB, torch.uint8, tag=tag).fill_(7) for tag in ("old", "new")]
-    world.saver.check_integrity()
-    assert world.seen() == EXCHANGED and [int(tensor[-1]) for tensor in more] == [7, 7]
-    world.saver.exchange("new", "old")
-    assert world.seen() == APART
-
-
 @pytest.mark.parametrize("tag", ["old", "new"])
 def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)

@@ -94,10 +94,6 @@ def other() -> Any:
     process.communicate()
 
 
-def test_the_struct_is_nvmls() -> None:
-    assert ctypes.sizeof(nvml.ProcessInfo) == 24 and nvml.ProcessInfo.used.offset == 8
-
-
 def test_without_the_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
@@ -148,38 +144,33 @@ def test_a_list_that_grows_between_the_calls(install: Install) -> None:
     assert nvml.processes(UUID) is None  # it never stands still
 
 
-def test_two_processes_are_told_apart(install: Install, other: subprocess.Popen[bytes]) -> None:
+def test_processes_have_names(install: Install, other: subprocess.Popen[bytes]) -> None:
     install(FakeNvml([(OWN, 10 * GIB), (other.pid, 3 * GIB)], [(2**22 + 1, GIB)]))
     found = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
-    first, second, third, fourth = found
+    first, *rest = found
     assert first.startswith(f"process {other.pid} (python") and first.endswith("...)") and len(first) < 70
-    assert second == f"process {2**22 + 1}"  # gone, or another user's
-    assert (third, fourth) == (nvml.OWN, nvml.HIDDEN)
+    assert rest == [ONE, nvml.OWN, nvml.HIDDEN]
     assert list(found.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
 
 
-def test_this_process_alone(install: Install) -> None:
-    install(FakeNvml([(OWN, 10 * GIB)]))
-    assert nvml.holders(UUID, unaccounted=GIB, accounted=9 * GIB) == {nvml.OWN: GIB}
-    assert nvml.holders(UUID, unaccounted=GIB, accounted=11 * GIB) == {nvml.HIDDEN: GIB}
+ONE, TWO = f"process {2**22 + 1}", f"process {2**22 + 2}"  # gone, or another user's
+HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [  # listed, GiB unaccounted and accounted
+    ([(OWN, 10 * GIB)], 1, 9, {nvml.OWN: 1}),
+    ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
+    ([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
+    ([(OWN, 2 * GIB), (2**22 + 2, None)], 3, 1, {nvml.OWN: 1, nvml.HIDDEN: 2}),
+    ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),  # ids of the host: this process is not among them
+    ([(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)], 3, 40, {ONE: 2, TWO: 1}),  # a tag that is leased
+]
 
 
-def test_hidden_bytes_and_foreign_ids_name_nobody_wrongly(install: Install) -> None:
-    install(FakeNvml([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)]))
-    named = f"process {2**22 + 1}"
-    assert nvml.holders(UUID, 3 * GIB, GIB) == {named: GIB, nvml.UNKNOWN: 2 * GIB}
-    install(FakeNvml([(OWN, 2 * GIB), (2**22 + 2, None)]))
-    nvml.renew()
-    assert nvml.holders(UUID, 3 * GIB, GIB) == {nvml.OWN: GIB, nvml.HIDDEN: 2 * GIB}
-    install(FakeNvml([(1, 2 * GIB), (2, GIB)]))  # ids of the host: this process is not among them
-    nvml.renew()
-    assert nvml.holders(UUID, 3 * GIB, GIB) == {nvml.UNKNOWN: 3 * GIB}
-
-
-def test_a_leased_tag_is_not_counted_twice(install: Install) -> None:
-    install(FakeNvml([(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)]))
-    found = nvml.holders(UUID, unaccounted=3 * GIB, accounted=40 * GIB)
-    assert found == {f"process {2**22 + 1}": 2 * GIB, f"process {2**22 + 2}": GIB}
+@pytest.mark.parametrize(("listed", "unaccounted", "accounted", "expected"), HOLDERS)
+def test_bytes_are_counted_once_and_nobody_is_named_wrongly(
+    install: Install, listed: list[Entry], unaccounted: int, accounted: int, expected: dict[str, int]
+) -> None:
+    install(FakeNvml(listed))
+    found = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)
+    assert found == {name: count * GIB for name, count in expected.items()}
 
 
 @pytest.mark.gpu

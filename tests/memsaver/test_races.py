@@ -23,15 +23,10 @@ from tests.helpers.memsaver.savers import MIB, at_once, busy, not_in_vain, until
 
 SIZE = 4 * MIB
 
-Patch = pytest.MonkeyPatch
 
-
-@pytest.fixture
-def patch(monkeypatch: Patch) -> Patch:
-    return monkeypatch
-
-
-def _around(op: str, patch: Patch, before: Callable[[], Any] = bool, after: Callable[[], Any] = bool) -> None:
+def _around(
+    op: str, patch: pytest.MonkeyPatch, before: Callable[[], Any] = bool, after: Callable[[], Any] = bool
+) -> None:
     """Do something just before, or just after, this process's first request of a kind."""
     original, first = rpc.Endpoint.call, iter([True])
 
@@ -77,16 +72,18 @@ def _dies(peer: RemoteSaver) -> None:
     until(lambda: peer.pool.socket_name not in owners)
 
 
-def test_the_receiver_dies_when_it_has_answered(saver: MemorySaver, peer: RemoteSaver, patch: Patch) -> None:
+def test_the_receiver_dies_when_it_has_answered(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was given is the dead's: it must not stay as an import of nobody."""
     before = len(imports)
-    _around("give", patch, after=lambda: _dies(peer))
+    _around("give", monkeypatch, after=lambda: _dies(peer))
     saver.pause(release="hand_over", to=peer.pool)
     assert len(imports) == before
     saver.resume()
 
 
-def test_the_receiver_releases_at_once(saver: MemorySaver, peer: RemoteSaver, patch: Patch) -> None:
+def test_the_receiver_releases_at_once(saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     """It revokes what the giver has not even noted as imported."""
 
     before = len(imports)
@@ -95,7 +92,7 @@ def test_the_receiver_releases_at_once(saver: MemorySaver, peer: RemoteSaver, pa
         peer.peer.tell(("release", (), {}))
         time.sleep(0.2)
 
-    _around("give", patch, after=release)
+    _around("give", monkeypatch, after=release)
     saver.pause(release="hand_over", to=peer.pool)
     assert peer.peer.hear() is None and peer.report().committed_bytes == 0
     assert len(imports) == before
@@ -103,18 +100,20 @@ def test_the_receiver_releases_at_once(saver: MemorySaver, peer: RemoteSaver, pa
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_owner_dies_when_its_tag_is_imported(
-    saver: MemorySaver, peer: RemoteSaver, patch: Patch, when: str
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     if when == "before":
-        _around("lease", patch, after=lambda: _dies(peer))
+        _around("lease", monkeypatch, after=lambda: _dies(peer))
     else:
         pin = imports.pin
-        patch.setattr(imports, "pin", lambda ids: _dies(peer) or pin(ids))
+        monkeypatch.setattr(imports, "pin", lambda ids: _dies(peer) or pin(ids))
     with pytest.raises(memsaver.LeaseError, match="does not answer" if when == "before" else "owner has gone"):
         memsaver.attach(peer.ticket)
 
 
-def test_a_giver_dies_while_its_imports_are_taken_over(saver: MemorySaver, peer: RemoteSaver, patch: Patch) -> None:
+def test_a_giver_dies_while_its_imports_are_taken_over(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of it that have been taken by then are not lost."""
     memsaver.attach(peer.ticket).close()
     owner, missing, calls = lease.owner_of(peer.pool.socket_name), imports.missing, itertools.count(1)
@@ -127,13 +126,13 @@ def test_a_giver_dies_while_its_imports_are_taken_over(saver: MemorySaver, peer:
             time.sleep(0.1)
         return lacking
 
-    patch.setattr(imports, "missing", then_drop)
+    monkeypatch.setattr(imports, "missing", then_drop)
     peer.give(saver.pool_ticket())
     dropping.join()
     assert saver.report().pool_bytes == SIZE
 
 
-def test_two_threads_attach_at_once(saver: MemorySaver, peer: RemoteSaver, patch: Patch) -> None:
+def test_two_threads_attach_at_once(saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is told nothing new, and so must wait until the first has imported what it was told."""
     import_all = lease.import_all
 
@@ -141,7 +140,7 @@ def test_two_threads_attach_at_once(saver: MemorySaver, peer: RemoteSaver, patch
         time.sleep(0.1 * bool(extents))
         import_all(extents, *arguments)
 
-    patch.setattr(lease, "import_all", slow)
+    monkeypatch.setattr(lease, "import_all", slow)
     leases = at_once(*[lambda: memsaver.attach(peer.ticket)] * 2)
     assert [int(lease.tensor((1,), torch.uint8)) for lease in leases] == [1, 1]
     for item in leases:
@@ -149,9 +148,11 @@ def test_two_threads_attach_at_once(saver: MemorySaver, peer: RemoteSaver, patch
     peer.release()
 
 
-def test_processes_that_hand_over_to_each_other_at_once(saver: MemorySaver, peer: RemoteSaver, patch: Patch) -> None:
+def test_processes_that_hand_over_to_each_other_at_once(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has its saver locked and waits for the other's: one of them gives way, soon."""
-    _around("offer", patch, before=lambda: (peer.peer.hear(), peer.peer.tell("go")))
+    _around("offer", monkeypatch, before=lambda: (peer.peer.hear(), peer.peer.tell("go")))
     peer.peer.tell(("meet", (saver.pool_ticket(),), {}))
     with not_in_vain(memsaver.LeaseError):
         saver.pause(release="hand_over", to=peer.pool)
@@ -161,7 +162,9 @@ def test_processes_that_hand_over_to_each_other_at_once(saver: MemorySaver, peer
     peer.release()
 
 
-def test_two_savers_that_hand_over_to_each_other_at_once(device: str, saver: MemorySaver, patch: Patch) -> None:
+def test_two_savers_that_hand_over_to_each_other_at_once(
+    device: str, saver: MemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other, ready = MemorySaver(device), threading.Barrier(2)
     kv = other.empty(SIZE, torch.uint8, tag="kv")
     original = lease.owner_of
@@ -170,7 +173,7 @@ def test_two_savers_that_hand_over_to_each_other_at_once(device: str, saver: Mem
         ready.wait(60)
         return original(name)
 
-    patch.setattr(lease, "owner_of", owner_of)
+    monkeypatch.setattr(lease, "owner_of", owner_of)
 
     def give(giver: MemorySaver, to: memsaver.PoolTicket) -> None:
         with not_in_vain(memsaver.LeaseError):
@@ -182,21 +185,16 @@ def test_two_savers_that_hand_over_to_each_other_at_once(device: str, saver: Mem
     other.close()
 
 
-def test_a_lease_that_comes_too_late_is_given_back(saver: MemorySaver, patch: Patch) -> None:
+def test_a_lease_that_comes_too_late_is_given_back(saver: MemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = saver.share("kv")
-    patch.setattr(lease, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 0.1)
     with busy(saver), pytest.raises(memsaver.LeaseError, match=r"gave no answer for 0.1 s"):
         memsaver.attach(ticket)
-    patch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
+    monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
+    monkeypatch.setattr("memsaver.share.BUSY_SECONDS", 0.1)  # it refuses before its peer gives up
+    with busy(saver), pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"):
+        memsaver.attach(ticket)
     with memsaver.attach(ticket) as again:  # its answer comes after the late one
         assert int(again.tensor((1,), torch.uint8)) == 2
     assert saver.report().tags["kv"].leases == 0
     saver.pause()
-
-
-def test_a_busy_owner_refuses_before_its_peer_gives_up(saver: MemorySaver, patch: Patch) -> None:
-    patch.setattr("memsaver.share.BUSY_SECONDS", 0.1)
-    ticket = saver.share("kv")
-    with busy(saver), pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"):
-        memsaver.attach(ticket)
-    memsaver.attach(ticket).close()

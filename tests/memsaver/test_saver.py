@@ -1,14 +1,18 @@
-"""The contract of ``MemorySaver``: same semantics on every backend."""
+"""The contract of ``MemorySaver``: same semantics on every backend, and what it tells of its driver's calls."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import pickle
 
 import pytest
 import torch
 
 import memsaver
+from memsaver.rounding import round_up
 from tests.helpers.memory import family_bytes, process_bytes, scribble
+from tests.helpers.memsaver.savers import MIB
 
 pytestmark = pytest.mark.alone
 
@@ -86,24 +90,23 @@ def test_policy_of_a_tag_and_its_override(device: str) -> None:
 
 
 def test_resume_is_all_or_nothing_under_a_limit(device: str) -> None:
-    mib = 1 << 20
-    saver = memsaver.MemorySaver(device, limit_bytes=32 * mib)
-    saver.empty(16 * mib, torch.uint8, tag="a").fill_(1)
+    saver = memsaver.MemorySaver(device, limit_bytes=32 * MIB)
+    saver.empty(16 * MIB, torch.uint8, tag="a").fill_(1)
     saver.pause("a")
-    saver.empty(4 * mib, torch.uint8, tag="c")
+    saver.empty(4 * MIB, torch.uint8, tag="c")
     saver.pause("c")
-    saver.empty(24 * mib, torch.uint8, tag="b").fill_(2)
+    saver.empty(24 * MIB, torch.uint8, tag="b").fill_(2)
     with pytest.raises(memsaver.OutOfMemory, match=r"12\.0 MiB are missing.*b 24\.0 MiB") as caught:
         saver.resume("c", "a")
     assert isinstance(caught.value, MemoryError)
-    assert (caught.value.requested_bytes, caught.value.missing_bytes) == (20 * mib, 12 * mib)
-    assert caught.value.holders["b"] == 24 * mib
+    assert (caught.value.requested_bytes, caught.value.missing_bytes) == (20 * MIB, 12 * MIB)
+    assert caught.value.holders["b"] == 24 * MIB
     assert saver.is_paused("a") and saver.is_paused("c")
-    assert saver.report().committed_bytes == 24 * mib
+    assert saver.report().committed_bytes == 24 * MIB
     saver.check_integrity()
     saver.pause("b")
     saver.resume("a", "c")
-    assert saver.report().committed_bytes == 20 * mib
+    assert saver.report().committed_bytes == 20 * MIB
 
 
 def test_a_full_region_raises_attributed_and_frees_what_it_took(device: str) -> None:
@@ -147,67 +150,6 @@ def test_innermost_region_wins_and_outside_is_plain(device: str) -> None:
         saver.pause("outer")
 
 
-def test_freeing_while_paused_and_reuse_of_the_space(device: str) -> None:
-    saver = memsaver.MemorySaver(device)
-    with saver.region("t", content="host"):
-        a = torch.full((1 << 20,), 1.0, device=device)
-        b = torch.full((1 << 20,), 2.0, device=device)
-    committed = saver.report().tags["t"].committed_bytes
-    saver.pause("t")
-    del a
-    gc.collect()
-    saver.resume("t")
-    assert b.sum() == 2 << 20
-    if device == "cuda:0":
-        torch.cuda.empty_cache()
-    with saver.region("t"):
-        torch.full((1 << 20,), 3.0, device=device)
-    assert saver.report().tags["t"].committed_bytes == committed
-    assert b.sum() == 2 << 20
-
-
-def test_memory_of_a_dropped_saver_is_given_back(device: str) -> None:
-    saver = memsaver.MemorySaver(device)
-    tensor = saver.empty(8 << 20, torch.uint8).fill_(1)
-    assert tensor.sum() == 8 << 20  # loads the kernel
-    before = process_bytes(device)
-    del saver
-    gc.collect()
-    assert tensor.sum() == 8 << 20  # alive as long as its tensors
-    del tensor
-    gc.collect()
-    assert before - process_bytes(device) == 8 << 20
-
-
-def test_close_gives_back_and_then_refuses(device: str) -> None:
-    saver = memsaver.MemorySaver(device)
-    tensor = saver.empty(8 << 20, torch.uint8).fill_(1)
-    before = process_bytes(device)
-    saver.close()
-    saver.close()
-    assert before - process_bytes(device) == 8 << 20
-    with pytest.raises(memsaver.StateError, match="closed"):
-        saver.empty(1)
-    del tensor
-
-
-def test_events_and_report_are_plain_data(device: str) -> None:
-    import pickle
-
-    saver = memsaver.MemorySaver(device, limit_bytes=1 << 30)
-    tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host")
-    saver.pause()
-    saver.resume()
-    report = pickle.loads(pickle.dumps(saver.report()))
-    assert report.tags["t"].live_bytes == tensor.nbytes
-    assert report.limit_bytes == 1 << 30
-    events = saver.drain_events()
-    assert [event.op for event in events] == ["grow", "pause", "resume"]
-    assert [event.committed_bytes > 0 for event in events] == [True, False, True]
-    assert events[1].backup_bytes == tensor.nbytes
-    assert saver.drain_events() == []
-
-
 @pytest.mark.parametrize("arguments", [{"limit_bytes": 0}, {"reserve_bytes": -1}, {"device": "meta"}])
 def test_bad_arguments_are_refused(arguments: dict) -> None:
     with pytest.raises(ValueError):
@@ -236,3 +178,102 @@ def test_the_limit_may_change(device: str) -> None:
     assert saver.limit_bytes is None
     saver.empty(4 << 20, torch.uint8, tag="a").fill_(1)
     first.fill_(1)
+
+
+@pytest.mark.parametrize("how", ["drop", "close"])
+def test_memory_of_a_saver_that_ends_is_given_back(device: str, how: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(8 << 20, torch.uint8).fill_(1)
+    assert tensor.sum() == 8 << 20  # loads the kernel
+    before = process_bytes(device)
+    if how == "close":
+        saver.close()
+        saver.close()
+        with pytest.raises(memsaver.StateError, match="closed"):
+            saver.empty(1)
+    else:
+        del saver
+        gc.collect()
+        assert tensor.sum() == 8 << 20  # alive as long as its tensors
+        del tensor
+        gc.collect()
+    assert before - process_bytes(device) == 8 << 20
+
+
+def test_events_and_report_are_plain_data(device: str) -> None:
+    saver = memsaver.MemorySaver(device, limit_bytes=1 << 30)
+    tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host")
+    saver.pause()
+    saver.resume()
+    report = pickle.loads(pickle.dumps(saver.report()))
+    assert (report.tags["t"].live_bytes, report.limit_bytes) == (tensor.nbytes, 1 << 30)
+    events = saver.drain_events()
+    assert [(event.op, event.committed_bytes > 0) for event in events] == [
+        ("grow", True), ("pause", False), ("resume", True)
+    ]  # fmt: skip
+    assert events[1].backup_bytes == tensor.nbytes
+    assert saver.drain_events() == []
+
+
+def test_calls_of_both_sides_are_counted(device: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    assert saver.statistics() == {}
+    tensor = saver.empty(4 * MIB, torch.uint8, tag="a")  # by the shim
+    committed = saver.report().committed_bytes
+    first = saver.statistics()
+    assert first["reserve"].calls == first["create"].calls == first["map"].calls == 1
+    assert first["create"].nbytes == first["map"].nbytes == committed
+    saver.pause()  # from Python
+    saver.resume()
+    second = saver.statistics()
+    assert (second["unmap"].calls, second["release"].calls, second["create"].calls) == (1, 1, 2)
+    assert second["release"].nbytes == second["unmap"].nbytes == committed
+    assert second["synchronize"].calls > 0
+    with saver.region("b"):  # by torch's allocator
+        inside = torch.ones(3 * MIB, dtype=torch.uint8, device=device)
+    third = saver.statistics()
+    assert (
+        third["map"].nbytes - second["map"].nbytes >= inside.nbytes and third["create"].calls > second["create"].calls
+    )
+    assert all(stats.seconds > 0 for stats in second.values())
+    tensor.fill_(1)
+
+
+def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(MIB, torch.uint8, tag="a")
+    for _ in range(400):  # more calls than are remembered
+        saver.pause()
+        saver.resume()
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "memsaver.driver"):
+        saver.pause()
+    texts = [record.getMessage() for record in caplog.records]
+    assert "calls are not shown" in texts[0] and len(texts) == 1025
+    assert any(text.startswith("unmap") for text in texts[-3:])
+    del tensor
+
+
+def test_failures_are_counted_and_logged_and_their_bytes_are_not(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    saver = memsaver.MemorySaver(device)
+    with caplog.at_level(logging.DEBUG, "memsaver"):
+        tensor = saver.empty(4 * MIB, torch.uint8, tag="a")
+        saver.pause("a")
+        before = saver.statistics()["create"]
+        saver.backend.inject_fault(1, 2)
+        saver.resume("a")  # tries once more
+    after = saver.statistics()["create"]
+    assert (after.calls - before.calls, after.failed, after.nbytes) == (2, 1, 2 * before.nbytes)
+    operations = [record.getMessage() for record in caplog.records if record.name == "memsaver"]
+    assert any(text.startswith(f"pause 'a' on {device}: 0 B") for text in operations)
+    driver = [record.getMessage() for record in caplog.records if record.name == "memsaver.driver"]
+    assert [text.split()[0] for text in driver[:3]] == ["reserve", "create", "map"]
+    assert any(text.startswith("create 4.0 MiB") and "us: failed with" in text for text in driver)
+    del tensor
+
+
+@pytest.mark.parametrize("unit", [1, 3, 64, 4096, 2 << 20])
+def test_the_least_multiple_that_is_not_below(unit: int) -> None:
+    for nbytes in {0, 1, unit - 1, unit, unit + 1, 5 * unit - 1, (1 << 62) + 1}:  # the last: beyond what a float holds
+        got = round_up(nbytes, unit)
+        assert type(got) is int and got % unit == 0 and nbytes <= got < nbytes + unit

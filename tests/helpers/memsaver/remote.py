@@ -70,15 +70,10 @@ class Side:
         self.saver.pause()
         self.saver.trim()
 
-    def attach(self, ticket: Ticket) -> int:
-        """The first byte."""
+    def attach(self, ticket: Ticket, offset: int = 0) -> int:
+        """The byte there; the lease stays until `detach`."""
         self.leases.append(memsaver.attach(ticket))
-        return int(self.leases[-1].tensor((1,), torch.uint8))
-
-    def read_words(self, ticket: Ticket, offset: int) -> list[int]:
-        """Eight at a byte offset, through a lease that stays."""
-        self.leases.append(memsaver.attach(ticket))
-        return self.leases[-1].tensor((8,), torch.int64, byte_offset=offset).tolist()
+        return int(self.leases[-1].tensor((1,), torch.uint8, offset))
 
     def detach(self) -> None:
         self.leases.pop().close()

@@ -31,18 +31,10 @@ def allocator(savers: Savers) -> CuMemAllocator:
     return CuMemAllocator(savers)
 
 
-@pytest.fixture(scope="session")
-def scribblers() -> Iterator[dict[str, Scribbler]]:
-    made: dict[str, Scribbler] = {}
-    yield made
-    for scribbler in made.values():
-        scribbler.close()
-
-
 @pytest.fixture
-def scribble(device: str, scribblers: dict[str, Scribbler]) -> Callable[[int], None]:
-    """Fills so many bytes of freed memory: it cannot keep its old content. From one other process for all tests."""
-    if device not in scribblers:
-        scribblers[device] = Scribbler(device)
-        scribblers[device].fill(1)
-    return scribblers[device].fill
+def scribble(device: str) -> Iterator[Callable[[int], None]]:
+    """Fills so many bytes of freed memory from another process: it cannot keep its old content."""
+    scribbler = Scribbler(device)
+    scribbler.fill(1)
+    yield scribbler.fill
+    scribbler.close()

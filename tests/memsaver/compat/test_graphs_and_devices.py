@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError
 from tests.helpers.memory import process_bytes
-from tests.helpers.memsaver.savers import large
+from tests.helpers.memsaver.savers import ERROR, large
 
 pytestmark = pytest.mark.alone
 
@@ -97,64 +96,47 @@ def test_graphs_share_memory_as_they_are_told(tms: TorchMemorySaver, savers: Sav
     for graph in graphs:
         graph.replay()
     assert [float(result) for result in results] == [1, 2, 3, 4]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda:0"])
-def test_capturing_again_and_again_holds_no_more(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
+    torch.cuda.synchronize()
+    del graph
     committed = []
-    for _ in range(4):
-        graph = torch.cuda.CUDAGraph()
-        with tms.cuda_graph(graph, tag="graph"):
-            torch.full((16 << 20,), 1.0, device=device).mean()
-        graph.replay()
+    for _ in range(4):  # capturing again and again holds no more
+        graphs = [captured_with(None, 0)]
+        graphs[0].replay()
         torch.cuda.synchronize()
-        del graph
+        graphs.clear()
         with tms.region("other"):  # at a region's end the pools of dead graphs are dropped
             pass
         torch.cuda.empty_cache()
-        committed.append(savers.current().report().tags["graph:discard"].committed_bytes)
+        committed.append(held())
     assert len(set(committed[1:])) == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.gpus(2)
-@pytest.mark.parametrize("device", ["cuda:0"])
-def test_multi_device_torch_mode(device: str) -> None:
-    """multi_device_torch_mode.py: a tag is on every device, and is paused on all."""
-    tms, nbytes = TorchMemorySaver(Savers()), large(device)
-    tms.hook_mode = "torch"
-    tensors = []
-    for index in (0, 1):
-        with torch.cuda.device(index), tms.region(tag="t"):
-            tensors.append(torch.full((nbytes,), 1, dtype=torch.uint8, device=f"cuda:{index}"))
-    before = [process_bytes(f"cuda:{index}") for index in (0, 1)]
-    tms.pause("t")
-    paused = [process_bytes(f"cuda:{index}") for index in (0, 1)]
-    assert all(one - other >= nbytes for one, other in zip(before, paused, strict=True))
-    tms.resume("t")
-    assert [process_bytes(f"cuda:{index}") for index in (0, 1)] == before
-    assert [int(tensor.fill_(2)[0]) for tensor in tensors] == [2, 2]
-
-
-def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none() -> None:
-    """Two savers of the CPU stand for the devices."""
-    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+@pytest.mark.parametrize(
+    "names", [("cpu", "cpu:0"), pytest.param(("cuda:0", "cuda:1"), marks=[pytest.mark.gpu, pytest.mark.gpus(2)])]
+)
+def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, str]) -> None:
+    """multi_device_torch_mode.py; without GPUs two savers of the CPU stand for them."""
+    devices = [torch.device(name) for name in names]
     savers = Savers(lambda: devices[0])
-    tms, tensors = TorchMemorySaver(savers), []
+    tms, tensors, nbytes = TorchMemorySaver(savers), [], large(names[0])
+    tms.hook_mode = "torch"
     for _ in range(2):
         with tms.region(tag="t", enable_cpu_backup=True):
-            tensors.append(torch.arange(1000.0))
+            tensors.append(torch.full((nbytes,), 3, dtype=torch.uint8, device=devices[0]))
         devices.reverse()
+    counted = ("cpu",) if "cpu" in names else names
+    before = [process_bytes(name) for name in counted]
     tms.pause("t")
     assert [saver.is_paused("t:host") for saver in savers] == [True, True]
+    assert all(one - process_bytes(name) >= nbytes for one, name in zip(before, counted, strict=True))
     backend: Any = list(savers)[1].backend
-    backend.inject_fault(2, errno.ENOMEM)  # the call after the new extent: it is mapped
+    backend.inject_fault(2, ERROR[names[0]])  # the call after the new extent: it is mapped
     with pytest.raises(BackendError):
         tms.resume("t")
     assert [saver.is_paused("t:host") for saver in savers] == [True, True]
     tms.resume("t")
-    assert all(torch.equal(tensor, torch.arange(1000.0)) for tensor in tensors)
+    assert all(bool((tensor == 3).all()) for tensor in tensors)
+    assert [process_bytes(name) for name in counted] == before
 
 
 class FakePool:

@@ -231,29 +231,6 @@ def test_tables_of_grids_are_small(hidden: int, inner: int, aligned: bool) -> No
     assert table.nbytes < 16 << 20 and sum(len(launch.rows) for launch in table.launches) > 20_000
 
 
-def test_chunks_cover_every_element_once_and_odd_ends_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments_module, "MIN_CHUNK", 64)
-    sizes = {"dtype": torch.bfloat16, "source_dtype": torch.float32}
-    given = [
-        Segment(source=1600, target=0, count=200, index_base=10, **sizes),  # 192 in wide accesses, 8 left
-        Segment(source=8000, target=402, count=70, index_base=500, **sizes),  # misaligned target
-        Segment(source=9600, target=1024, count=0, index_base=600, **sizes),
-        Segment(source=9600, target=1024, count=128, index_base=700, **sizes),
-    ]
-    table = SegmentTable(given, torch.device("cpu"))
-    rows = {launch.kind.aligned: launch.rows.tolist() for launch in table.launches}
-    assert rows[True] == [
-        [1600, 0, 64, 10],
-        [1856, 128, 64, 74],
-        [2112, 256, 64, 138],
-        [9600, 1024, 64, 700],
-        [9856, 1152, 64, 764],
-    ]
-    assert rows[False] == [[2368, 384, 8, 202], [8000, 402, 64, 500], [8256, 530, 6, 564]]
-    ends = {launch.kind.aligned: launch.ends for launch in table.launches}
-    assert ends == {True: [0, 3, 3, 3, 5], False: [0, 1, 3, 3, 3]}
-
-
 @pytest.mark.parametrize("elements", [494_000_000, 7_600_000_000, 70_000_000_000])
 def test_tables_are_small_and_small_models_have_many_programs(elements: int) -> None:
     count = elements // 160 // 16 * 16
