@@ -43,18 +43,6 @@ def test_equals_transformers(rule: str, batch: int, tokens: int, device: str) ->
     assert torch.equal(state, before)
 
 
-@pytest.mark.parametrize("part", [1, 7, 64])
-def test_parts_continue_from_the_state(part: int, device: str) -> None:
-    given, first = inputs(2, 130, device)
-    expected, expected_state = gated_delta_rule(*given, first)
-    outs, state = [], first
-    for start in range(0, 130, part):
-        out, state = gated_delta_rule(*(each[:, start : start + part] for each in given), state)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, 1), expected, **CLOSE)
-    torch.testing.assert_close(state, expected_state, **CLOSE)
-
-
 def test_bf16_tokens_are_computed_in_fp32(device: str) -> None:
     given, state = inputs(2, 70, device)
     rounded = [each.bfloat16() for each in given]

@@ -91,18 +91,6 @@ def test_attends_exactly_over_the_best_and_the_newest(tokens: int, recent: int, 
     torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=CLOSE, rtol=0)
 
 
-def test_enough_tokens_are_full_attention(device: str) -> None:
-    """A bucket that fits goes the same way; in a longer one the requests that fit see all of their tokens."""
-    case = Case(device)
-    full = decode_bucket(case.stored, case.q, case.bucket, 0.3)
-    assert torch.equal(case.decode(60, 1), full)
-    part = case.decode(24, 1)
-    longest = case.bucket.tokens.tolist().index(0)
-    for i in range(3):
-        close = torch.allclose(part[i], full[i], atol=1e-6, rtol=0)
-        assert close == (i != longest), f"request {i}"
-
-
 def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
     """They are NaN; the labels choose position 3 and the last one."""
     case = Case(device)

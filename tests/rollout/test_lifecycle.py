@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memsaver import MemorySaver, StateError
+from memsaver import StateError
 from rollout import Engine, WeightUpdateError
 from tests.helpers.rollout.answers import GREEDY, check, ids
 from tests.helpers.rollout.updates import PROMPTS, addresses, answers, expected, tiny, update, write
@@ -113,9 +113,3 @@ def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
     engine.wake_up()
     engine.check_integrity()
     assert answers(engine) == before
-
-
-def test_two_engines_share_a_process(path: Path) -> None:
-    one, two = (Engine.from_pretrained(path, kv_tokens=256, saver=MemorySaver(device="cpu")) for _ in range(2))
-    one.sleep()
-    assert two.unavailable_reason() is None and len(answers(two)) == 3

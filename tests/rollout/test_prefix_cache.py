@@ -35,38 +35,29 @@ TIERED = some(
 KINDS: list[Callable[..., Engine]] = [make, tiered]
 
 
-@pytest.mark.parametrize(("kind", "overrides", "dtype"), MODELS)
+@pytest.mark.parametrize(("model", "policy", "running"), [*((model, None, 64) for model in MODELS), *TIERED])
 def test_answers_are_those_without_the_cache(
-    saved: Saved, kind: str, overrides: dict[str, Any], dtype: str, device: str
+    saved: Saved, model: tuple[str, dict[str, Any], str], policy: WritePolicy | None, running: int, device: str
 ) -> None:
-    """Twice, in batches and alone; the second time nearly all of every prompt is found."""
-    path, _ = saved(kind, **overrides)
-    fields: dict[str, Any] = {"device": device, "kv_cache_dtype": dtype, "max_prefill_tokens": 24}
-    engine, plain = make(path, **fields), make(path, prefix_cache=False, **fields)
-    prompts = conversations()
-    expected = run(plain, prompts)
-    assert_same(run(engine, prompts), expected)
-    assert_same([run(engine, [prompt])[0] for prompt in prompts], expected)
-    assert engine.stats.prefix_hit_tokens > sum(len(prompt) - PAGE for prompt in prompts)
-    assert plain.stats.prefix_hit_tokens == 0
-
-
-@pytest.mark.parametrize(("model", "policy", "running"), TIERED)
-def test_answers_are_those_without_tiers(
-    saved: Saved, model: tuple[str, dict[str, Any], str], policy: WritePolicy, running: int, device: str
-) -> None:
-    """Most of every prompt is found below the device."""
+    """Again and again, in batches and alone; nearly all of every prompt is found, with tiers most of it below the
+    device."""
     kind, overrides, dtype = model
     path, _ = saved(kind, **overrides)
     fields: dict[str, Any] = {"kv_cache_dtype": dtype, "max_prefill_tokens": 24, "max_running": running}
-    engine = tiered(path, device=device, write_policy=policy, engine=fields)
+    plain = make(path, prefix_cache=False, device=device, **fields)
+    engine = make(path, device=device, **fields)
+    if policy is not None:
+        engine = tiered(path, device=device, write_policy=policy, engine=fields)
     prompts = conversations()
-    expected = run(make(path, prefix_cache=False, device=device, **fields), prompts)
+    expected = run(plain, prompts)
     for _ in range(2):
-        for alone in random_prompts((100, 90), seed=5):  # nothing of the prompts stays on the device
+        for alone in random_prompts((100, 90), seed=5) if policy else ():  # nothing of the prompts stays on the device
             run(engine, [alone])
         assert_same(run(engine, prompts), expected)
-    assert engine.stats.loaded_tokens > 60
+    assert_same([run(engine, [prompt])[0] for prompt in prompts], expected)
+    assert engine.stats.prefix_hit_tokens > 2 * sum(len(prompt) - PAGE for prompt in prompts)
+    assert (engine.stats.loaded_tokens > 60) == (policy is not None)
+    assert plain.stats.prefix_hit_tokens == 0
 
 
 # ---------------------------------------------------------------- what is computed

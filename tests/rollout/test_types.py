@@ -8,6 +8,10 @@ import pytest
 
 from rollout import DoubleSparsity, EngineConfig, KVTiers, Manifest, ParamSlice, SamplingParams, WriteReceipt
 
+PIECE: dict[str, Any] = {
+    "name": "w", "offset": 0, "shape": (2,), "dtype": "float32", "global_shape": (4,), "start": (2,), "index_base": 0,
+}  # fmt: skip
+RECEIPT: dict[str, Any] = {"version": 1, "layout_hash": "", "nbytes": 0}
 TIERS = KVTiers(host_ratio=1.0)
 ON_DISK = KVTiers(host_ratio=1, preemption="swap", disk_directory="x", disk_bytes=1)
 SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
@@ -56,6 +60,10 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
             SPARSITY | {"channels": (((0, 0),),)},
             r"layer 0, KV head 0 are \(0, 0\); give heavy_channel_n",
         ),
+        *((ParamSlice, PIECE | {"start": wrong}, "w: ") for wrong in ((3,), (0, 0))),
+        *((ParamSlice, PIECE | {name: -1}, "w: ") for name in ("offset", "index_base")),
+        *((ParamSlice, PIECE | {"strides": wrong}, "w: strides") for wrong in ((1, 1), (0,))),
+        (WriteReceipt, RECEIPT | {"digest": 2**64}, "digest"),
     ],
 )
 def test_what_is_wrong_is_said_where_it_is_made(made: Any, fields: dict[str, Any], match: str) -> None:
@@ -70,33 +78,16 @@ def test_sampling_params_are_frozen_and_take_any_sequence_of_stops() -> None:
         params.n = 2  # type: ignore[misc]
 
 
-def piece(**changes: Any) -> ParamSlice:
-    fields = {"name": "w", "offset": 0, "shape": (2,), "dtype": "float32", "global_shape": (4,), "start": (2,)}
-    return ParamSlice(**{**fields, "index_base": 0, **changes})
-
-
-@pytest.mark.parametrize("changes", [{"start": (3,)}, {"start": (0, 0)}, {"offset": -1}, {"index_base": -1}])
-def test_param_slice_stays_inside_its_parameter(changes: dict[str, Any]) -> None:
-    piece()
-    with pytest.raises(ValueError, match="w:"):
-        piece(**changes)
-
-
 def test_manifest_refuses_repeated_names_and_dangling_aliases() -> None:
     fields: dict[str, Any] = {"nbytes": 8, "modules": {}, "layout_hash": ""}
     with pytest.raises(ValueError, match="twice"):
-        Manifest(slices=(piece(), piece()), aliases={}, **fields)
+        Manifest(slices=(ParamSlice(**PIECE), ParamSlice(**PIECE)), aliases={}, **fields)
     with pytest.raises(ValueError, match="alias"):
-        Manifest(slices=(piece(),), aliases={"tied": "missing"}, **fields)
-
-
-def test_receipt_digest_is_64_bits() -> None:
-    with pytest.raises(ValueError, match="digest"):
-        WriteReceipt(version=1, layout_hash="", digest=2**64, nbytes=0)
+        Manifest(slices=(ParamSlice(**PIECE),), aliases={"tied": "missing"}, **fields)
 
 
 def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
-    manifest = Manifest(nbytes=8, slices=(piece(),), aliases={"tied": "w"}, modules={}, layout_hash="one")
+    manifest = Manifest(nbytes=8, slices=(ParamSlice(**PIECE),), aliases={"tied": "w"}, modules={}, layout_hash="one")
     first, second = (pickle.loads(pickle.dumps(manifest)) for _ in range(2))
     assert first == manifest and second is first
     other = dataclasses.replace(first, layout_hash="two")  # carries no bytes of the one it was made from
