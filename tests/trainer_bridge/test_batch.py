@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.trainer_bridge.models import make_batch
 from tests.helpers.trainer_bridge.tolerance import assert_within, rounding
-from trainer_bridge import SequenceBatch, TrainerConfig
+from trainer_bridge import CriticConfig, SequenceBatch, TrainerConfig
 from trainer_bridge.batch import deal, pad
 from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs, value_clip
 
@@ -37,9 +37,13 @@ CPU = torch.device("cpu")
         ("micro_batch_size", 0),
         ("threads", 0),
         ("device", "tpu"),
+        ("kl_loss_coef", -1.0),
+        ("kl_loss_coef", 0.1),  # without reference=True
     ],
 )
 def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"CriticConfig\.value_clip=0"):
+        CriticConfig(value_clip=0.0)
     with pytest.raises(ValueError, match=rf"TrainerConfig\.{name}="):
         TrainerConfig(**{"model_path": "m", name: value})
 

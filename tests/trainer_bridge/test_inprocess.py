@@ -88,18 +88,6 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
         assert engine.unavailable_reason() is None, "a sync that commits heals"
 
 
-def test_sleep_level_one_keeps_the_weights(model_path: str) -> None:
-    with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
-        cycle = Cycle(trainer, engine, sleep_level=1)
-        cycle.to_rollout(1)
-        before = engine.generate(PROMPTS, SAMPLED)
-        cycle.to_train()
-        assert engine.report().tags["weights"].backup_bytes > 0
-        trainer.park()
-        engine.wake_up()
-        assert engine.generate(PROMPTS, SAMPLED) == before
-
-
 def test_two_devices_are_refused(model_path: str) -> None:
     with pytest.raises(ValueError, match="engine device cuda:0 and trainer device cpu differ"):
         with open_inprocess(config(model_path), {**ENGINE, "device": "cuda:0"}):

@@ -12,20 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import SamplingParams
-from tests.helpers.trainer_bridge.models import config, make_batch, write_model
+from tests.helpers.trainer_bridge.models import config, describe, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import Cycle, Trainer, open_inprocess
 from trainer_bridge.model import randomise_weights
 
 Make = Callable[..., Trainer]
 PAD = 5
-
-
-def describe(path: Path, family: str = "qwen3", **changes: Any) -> str:
-    """A model directory without weights."""
-    write_model(path, family, pad_token_id=PAD, **changes)
-    (path / "model.safetensors").unlink()
-    return str(path)
 
 
 def clones(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -109,17 +107,3 @@ def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
             holders[box] += 1
         replicas = 2 if layout == "hsdp" or name == "norm" else 1
         assert (holders == replicas).all(), name
-
-
-def test_a_norm_beside_tensor_parallel_is_found_by_its_own_column_of_ranks(
-    ranks: list[dict[str, dict[str, Held]]],
-) -> None:
-    found = defaultdict(list)
-    for rank, held in enumerate(ranks):
-        shards = held["tp rows + fsdp"]["norm"].shards
-        found[tuple(shard.rank for shard in shards)].append(rank)
-        assert [dataclasses.replace(shard, rank=0) for shard in shards] == [
-            SourceShard(name="norm", global_shape=(5,), dtype="float32", start=(0,), shape=(3,), rank=0),
-            SourceShard(name="norm", global_shape=(5,), dtype="float32", start=(3,), shape=(2,), rank=0),
-        ]
-    assert found == {(0, 2): [0, 2], (1, 3): [1, 3]}

@@ -6,7 +6,6 @@ Sizes that two does not divide, so that the second rank's shards are shorter and
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import memsaver
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.trainer_bridge.models import config, make_batch, value_batch, write_model
+from tests.helpers.trainer_bridge.models import config, describe, make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import CriticConfig, LoraConfig, Trainer, model
@@ -110,15 +109,6 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
 
-def described(path: Path) -> str:
-    """A model without weights. The padding row is the second rank's: 97 words are shards of 49 and 48 rows."""
-    write_model(path, **UNEVEN)
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"pad_token_id": 60}))
-    (path / "model.safetensors").unlink()
-    return str(path)
-
-
 def drawn(path: str) -> dict[str, Any]:
     """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is sharded by columns.
     boxes: of the shards."""
@@ -175,7 +165,7 @@ def worker(rank: int, path: str, out: str) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    described(out / "described")
+    describe(out / "described", pad=60, **UNEVEN)  # the padding row is the second rank's: shards of 49 and 48 rows
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 

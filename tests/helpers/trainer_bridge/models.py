@@ -33,6 +33,13 @@ def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any
     return str(path)
 
 
+def describe(path: Path, family: str = "qwen3", pad: int = 5, **changes: Any) -> str:
+    """A model directory without weights."""
+    write_model(path, family, pad_token_id=pad, **changes)
+    (path / "model.safetensors").unlink()
+    return str(path)
+
+
 def reference(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
