@@ -45,8 +45,9 @@ def test_answers_are_those_without_the_cache(
     path, _ = saved(kind, **overrides)
     fields: dict[str, Any] = {"kv_cache_dtype": dtype, "max_prefill_tokens": 24, "max_running": running}
     plain = make(path, prefix_cache=False, device=device, **fields)
-    engine = make(path, device=device, **fields)
-    if policy is not None:
+    if policy is None:
+        engine = make(path, device=device, **fields)
+    else:
         engine = tiered(path, device=device, write_policy=policy, engine=fields)
     prompts = conversations()
     expected = run(plain, prompts)

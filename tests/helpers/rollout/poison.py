@@ -11,14 +11,14 @@ from kvcache.pools.token import TokenPool
 from rollout import Engine
 
 
-def fill(pool: TokenPool, slots: Any, value: float = float("nan")) -> None:
-    """`value` into `slots` of all that the pool stores; what is stored as bytes is filled with 0xFF: NaN as fp8, the
+def fill(pool: TokenPool, slots: Any) -> None:
+    """NaN into `slots` of all that the pool stores; what is stored as bytes is filled with 0xFF: NaN as fp8, the
     largest scales of FP4."""
     for part in pool.stored.values():
-        part[:, slots] = value if part.is_floating_point() else 0xFF
+        part[:, slots] = float("nan") if part.is_floating_point() else 0xFF
 
 
-def poison(engine: Engine, *_: int, value: float = float("nan")) -> None:
+def poison(engine: Engine, *_: int) -> None:
     """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a later query sees;
     and the states that no request holds."""
     cache, table = engine.cache, engine.cache.table.req_to_token
@@ -39,12 +39,12 @@ def poison(engine: Engine, *_: int, value: float = float("nan")) -> None:
         if engine.prefixes.cache is not None:
             pages = torch.from_numpy(engine.prefixes.cache.pages()).to(keep.device)
             keep.view(-1, engine.config.page_size)[pages] = True
-        fill(each, (~keep).nonzero().squeeze(1), value)
+        fill(each, (~keep).nonzero().squeeze(1))
     if cache.states is not None:
         assert isinstance(cache.table, HybridReqToTokenPool)
         free = [0, *sorted(set(range(1, cache.states.size + 1)) - set(cache.table.req_to_mamba.tolist()))]
         for state in (*cache.states.conv, cache.states.temporal):
-            state[:, free] = value
+            state[:, free] = float("nan")
 
 
 def check_idle(engine: Engine) -> None:
