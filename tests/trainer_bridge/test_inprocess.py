@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -86,6 +88,38 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
         trainer.restore()
         Cycle(trainer, engine).to_rollout(2)
         assert engine.unavailable_reason() is None, "a sync that commits heals"
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_by_handle_and_by_pages_is_the_same(
+    shadow: bool,
+    model_path: str,
+    make_trainer: Callable[..., Trainer],
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make_trainer(model_path, device=device)
+    assert trainer.transports == ()
+    with contextlib.closing(MemorySaver(device=device)) as saver:
+        engine = Engine.from_pretrained(model_path, device=device, kv_tokens=64, saver=saver)
+        with caplog.at_level(logging.WARNING, "memsaver"):
+            trainer.connect([engine])
+            assert [each.kind for each in trainer.transports] == ["pages"] and not caplog.messages
+            mapped = trainer.sync_weights(1, shadow=shadow)
+            before = tokens_of(engine)
+            trainer.connect([engine], transport="handle")
+        (handle,) = trainer.transports
+        assert (handle.kind, handle.nbytes, handle.reason) == ("handle", mapped.nbytes, "asked for")
+        assert caplog.messages == [str(handle)] and "by handle over the handle instead of mapped pages" in str(handle)
+        if not shadow:
+            engine.sleep(2)
+            engine.wake_up()
+        receipt = trainer.sync_weights(2, shadow=shadow)
+        assert (receipt.digests, receipt.nbytes) == (mapped.digests, mapped.nbytes)
+        assert tokens_of(engine) == before
+        with pytest.raises(ValueError, match="each rank speaks for all targets that it writes"):
+            trainer.connect([engine], transport="relay")
+        del engine
 
 
 def test_two_devices_are_refused(model_path: str) -> None:

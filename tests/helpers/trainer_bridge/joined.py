@@ -130,22 +130,14 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
     return bool((target.arena[covered == 0] == 0xA5).all())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """What a rank saw of a sync that was broken."""
-
-    error: Exception | None
-    versions: list[int | None]
-
-
 Break = Callable[[int, pytest.MonkeyPatch], None]
 """(rank, patch): sees to it that something fails."""
 
 
 def failing(
     rank: int, world: int, broken: Mapping[str, tuple[Break, Case]], timeout: float
-) -> tuple[dict[str, Failure], bool]:
-    """One sync each; and whether the ranks are fit for another one afterwards."""
+) -> tuple[dict[str, tuple[Exception | None, list[int | None]]], bool]:
+    """One sync each: its error and the targets' versions; and whether the ranks are fit for another one afterwards."""
     targets = make_targets(rank, world, "cpu")
     seen = {}
     for name, (break_it, case) in broken.items():
@@ -157,7 +149,7 @@ def failing(
                 error = None
             except Exception as caught:
                 error = caught
-        seen[name] = Failure(error=error, versions=[target.version for target in targets])
+        seen[name] = error, [target.version for target in targets]
         if isinstance(error, SyncError) and "broke off" in error.reason:
             return seen, False
         for target in targets:  # LeaseError: a lease is used beyond its sync

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from multiprocessing.connection import Connection
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 import memsaver
 from memsaver.places import place_of
-from rollout.types import CommitReceipt, VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.types import VerifyReceipt, WeightLayout, WeightOffer
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.small import full, shards, whole
 from trainer_bridge.session import WeightSync
@@ -33,51 +33,36 @@ def foreign(pipe: Connection) -> None:
     pipe.send("ended")
 
 
-class Foreign:
-    """A handle on it. Has no digest of its own: believes what it is told."""
-
-    def __init__(self) -> None:
-        self.peer = Peer(foreign)
-        self.ticket = self.peer.ask("ticket")
-        self.version = 0
-
-    def weight_layout(self) -> WeightLayout:
-        return WeightLayout(manifest=LAYOUT, place=place_of(torch.device("cuda:0")))
-
-    def begin_update(self, version: int, *, shadow: bool = False, names: Any = None) -> WeightOffer:
-        return WeightOffer(version=version, manifest=LAYOUT, ticket=self.ticket)
-
-    def write_update(self, boxes: Any, data: Any) -> None:
-        raise AssertionError("its pages can be mapped")
-
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        return VerifyReceipt(version=receipt.version, digest=receipt.digest, seconds=0.0)
-
-    def commit_update(self, version: int) -> CommitReceipt:
-        self.version = version
-        return CommitReceipt(version=version, digest=0, seconds=0.0)
-
-    def abort_update(self, reason: str) -> None:
-        raise AssertionError(reason)
+def handle(ticket: ipc.IpcTicket) -> Mock:
+    """On such an engine. It has no digest of its own: it believes what it is told."""
+    engine = Mock()
+    engine.weight_layout.return_value = WeightLayout(manifest=LAYOUT, place=place_of(torch.device("cuda:0")))
+    engine.begin_update.side_effect = lambda version, **_: WeightOffer(version=version, manifest=LAYOUT, ticket=ticket)
+    engine.verify_update.side_effect = lambda receipt: VerifyReceipt(
+        version=receipt.version, digest=receipt.digest, seconds=0.0
+    )
+    return engine
 
 
 @pytest.mark.gpu
 def test_a_foreign_engine_gets_its_weights() -> None:
     device = torch.device("cuda:0")
-    engine, tensors = Foreign(), full("cuda:0")
+    peer, tensors = Peer(foreign), full("cuda:0")
+    engine = handle(peer.ask("ticket"))
     sync = WeightSync(shards(1), lambda: tensors, [engine], place=place_of(device))
     for version in (1, 2):  # mapped once
         sync.sync(version)
-        pages = torch.tensor(engine.peer.ask("read"), dtype=torch.uint8)
+        pages = torch.tensor(peer.ask("read"), dtype=torch.uint8)
         for piece in LAYOUT.slices:
             stored = pages[piece.offset :][: 2 * tensors[piece.name].numel()].view(torch.bfloat16).view(piece.shape)
             assert torch.equal(stored, tensors[piece.name].bfloat16().cpu()), piece.name
         for tensor in tensors.values():
             tensor.mul_(-2)
-    assert engine.version == 2 and [each.kind for each in sync.transports] == ["pages"]
+    assert engine.commit_update.call_args == call(2) and [each.kind for each in sync.transports] == ["pages"]
+    assert not engine.write_update.called and not engine.abort_update.called, "its pages can be mapped"
     ipc.map_once.cache_clear()
-    assert engine.peer.ask("end") == "ended"
-    engine.peer.kill()
+    assert peer.ask("end") == "ended"
+    peer.kill()
 
 
 def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
