@@ -23,7 +23,15 @@ from memsaver import KeptLeases, MemorySaver
 from memsaver.imports import imports
 from memsaver.owner import owners
 from tests.helpers.effort import rounds
-from tests.helpers.memory import machine_bytes, memfd_bytes, memory_maps, open_fds, settled_fds, status_bytes
+from tests.helpers.memory import (
+    machine_bytes,
+    memfd_bytes,
+    memory_maps,
+    open_fds,
+    process_bytes,
+    settled_fds,
+    status_bytes,
+)
 from tests.helpers.memsaver.savers import at_once, not_in_vain, until
 from tests.helpers.peers import Address, Gone, Peer
 
@@ -73,7 +81,11 @@ class Actor:
         return Address(self.saver.pool_ticket(), tickets)
 
     def meet(self, others: Iterable[Address]) -> None:
+        """The first lease makes the connection, to itself too."""
         self.others = list(others)
+        for address in (*self.others, self.address):
+            with not_in_vain(memsaver.LeaseError):
+                memsaver.attach(address.tags[0]).close()
 
     def step(self) -> None:
         """One operation. Others may be in its way, or die meanwhile: it fails cleanly then, and waits for nobody."""
@@ -125,14 +137,14 @@ class Actor:
         for (tag, size), tensor in self.tensors.items():
             assert TAGS[tag] == "discard" or torch.equal(tensor, self.pattern[:size])
 
-    def wake(self) -> int:
+    def wake(self) -> tuple[int, int]:
         """The same tensors in the same places as at the start, no memory behind the rest, and nothing kept."""
         self.saver.resume()
         self.make_anew()
         self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
         self.saver.resume()
         self.saver.host_arena.trim()  # to what the next rest needs; it had grown to what the worst cycle needed
-        return self.saver.report().committed_bytes
+        return self.saver.report().committed_bytes, process_bytes(self.device)
 
     def rest(self) -> None:
         """A whole pause and resume works, and so does giving everything back."""

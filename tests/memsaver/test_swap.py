@@ -92,17 +92,10 @@ def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.Mon
     assert world.saver.report().tags["a"].extents > 4, "in pieces, since the first time"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "needed", "piecewise"),
-    [
-        ([1] * 16, 16, True),
-        ([16], 16, False),
-        ([8, 8], 16, False),
-        ([1] * 4, 16, True),
-        ([16], 2, False),
-        ([16], 1, True),
-    ],
-)
+SIZES = [([1] * 16, 16, True), ([16], 16, False), ([8, 8], 16, False), ([1] * 4, 16, True), ([16], 2, False)]
+
+
+@pytest.mark.parametrize(("sizes", "needed", "piecewise"), [*SIZES, ([16], 1, True)])
 def test_what_goes_piecewise(sizes: list[int], needed: int, piecewise: bool) -> None:
     unit = swap_module.LARGEST
     assert swap_module.goes_piecewise([size * unit for size in sizes], needed * unit) == piecewise
