@@ -12,8 +12,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -55,21 +54,6 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         pass
-
-
-@contextmanager
-def _stand_ins(package: str) -> Iterator[None]:
-    """While inside, sglang is its genuine files; afterwards it is as if it had never been imported."""
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "sglang"}
-    finder = _StandIns(package)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-            del sys.modules[name]
-        sys.modules.update(before)
 
 
 class SGLangRadix:
@@ -120,6 +104,11 @@ def version() -> str:
 
 
 def load(package: str, page_size: int) -> SGLangRadix:
-    with _stand_ins(package):
+    """From then on this process has the genuine files and stand-ins for sglang."""
+    finder = _StandIns(package)
+    sys.meta_path.insert(0, finder)
+    try:
         module = importlib.import_module(f"{CACHE}.radix_cache")
         return SGLangRadix(module, importlib.import_module(f"{CACHE}.base_prefix_cache"), page_size)
+    finally:
+        sys.meta_path.remove(finder)

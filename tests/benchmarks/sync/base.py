@@ -76,14 +76,8 @@ def sync_scale(scale: Scale, layers: Sequence[int], repeats: int) -> SyncScale:
     changes = [TINY if scale.tiny else {"num_hidden_layers": number} for number in layers]
     pairs = zip(("bfloat16", "float32"), changes, strict=True)
     sources = tuple(Source(dtype=dtype, shapes=qwen_shapes("7b", **each)) for dtype, each in pairs)
-    return SyncScale(
-        device=scale.device,
-        tiny=scale.tiny,
-        out=scale.out,
-        sources=sources,
-        repeats=scale.choose(repeats, 1),
-        bucket=scale.choose(2 * GIB, 5000),
-    )
+    sizes = {"repeats": scale.choose(repeats, 1), "bucket": scale.choose(2 * GIB, 5000)}
+    return SyncScale(**vars(scale), sources=sources, **sizes)
 
 
 def synced(

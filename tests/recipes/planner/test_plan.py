@@ -14,6 +14,7 @@ from recipes.planner.command import plan_of
 from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import MIB, find_gpu
+from recipes.planner.log import Log, replay, with_layers
 
 Capture = pytest.CaptureFixture[str]
 
@@ -59,6 +60,20 @@ def test_one_layer_in_place_of_many_gives_what_all_of_them_give(words: list[str]
     assert few.stages == every.stages
     assert few.tags == every.tags
     assert few.stages["update_actor"]["torch"]["trainer"] > few.stages["compute_log_prob"]["torch"]["trainer"] > 0
+
+
+def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure() -> None:
+    log = Log()
+    for layer in range(6):
+        log.enter("forward", layer)
+        if layer != 2:
+            key = log.new_key()
+            log.add("allocate", key, MIB)
+            log.leave()
+            log.enter("backward", layer)
+            log.add("free", (((1, "forward", layer - 1), 0) if layer == 3 else key))
+    with pytest.raises(ValueError, match="not alike"):
+        replay(with_layers(log.entries, 2, 3))
 
 
 @pytest.mark.parametrize(

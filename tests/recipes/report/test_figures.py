@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memsaver import Event
+from recipes.history import levels, one_step, stages_between, wake_up
 from recipes.report import learning, memory, tables, timing
 from recipes.report.chart import VARIABLES, Chart, Tip, draw_chart
 from recipes.report.page import FOLDER
@@ -102,6 +103,34 @@ def test_sync_figures_come_from_the_receipt_or_the_stage(run: RunRecord, tmp_pat
     assert "Each sync wrote 4.0 MiB." in timing.sync_chart(run).caption
     old = timing.sync_chart(RunRecord(path=tmp_path, rows=[train_row(1, sync={})]))
     assert "not recorded" in old.caption and tips(old) == ["step 1, whole stage (ms): 40"]
+
+
+def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
+    bursts = [
+        Event(time=second + part / 100, seconds=0.0, op="grow", tag="params", committed_bytes=part % 7, backup_bytes=0)
+        for second in range(10)
+        for part in range(1, 81)
+    ]
+    found = levels({"trainer": bursts}, 0.0, 10.0)
+    thin = found.thinned(10)
+    assert thin.times[:5] == [0.0, 0.8, 1.01, 1.8, 2.01] and thin.times[-1] == 10.0
+    assert thin.held["params"] == [6, 80 % 7] * 10 + [80 % 7]
+    assert found.thinned(1000) is found
+
+
+def test_the_zoom_is_the_last_step_of_the_ordinary_kind() -> None:
+    spans = [("build", 0.0, 1.0), ("step 1", 1.0, 2.0), ("step 2", 2.0, 3.5), ("park_optim", 3.5, 3.6)]
+    assert one_step(spans) == (2.0, 3.5, "step 2")
+    assert one_step([*spans, ("save_checkpoint", 3.0, 3.2)]) == (1.0, 2.0, "step 1")
+    assert one_step(spans[:1]) == (0.0, 1.0, "incomplete")
+    assert stages_between(spans, 0.0, 3.5) == spans[:1]
+
+
+@pytest.mark.parametrize("first", ["park_optim", "park_critic", "empty_cache", "wake_weights"])
+def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first: str) -> None:
+    spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
+    begin, end = wake_up(spans, 0.0, 6.0)
+    assert begin == 2.0 and 4.0 <= end < 5.0
 
 
 def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
