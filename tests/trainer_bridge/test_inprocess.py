@@ -101,7 +101,7 @@ def test_by_handle_and_by_pages_is_the_same(
     trainer = make_trainer(model_path, device=device)
     assert trainer.transports == ()
     with contextlib.closing(MemorySaver(device=device)) as saver:
-        engine = Engine.from_pretrained(model_path, device=device, kv_tokens=64, saver=saver)
+        engine = Engine.from_pretrained(model_path, device=device, saver=saver, **ENGINE)
         with caplog.at_level(logging.WARNING, "memsaver"):
             trainer.connect([engine])
             assert [each.kind for each in trainer.transports] == ["pages"] and not caplog.messages

@@ -86,6 +86,9 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
         assert saver.offset_of(shards[name]) < tags["params"].live_bytes
         for moment in ("exp_avg", "exp_avg_sq"):
             assert saver.offset_of(trainer.optimizer.state[param][moment].to_local()) < tags["optim"].live_bytes
+    addresses = {name: shard.data_ptr() for name, shard in shards.items()}
+    trainer.update_actor(make_batch(4, seed=1))
+    assert addresses == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
 
 
 @pytest.mark.parametrize(
