@@ -109,8 +109,9 @@ class DecodeEngine(Engine):
         inbox = self.inbox
         self.inbox.receive(_WAIT_SECONDS if self._idle else 0)
         self._notice_silence()
-        complete = self._done + sum(1 for each in inbox.transfers if each.complete)
-        loss, complete = self._ranks.agree([self._peers.loss, complete], self.saver.device, "arrived prompts")
+        loss, complete = self._ranks.agree(
+            [self._peers.loss, self._done + inbox.arrived], self.saver.device, "arrived prompts"
+        )
         while self._done < complete:
             self._finish(inbox.transfers.popleft())
             self._done += 1

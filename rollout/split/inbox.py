@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -107,13 +108,21 @@ class Inbox:
         self._numbers += 1
         self._peers.send_all(ask)
 
+    @property
+    def arrived(self) -> int:
+        """How many transfers are complete, up to the first that is not: ranks hear of later ones in any order."""
+        return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
+
     def receive(self, seconds: float) -> None:
         """Everything that has come; waits for the first of it for so long. `heard`: whether anything has."""
         self.heard = False
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
             self.heard = True
-            transfer = self.transfers[message.number - self.transfers[0].number]
+            nth = message.number - (self._numbers - len(self.transfers))
+            if nth < 0:
+                continue  # refused by another rank before, and done with
+            transfer = self.transfers[nth]
             if isinstance(message, Refused):
                 if transfer.refusal is None:
                     transfer.refusal = message.reason

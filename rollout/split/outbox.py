@@ -1,4 +1,4 @@
-"""A prefill rank's finished prompts on their way: gathered, put into the decode ranks' rings, told."""
+"""A prefill rank's prompts on their way: once computed gathered, put into the decode ranks' rings, told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Slice:
 
 @dataclass(kw_only=True)
 class Parcel:
-    """One prompt. asks: of every decode rank. handle: holds its pages until all is sent. nth: next range, by rank."""
+    """One prompt. asks: of every decode rank. handle: holds its pages until all is sent. first: None until it is
+    computed. nth: next range, by rank."""
 
     asks: Sequence[Ask]
     handle: ReqHandle | None = None
@@ -44,8 +45,8 @@ class Parcel:
 
 
 class Outbox:
-    """First in, first out: decode ranks assign ranges in the order of their requests, so that the first parcel's next
-    range is always the oldest that is not freed, and will be ready."""
+    """First in, first out, refusals too: decode ranks assign ranges in the order of their requests, so that the first
+    parcel's next range is always the oldest that is not freed, and will be ready."""
 
     def __init__(
         self, layers: tuple[Tensor, Tensor], heads: int, rank: int, size: int, peers: Peers, writer: Writer
@@ -94,13 +95,14 @@ class Outbox:
                 self._peers.send(peer, Refused(number=ask.number, reason=parcel.refusal))
             parcel.nth[peer] = 1
             return True
+        if parcel.first is None:
+            return False
         part = self._slices.get(peer)
         while part is not None and parcel.nth[peer] < len(ask.ranges):
             at = ask.ranges[parcel.nth[peer]]
             if not may_fill(at.round, at.end, self.watermarks[peer]):
                 return False
             self._put(peer, part, parcel, at, blocks)
-            assert parcel.first is not None
             self._peers.send(peer, Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first))
             parcel.nth[peer] += 1
         return True

@@ -93,10 +93,9 @@ class PrefillEngine(Engine):
                 return
             self._parcels.append(parcel)
             self._costs.append((pages, rows))
+            self._outbox.add(parcel)
             if parcel.refusal is None:
                 self._queue(parcel.asks[0])
-            else:
-                self._outbox.add(parcel)
 
     def _cost(self, ask: Ask) -> tuple[int, int]:
         """Pages, and rows of the request table: one more than samples holds the pages until they are sent."""
@@ -138,5 +137,4 @@ class PrefillEngine(Engine):
                 logprobs=tuple(each.logprobs[0] for each in family),
                 version=family[0].versions[0],
             )
-            self._outbox.add(parcel)
         self._computed.clear()
