@@ -55,7 +55,13 @@ A = manifest(piece("a", 0, (4, 4)))
         ({"a": (4,)}, manifest(piece("a", 2, (4,))), "not aligned"),
         ({"a": (4,)}, manifest(piece("a", 0, (4,)), nbytes=12), "ends at byte 16"),
         ({"a": (2, 2)}, manifest(piece("a", 0, (2, 2), strides=(4, 1)), nbytes=20), "ends at byte 24"),
-        ({"a": (2, 2)}, manifest(piece("a", 0, (2, 2), strides=(1, 1))), "a and a overlap at byte 4"),
+        (
+            dict.fromkeys("abc", (2, 2)),  # a and b lie alike
+            manifest(
+                *(piece(n, at, (2, 2), strides=(step, 1)) for n, at, step in (("a", 0, 4), ("b", 64, 4), ("c", 128, 1)))
+            ),
+            "c and c overlap at byte 132",
+        ),
         ({"e": (4,), "h": (4,)}, manifest(piece("e", 0, (4,)), aliases={"h": "e"}), "e and h are one parameter"),
     ],
 )
