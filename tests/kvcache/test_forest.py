@@ -138,6 +138,7 @@ class Forest:
     def check(self) -> None:
         manager = self.real.manager
         manager.check_integrity()
+        assert manager.available_pages == min(ledger.available for ledger in manager.ledgers)
         held = {"kv": self._held(full=True), "window": self._held(full=False)}
         for ledger in manager.ledgers:
             assert ledger.total - ledger.available == held[ledger.name]

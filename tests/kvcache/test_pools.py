@@ -41,6 +41,7 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
 def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype, slot_major: bool) -> None:
     fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8, "dtype": dtype, "slot_major": slot_major}
     pool = make_pool(size=8, page_size=2, **fields)
+    assert pool.config.nbytes == pool.nbytes
     before = [part.fill_(7).clone() for part in stored(pool)]
     generator = torch.Generator().manual_seed(0)
     # every bit pattern is fair: NaN with payload, infinities, denormals

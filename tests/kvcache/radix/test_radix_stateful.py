@@ -165,6 +165,7 @@ class Model:
         assert self.in_tree()[0] == self.prefixes
         assert self.real.protected_size == len(self.locked()) * self.ps
         assert self.real.total_size == len(self.prefixes) * self.ps
+        assert sorted(self.real.pages().tolist()) == sorted(self.prefixes.values())
         assert self.ledger.available_pages + len(self.prefixes) == PAGES
 
 
