@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rollout import Completion, SamplingParams
 from rollout.split import (
@@ -33,8 +31,8 @@ CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_toke
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
-    generate. nap: the decode engine's cache sleeps once, with prompts under way. late: seconds that each copy of the
-    last prefill rank takes. The decode side's rings hold 40 tokens together, so that longer prompts come in parts."""
+    generate. nap: the decode engine's cache sleeps once, with prompts under way. The decode side's rings hold 40 tokens
+    together, so that longer prompts come in parts."""
 
     path: str
     calls: Sequence[tuple[list[list[int]], SamplingParams | list[SamplingParams]]]
@@ -45,17 +43,6 @@ class Split:
     decode_config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     on_loss: Any = "recompute"
     nap: bool = False
-    late: float = 0.0
-
-
-class LateWriter(MappedWriter):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
-        time.sleep(self._seconds)
-        super()._put(peer, staged, offset)
 
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
@@ -81,7 +68,7 @@ def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backen
 def _take_part(rank: int, split: Split, prefill: Any, decode: Any, sockets: str) -> Any:
     addresses = [f"{sockets}.{peer}" for peer in range(split.decode)]
     if rank < split.prefill:
-        return serve(split, prefill, addresses, make_writer(split, last=rank == split.prefill - 1))
+        return serve(split, prefill, addresses, make_writer(split))
     if rank < split.prefill + split.decode:
         return generate(split, decode, addresses[rank - split.prefill])
     return None
@@ -93,9 +80,7 @@ def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dis
     return prefill, decode  # type: ignore[return-value]
 
 
-def make_writer(split: Split, last: bool) -> Writer:
-    if last and split.late:
-        return LateWriter(split.late)
+def make_writer(split: Split) -> Writer:
     ranks = list(range(split.prefill, split.prefill + split.decode))
     return MappedWriter() if split.mapped else GroupWriter(ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
 from rollout.errors import PeerLostError
 from rollout.split import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
 from rollout.split.geometry import geometry
-from rollout.split.messages import Ask, Hello, Range
+from rollout.split.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.saved import Saved
@@ -53,6 +55,9 @@ class Unheard(GroupWriter):
     """To a rank that is in no group with this one; nothing is put."""
 
     def open(self, *_: Any) -> None:
+        return
+
+    def _put(self, *_: Any) -> None:
         return
 
 
@@ -190,6 +195,30 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
     theirs.close()
     with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
         engine.serve()
+    engine.check_integrity()
+
+
+def test_a_refusal_waits_for_the_prompts_before_it(path: str) -> None:
+    """The first one takes all pages and the ring is not ready for it: the third, which fits alone, has to wait, too."""
+    engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
+    mine, theirs = greeted(engine, ring_bytes=1 << 16)
+    engine.connect([mine], Unheard([0]))
+    prompts = random_prompts((30, 50, 21))
+    for number, prompt in enumerate(prompts):
+        part = Range(first=0, tokens=len(prompt), offset=0, nbytes=2 * TOKEN * len(prompt), round=1)
+        theirs.send(Ask(number=number, prompt=prompt, params=GREEDY, seed=0, indices=(0,), ranges=(part,)))
+    heard: list[Any] = []
+
+    def decode() -> None:
+        theirs.send(Freed(watermark=Watermark(1, 0)))
+        heard.extend(theirs.recv() for _ in (engine, *prompts))
+        theirs.send(Closed())
+
+    timer = threading.Timer(0.5, decode)  # after turns in which nothing can be sent
+    timer.start()
+    engine.serve()
+    timer.join()
+    assert [type(each) for each in heard] == [Hello, Filled, Refused, Filled]
     engine.check_integrity()
 
 

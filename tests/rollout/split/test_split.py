@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 REQUESTS = rounds(60, 200)
 TOPOLOGIES = some((4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)])
-BURST, TIGHT, SEARCH, REFUSED = range(len(TOPOLOGIES), len(TOPOLOGIES) + 4)
+BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
 LONG = SamplingParams(max_tokens=40, temperature=0)
 BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
 SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
@@ -43,11 +43,6 @@ def burst() -> list[list[int]]:
     return random_prompts(lengths, seed=3)
 
 
-def refused() -> list[list[int]]:
-    """The third does not fit the prefill engine."""
-    return random_prompts((9, 30, 50, 21, 17))
-
-
 @pytest.fixture(scope="module")
 def path(saved: Saved) -> str:
     return str(saved("qwen3", **MODEL)[0])
@@ -65,8 +60,6 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
     splits.append(Split(path=path, calls=[(burst(), GREEDY)], decode_config=wide))
     splits.append(Split(path=path, calls=[(burst()[:30], LONG)], prefill_config=few, decode_config=SMALL, nap=True))
     splits.append(Split(path=path, calls=searches()))
-    little = CONFIG | {"kv_tokens": 32}
-    splits.append(Split(path=path, prefill=2, calls=[(refused(), GREEDY)], prefill_config=little, late=0.2))
     folder = tmp_path_factory.mktemp("ranks")
     by_rank = results(start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200))
     return [list(of) for of in zip(*by_rank, strict=True)]
@@ -135,15 +128,3 @@ def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:
         assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 0, 0)
         assert seen["stats"]["prefix_hit_tokens"] == 64 + 48
     assert found[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN
-
-
-def test_ranks_hear_of_a_refusal_and_of_what_came_before_it_in_different_orders(
-    path: str, found: list[list[Any]]
-) -> None:
-    """One prefill rank copies slowly, so that one decode rank hears of the refusal first, and the other long before the
-    slow rank repeats it."""
-    alone = Engine.from_pretrained(path, **CONFIG).generate(refused(), GREEDY)
-    for seen in found[REFUSED][2:4]:
-        assert tokens(seen["answers"]) == tokens([alone])
-        assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 1, 0)
-        assert seen["split"].reason == "refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens"
