@@ -12,8 +12,19 @@ from functools import partial
 import torch
 
 from tests.benchmarks.common import Case, Figure, Figures, Scale, measured_copy_rate, parser, run_cases
-from tests.benchmarks.kvcache import blocks, engines, expand, overlap, radix, reads, resize, rows, sharing, staging
-from tests.benchmarks.kvcache.tiers import host
+from tests.benchmarks.kvcache import (
+    blocks,
+    engines,
+    expand,
+    overlap,
+    radix,
+    reads,
+    resize,
+    rows,
+    sharing,
+    staging,
+    tiers,
+)
 from tests.benchmarks.kvcache.transfer import transfer
 
 GPU_CASES: dict[str, Case] = {
@@ -25,14 +36,14 @@ GPU_CASES: dict[str, Case] = {
     "attention reads": reads.read,
     "resize": resize.resize,
     "group prefill": engines.prefill,
-    "host tier": host,
+    "host tier": tiers.host,
     "load overlap": overlap.overlap,
     "staging": staging.staging,
     "split transfer": transfer,
 }
 # on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
-CPU_CASES: dict[str, Case] = {"radix": radix.radix, **sharing.CASES}  # no device is involved
+CPU_CASES: dict[str, Case] = {"radix": radix.radix, "disk tier": tiers.disk, **sharing.CASES}  # no device is involved
 CASES = {**HOST_CASES, **GPU_CASES, **CPU_CASES}
 DRAWN = {  # units that are a share of a copy's rate
     "% of copy": "bytes read and written, % of the rate of one large copy",

@@ -1,19 +1,22 @@
-"""Pages between a device pool and the host, beside plain pinned copies; Qwen2.5-7B's shape."""
+"""Pages between a device pool and the host, beside plain pinned copies, and the disk; Qwen2.5-7B's shape."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import torch
 
 from kvcache import MHATokenToKVPool
-from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer
+from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, Transfer, page_hashes
 from kvcache.tiers.host import Layout
-from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures
+from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures, timed
 from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
 PAGE_BYTES = LAYERS * PAGE_SIZE * 2 * HEADS * DIM * 2
+DISK = "/var/tmp"  # /tmp may be in memory
 OUT, IN = "plain copy out", "plain copy in"
 WAYS = {"back up": OUT, "load": IN, "load, a call a layer": IN}  # ours -> the copy that it is measured by
 
@@ -90,3 +93,20 @@ def _plain_copies(scale: Scale, nbytes: int) -> dict[str, Callable[[], object]]:
         OUT: lambda: there.copy_(here, non_blocking=True),
         IN: lambda: here.copy_(there, non_blocking=True),
     }
+
+
+def disk(scale: Scale) -> Figures:
+    """One thread puts pages and gets them."""
+    pages = scale.choose(300, 4)
+    content = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8)
+    back, keys = torch.zeros_like(content), page_hashes(range(pages), 1)
+    with tempfile.TemporaryDirectory(dir=None if scale.tiny else DISK) as folder:
+        tier = DiskTier(Path(folder), 2 * pages * PAGE_BYTES, page_bytes=PAGE_BYTES, format="", owner="benchmark")
+        ms = {
+            "put": timed(lambda: [tier.put(key, page) for key, page in zip(keys, content, strict=True)]),
+            "get": timed(lambda: [tier.get(key, page) for key, page in zip(keys, back, strict=True)]),
+        }
+        tier.close()
+    assert torch.equal(content, back)
+    rates = {what: pages * PAGE_BYTES / GIB / (each / 1e3) for what, each in ms.items()}
+    return figures(rates, "GiB/s", f"pages of {PAGE_BYTES / MIB:.1f} MiB, ")
