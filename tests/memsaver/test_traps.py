@@ -171,6 +171,9 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
     """Tensors that outlive their region die later: torch keeps such blocks until something has it free them. (NeMo
     RL#2619: some bytes stayed at every step until a long run ended for lack of memory.)"""
     saver = MemorySaver(device)
+    if device != "cpu":  # what earlier tests left there is not this one's
+        gc.collect()
+        torch.cuda.empty_cache()
     del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
     cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
     weights = saver.empty(1 << 20, torch.uint8, tag="weights", content="host").fill_(1)

@@ -57,6 +57,34 @@ def test_python_error_on_a_full_gpu(allocator: CuMemAllocator, device: str) -> N
     assert int(first[:10].fill_(3).sum()) == 30
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_cumem_with_cudagraph(allocator: CuMemAllocator, device: str) -> None:
+    with allocator.use_memory_pool():
+        weight = torch.eye(1024, device=device)
+    with allocator.use_memory_pool(tag="discard"):
+        cache = torch.empty(SHAPE, device=device)
+    given = torch.empty(128, 1024, device=device)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = x @ weight
+        cache[: len(out)].copy_(out)
+        return out + 1
+
+    model(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = model(given)
+    before = used(device)
+    allocator.sleep()
+    assert process_bytes(device) < before
+    allocator.wake_up()
+    given.random_()
+    graph.replay()
+    assert torch.allclose(given, cache[: len(given)])
+    assert torch.allclose(found, given + 1)
+
+
 def test_levels_and_stages(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
     """As vLLM's worker does it: level 1 keeps the weights, level 2 nothing; weights are woken before the cache."""
     plain = torch.ones(SHAPE, device=device)
