@@ -26,9 +26,9 @@ products, one behind the other, of sums of at most 80 terms, in an order of its 
 2**-24 of logits of about 5, which walk to sqrt(2400) * 2**-24 * 5 = 1.5e-5 in the mean square; of a few thousand such
 gaps none is beyond 3.5 of these."""
 STATES_GAP = 2e-4
-"""The same where gated delta nets pass a state on from token to token, in which roundings pile up: with five layers one
-fp32 forward of transformers is up to 9e-5 from its own fp64 one (mean 3.5e-6), and two may be twice as far apart. A state
-that is not carried on, or another request's, shows as 1e-2 and more."""
+"""The same where gated delta nets pass a state on from token to token, in which roundings pile up: with five layers
+one fp32 forward of transformers is up to 9e-5 from its own fp64 one (mean 3.5e-6), and two may be twice as far apart. A
+state that is not carried on, or another request's, shows as 1e-2 and more."""
 MEAN_GAP = 1e-5
 """The mean of |gap| of such a walk is 0.8 of 1.5e-5, and less where logits are smaller."""
 
