@@ -24,14 +24,16 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_switch": ([], {"runs"}),
     "bench_gap": ([], {"rows"}),
 }
+COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {
     "bench_kvcache": {*bench_kvcache.HOST_CASES, *bench_kvcache.GPU_CASES},
     "bench_sync": {"copies", "IPC buckets"},
 }
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=pytest.mark.alone) if each in COUNTING else each for each in SCRIPTS]
+)
 def test_a_script_runs_prints_its_table_and_saves_it(
     script: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
