@@ -144,7 +144,8 @@ class CudaBackend(ShimBackend):
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
         """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
-        code = shim.copy(self.phys, transfers, self._copies[0].cuda_stream)
+        with torch.cuda.device(self.device):  # the driver takes a stream of the current device only
+            code = shim.copy(self.phys, transfers, self._copies[0].cuda_stream)
         self._copies[0].synchronize()
         self._check("copy", code)
 
@@ -152,7 +153,9 @@ class CudaBackend(ShimBackend):
         """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        if code := shim.copy(self.phys, transfers, stream.cuda_stream):
+        with torch.cuda.device(self.device):
+            code = shim.copy(self.phys, transfers, stream.cuda_stream)
+        if code:
             stream.synchronize()  # what was queued before the one that failed: the caller unmaps its memory
         self._check("copy", code)
         return stream.record_event()

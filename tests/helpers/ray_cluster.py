@@ -52,6 +52,7 @@ class RayCluster:
         self._url = f"http://{made.address_info['webui_url']}"
 
     def end(self) -> None:
+        self.wait_free()
         self._open.close()
         self._url = None
 
@@ -84,6 +85,8 @@ class RayCluster:
 
     def wait_free(self) -> None:
         """Until no side and no reservation is left; who leaves some behind fails here."""
+        if self._url is None:
+            return
         import ray
 
         def left() -> str:

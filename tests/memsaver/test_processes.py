@@ -3,6 +3,7 @@ some are killed at random: the survivor goes on, and nothing of the dead stays."
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -42,6 +43,7 @@ LIMIT = 28 << 20  # for the tags with their holes, and for some of what the othe
 # after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
 # A reservation is 4 MiB or more: left behind in each cycle, they show.
 SLACK_VMSIZE = 48 << 20
+M_ARENA_MAX = -8  # of malloc.h
 SLACK_FDS = 2  # for the test runner's own; what a kill leaves would be one a round
 SLACK_MAPS = 16  # Python's heaps are mapped one by one; one mapping left behind in each cycle would be 20 or more
 SLACK_MAPS_KILLS = 40  # stacks and heaps of ended threads, which glibc keeps for the next ones
@@ -176,6 +178,7 @@ class Actor:
 
 
 def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -> None:
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # else glibc reserves 64 MiB for one thread more, sooner or later
     actor = Actor(device, seed)
     pipe.send(actor.address)
     if die_at is not None:
