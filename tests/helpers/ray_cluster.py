@@ -20,6 +20,7 @@ SETTINGS = {  # read by the processes that ray.init starts
     "RAY_prestart_worker_first_driver": "0",  # a process only for an actor that is made
     "RAY_enable_worker_prestart": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "200",
+    "RAY_worker_niceness": "0",  # 15 otherwise: beside busy processes an actor starts in minutes
 }
 SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing")  # how processes of either side are called
 
