@@ -144,8 +144,7 @@ class CudaBackend(ShimBackend):
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
         """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
-        with torch.cuda.device(self.device):  # the driver takes a stream of the current device only
-            code = shim.copy(self.phys, transfers, self._copies[0].cuda_stream)
+        code = self._queue_copy(transfers, self._copies[0])
         self._copies[0].synchronize()
         self._check("copy", code)
 
@@ -153,12 +152,15 @@ class CudaBackend(ShimBackend):
         """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.device(self.device):
-            code = shim.copy(self.phys, transfers, stream.cuda_stream)
-        if code:
+        if code := self._queue_copy(transfers, stream):
             stream.synchronize()  # what was queued before the one that failed: the caller unmaps its memory
         self._check("copy", code)
         return stream.record_event()
+
+    def _queue_copy(self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream) -> int:
+        """The driver's code; it takes a stream of the current device only."""
+        with torch.cuda.device(self.device):
+            return shim.copy(self.phys, transfers, stream.cuda_stream)
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""

@@ -53,9 +53,11 @@ class RayCluster:
         self._url = f"http://{made.address_info['webui_url']}"
 
     def end(self) -> None:
-        self.wait_free()
-        self._open.close()
-        self._url = None
+        try:
+            self.wait_free()
+        finally:  # what one test has left behind is not waited for after each of the others
+            self._open.close()
+            self._url = None
 
     def submit(self, entrypoint: str, environment: dict[str, Any]) -> tuple[Any, str]:
         """A client for jobs, and the id of this one. The node's agent that starts jobs comes up after the cluster."""

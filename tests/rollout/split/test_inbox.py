@@ -18,8 +18,6 @@ from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.rollout.split import TOKEN
 
 SLOTS = [3, 4, 6]
-
-
 FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)
 
 
