@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.memory import settled_fds
+from tests.helpers.memsaver.savers import connections
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,11 +24,14 @@ def settled() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def collected(settled: None) -> None:
-    """The savers of the test before that only cycles keep: their bytes must not go while this one counts."""
+    """The savers of the test before that only cycles keep, and what its connections hold until threads close them, must
+    not go while this one counts."""
     gc.collect()
+    if connections():
+        settled_fds()
 
 
 @pytest.fixture
 def fds(collected: None) -> int:
-    """Descriptors that are open when the connections of earlier tests are closed, each by a thread of its own."""
+    """Descriptors that are open when those of earlier tests are closed."""
     return settled_fds()

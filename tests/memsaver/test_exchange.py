@@ -12,7 +12,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from tests.helpers.memory import family_bytes, open_fds
+from tests.helpers.memory import family_bytes, settled_fds
 from tests.helpers.memsaver.savers import MIB
 
 pytestmark = pytest.mark.alone
@@ -104,18 +104,19 @@ def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytes
 
 
 def test_imports_stay_with_the_extents(fds: int, world: World) -> None:
-    """A peer that imported the old pages finds them behind the other tag, and imports nothing again."""
+    """A peer that imported the old pages finds them behind the other tag, and imports nothing again. (Who leases
+    no more disconnects, and the other end is closed by a thread of its own.)"""
     saver = world.saver
     tickets = {tag: saver.share(tag) for tag in ("old", "new")}
     for ticket in tickets.values():
         memsaver.attach(ticket).close()
-    resting = open_fds(), len(imports), saver.statistics()["export"].calls
+    resting = settled_fds(), len(imports), saver.statistics()["export"].calls
     for seen in ([2, 1], [1, 2]):
         saver.exchange("old", "new")
         for ticket, value in zip(tickets.values(), seen, strict=True):
             with memsaver.attach(ticket) as lease:
                 assert int(lease.tensor((1,), torch.uint8)) == value
-        assert (open_fds(), len(imports), saver.statistics()["export"].calls) == resting
+        assert (settled_fds(), len(imports), saver.statistics()["export"].calls) == resting
     saver.exchange("old", "new")
     held = len(imports)
     saver.pause("old")  # the extents that it has now are revoked, and no others

@@ -13,7 +13,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.imports import imports
-from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds
+from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds, settled_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import ERROR, MIB, until
 
@@ -57,7 +57,7 @@ def test_the_same_pages_go_to_and_fro(device: str, fds: int, other: RemoteSaver)
         saver.check_integrity()
         assert int(mine[0]) == int(mine[-1]) == value + 100
         assert held_by_both(device, other) == used
-        resting.append((there, open_fds(), len(imports)))
+        resting.append((there, settled_fds(), len(imports)))
     assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
 

@@ -108,7 +108,8 @@ def test_levels_and_stages(allocator: CuMemAllocator, device: str, scribble: Scr
     assert used(device) == full
     allocator.sleep((), tags=("kv_cache",))
     allocator.wake_up()
-    assert bool((cache.fill_(2) == 2).all()) and used(device) == full
+    assert bool((cache.fill_(2) == 2).all())
+    assert used(device) == full
     allocator.discard("kv_cache")
     assert full - process_bytes(device) >= cache.nbytes
     assert torch.equal(weights.cpu(), expected), "it was not among the tags"
