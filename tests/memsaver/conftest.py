@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -27,11 +29,14 @@ def collected(settled: None) -> None:
     """The savers of the test before that only cycles keep, and what its connections hold until threads close them, must
     not go while this one counts."""
     gc.collect()
-    if connections():
-        settled_fds()
+    patience = time.monotonic() + 0.5
+    while connections() and time.monotonic() < patience:
+        time.sleep(0.002)
 
 
 @pytest.fixture
 def fds(collected: None) -> int:
-    """Descriptors that are open when those of earlier tests are closed."""
+    """Descriptors that are open when those of earlier tests are closed, and those that the first other process brings
+    for good are there."""
+    forkserver.ensure_running()
     return settled_fds()
