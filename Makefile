@@ -8,7 +8,9 @@ BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync 
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
-# Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it.
+# Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
+# the environment forbids it, each of a hundred processes would compile torch and sympy anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
