@@ -22,7 +22,7 @@ from typing import Any
 
 from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, step_row
+from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, spread_of, step_row
 
 
 class GrpoLoop(Loop):
@@ -65,14 +65,14 @@ class GrpoLoop(Loop):
 def compute_advantages(rewards: Sequence[float], group_size: int, normalize_std: bool) -> list[float]:
     """Each reward against the mean of its group of `group_size` neighbours, over the group's standard deviation.
 
-    A group of equal rewards has nothing to compare and gets zeros.
+    A group of equal rewards has nothing to compare and gets zeros; so does one whose rewards differ by rounding only.
     """
     advantages: list[float] = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start : start + group_size]
-        mean, spread = statistics.fmean(group), statistics.pstdev(group)
-        scale = spread if normalize_std and spread > 0 else 1.0
-        advantages += [(reward - mean) / scale for reward in group]
+        mean, spread = statistics.fmean(group), spread_of(group)
+        scale = spread if normalize_std else 1.0
+        advantages += [(reward - mean) / scale if spread else 0.0 for reward in group]
     return advantages
 
 

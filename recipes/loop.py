@@ -123,6 +123,13 @@ class Loop(abc.ABC):
         self.monitor.row({"kind": "eval", "step": updates, **result})
 
 
+def spread_of(numbers: Sequence[float]) -> float:
+    """Their standard deviation; 0 where they differ by rounding only (below 1e-8, or a millionth of the largest, which
+    sums in fp32 reach), for divided by that, noise would be a full advantage."""
+    spread = statistics.pstdev(numbers)
+    return spread if spread > max(1e-8, 1e-6 * max(map(abs, numbers))) else 0.0
+
+
 def step_row(
     samples: Samples,
     scores: Sequence[Score],

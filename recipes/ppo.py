@@ -29,7 +29,7 @@ from typing import Any
 
 from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, step_row
+from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, spread_of, step_row
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 
@@ -134,8 +134,7 @@ def _estimates(rewards: Sequence[float], values: Sequence[float], gamma: float, 
 def whiten(numbers: PerToken) -> PerToken:
     """Mean 0 and standard deviation 1 over all tokens; zeros where all are equal."""
     flat = [number for row in numbers for number in row]
-    mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
-    scale = spread if spread > 1e-8 else math.inf
+    mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
     return [[(number - mean) / scale for number in row] for row in numbers]
 
 

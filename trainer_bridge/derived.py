@@ -79,6 +79,17 @@ class DerivedCopies:
             for target, cast in piece.casts.items():
                 cast.start(pages[target])
 
+    def finite(self, name: str, factors: LowRank, dtype: torch.dtype) -> bool:
+        """Neither NaN nor infinite in `dtype`; computed as for `start`, written nowhere."""
+        base = self._sources[name]
+        for piece in self._pieces:
+            if piece.name == name:
+                made = self._rows(piece.first, piece.last, base)
+                factors.rows(base, piece.first, piece.last, made)
+                if not all_finite(made, dtype):
+                    return False
+        return True
+
     def digests(self) -> dict[int, int]:
         """Waits. By target, of what `start` wrote."""
         sums: dict[int, int] = {}

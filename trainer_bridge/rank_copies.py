@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_bridge.derived import DerivedCopies, LowRank
 from trainer_bridge.ops.cast_copy import CastCopy, OnPart, all_finite
 from trainer_bridge.placements import placements
-from trainer_bridge.plan import Plan
+from trainer_bridge.plan import Plan, torch_dtype
 from trainer_bridge.sources import SourceShard
 
 
@@ -46,6 +46,9 @@ class RankCopies:
         boxes = {shard.name: shard for shard in shards}
         copies = plan.copies(rank)
         self.names = sorted({copy.name for copy in copies})
+        self._dtypes: dict[str, set[str]] = {name: set() for name in self.names}
+        for copy in copies:
+            self._dtypes[copy.name].add(copy.dtype)
         if problems := [problem for name in self.names if (problem := _misfit(sources, boxes[name]))]:
             raise ValueError(f"the shards of rank {rank} do not fit the plan, {listed(problems)}")
         self.sources = sources
@@ -88,16 +91,30 @@ class RankCopies:
         }
 
     def check(self, derived: Mapping[str, LowRank], finite: bool) -> None:
-        """A ValueError lists factors that do not fit their base and, if `finite`, shards with NaN or infinite values,
-        for which all of them are read."""
+        """A ValueError lists factors that do not fit their base and, if `finite`, what would be NaN or infinite in the
+        dtype that it is written in: all shards are read for that, and the derived ones computed."""
         misfits = [derived[name].misfit(name, self.sources[name]) for name in self.names if name in derived]
         problems = [problem for problem in misfits if problem is not None]
-        if finite:
-            bad = [name for name in self.names if not all_finite(self.sources[name])]
-            bad += [f"the adapter of {name}" for name in self.names if name in derived and not derived[name].finite()]
-            problems += [f"{name} has NaN or infinite values" for name in bad]
+        if finite and not problems:
+            problems += self._not_finite(derived)
         if problems:
             raise ValueError(f"the weights are refused, {listed(problems)}")
+
+    def _not_finite(self, derived: Mapping[str, LowRank]) -> Iterator[str]:
+        for name, dtypes in self._dtypes.items():
+            if not (beyond := [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]):
+                continue
+            if name in derived and not derived[name].finite():
+                yield f"the adapter of {name} has NaN or infinite values"
+            elif not all_finite(self.sources[name]):
+                yield f"{name} has NaN or infinite values"
+            else:
+                yield f"{name} has values beyond the range of {' and '.join(sorted(beyond))}"
+
+    def _finite_as(self, name: str, dtype: str, derived: Mapping[str, LowRank]) -> bool:
+        if name in derived:
+            return self._derived.finite(name, derived[name], torch_dtype(dtype))
+        return all_finite(self.sources[name], torch_dtype(dtype))
 
     def _start_remote(self, pages: Mapping[int, Tensor], on_part: OnPart | None) -> None:
         """One program a multiprocessor fills NVLink, and leaves room for the copies on this GPU."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import types
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from recipes.generation import evaluate, pick_problems, sampling_seed
 from recipes.grpo import compute_advantages
 from recipes.loop import logprob_gap
 from recipes.models import toy_tokenizer
+from recipes.ppo import whiten
 from recipes.tasks import Problem, Score, Task
 from rollout import Completion
 
@@ -31,6 +34,19 @@ def test_advantages_by_hand() -> None:
     assert compute_advantages([1, 0, 0, 0], 4, normalize_std=False) == [0.75, -0.25, -0.25, -0.25]
     expected = [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]
     assert compute_advantages([1, 0, 0, 0], 4, normalize_std=True) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("parts", [[0.1, 0.2], [0.7, 0.1], [1 / 3, 1 / 7, 1e-3]])
+def test_rewards_that_differ_by_rounding_are_equal(parts: list[float], size: float) -> None:
+    """The same partial credits in another order, or summed in fp32; what differs by more is told apart."""
+    credits = [part * size for part in parts]
+    exact, in_fp32 = math.fsum(credits), float(torch.tensor(credits).sum())
+    group = [sum(credits), sum(credits[::-1]), exact, in_fp32]
+    for normalize_std in (True, False):
+        assert compute_advantages(group, 4, normalize_std) == [0.0] * 4
+    assert compute_advantages([exact, exact * 1.001], 2, normalize_std=True) == pytest.approx([-1, 1])
+    assert whiten([group[:2], group[2:]]) == [[0.0] * 2] * 2
 
 
 @EXACT

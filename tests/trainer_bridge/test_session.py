@@ -141,6 +141,28 @@ def test_sources_that_do_not_do_leave_the_target_as_it_was(
     assert target.untouched() and target.version == 0, "it was not even begun"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "largest", "beyond"),
+    [("float16", 65_519.0, 65_520.0), ("bfloat16", -(2.0**128 - 2.0**120), 2.0**128 - 2.0**104)],
+)
+def test_what_overflows_in_the_dtype_that_is_written_is_refused(
+    dtype: str, largest: float, beyond: float, device: str, make_target: Make
+) -> None:
+    """`largest` becomes the last finite number, `beyond`, finite in fp32, infinity; merged with adapters, too."""
+    target = make_target(whole(dtype))
+    norm = torch.tensor([0.0, largest, 0.0, 0.0], device=device)
+    alone(target, norm=norm).sync(1, check_finite=True)
+    norm[3] = beyond
+    with pytest.raises(ValueError, match=f"norm has values beyond the range of {dtype}"):
+        alone(target, norm=norm).sync(2, check_finite=True)
+    halves = LowRank(a=torch.ones(1, 3, device=device), b=torch.full((7, 1), beyond / 2, device=device), scale=1.0)
+    with pytest.raises(ValueError, match=f"proj has values beyond the range of {dtype}"):
+        alone(target, proj=torch.full((7, 3), beyond / 2, device=device), derived={"proj": halves}).sync(
+            2, check_finite=True
+        )
+    assert target.version == 1
+
+
 def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
     model_path: str,
     make_trainer: Callable[..., Trainer],

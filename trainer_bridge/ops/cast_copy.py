@@ -149,11 +149,12 @@ def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int 
     return total % (1 << 64)
 
 
-def all_finite(source: Tensor) -> bool:
-    """No NaN and no infinity among the elements; contiguous, any float dtype."""
+def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """No NaN and no infinity among the elements (contiguous, any float dtype), cast to `dtype`: where that has the
+    smaller range, a large number is one."""
     flat = source.detach().view(-1)
     chunks = (flat[first : first + CHUNK_CUDA] for first in range(0, flat.numel(), CHUNK_CUDA))
-    return all(bool(torch.isfinite(chunk).all()) for chunk in chunks)
+    return all(bool(torch.isfinite(chunk.to(dtype or source.dtype).float()).all()) for chunk in chunks)
 
 
 def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
