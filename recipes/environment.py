@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 QUERY = ("name", "memory.total", "driver_version")
 
 
-def write_environment(file: Path) -> None:
-    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context is made."""
-    file.write_text(json.dumps(describe_environment(), indent=2) + "\n")
-
-
 def describe_environment() -> dict[str, Any]:
-    """`gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed."""
+    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context is made.
+
+    `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": platform.node(),

@@ -155,7 +155,7 @@ class LiveView:
         self.live.start()
 
     def note(self, text: str) -> None:
-        self.live.console.print(text, highlight=False)
+        self.live.console.print(Text(text))
 
     def stage(self, name: str) -> None:
         self.stage_name, self.stage_started = name, time.time()
@@ -178,13 +178,13 @@ class LiveView:
         facts.add_column(style="dim")
         facts.add_column()
         facts.add_row("step", f"{self.step}/{self.steps}  {self.left}")
-        facts.add_row("stage", f"{self.stage_name}  {time.time() - self.stage_started:.1f} s")
+        facts.add_row("stage", Text(f"{self.stage_name}  {time.time() - self.stage_started:.1f} s"))
         if self.last is not None:
             facts.add_row("reward", Text(f"{sparkline(self.rewards)} {self.last['reward']:.3f}", style="green"))
-            facts.add_row("last step", describe(self.last))
+            facts.add_row("last step", Text(describe(self.last)))
         if self.evaluation is not None:
-            facts.add_row("evaluation", describe(self.evaluation))
-        return Panel(Group(facts, Text(), self._memory_table()), title=self.title, border_style="blue")
+            facts.add_row("evaluation", Text(describe(self.evaluation)))
+        return Panel(Group(facts, Text(), self._memory_table()), title=Text(self.title), border_style="blue")
 
     def _memory_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -195,7 +195,7 @@ class LiveView:
         for tag, (committed, kept) in self.tags.items():
             bar = Text("█" * round(24 * committed / largest), style="cyan")
             table.add_row(
-                tag,
+                Text(tag),
                 bar if committed else Text("paused", style="yellow"),
                 format_bytes(committed),
                 format_bytes(kept) if kept else "-",

@@ -54,9 +54,9 @@ def packaged_recipes() -> list[str]:
     return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
 
 
-def save_recipe(recipe: Recipe, file: Path) -> None:
-    """Writes the recipe as resolved; `load` of that file gives an equal recipe."""
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe))))
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as resolved, in YAML; `load` of a file with this text gives an equal recipe."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe)))
 
 
 def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]]:

@@ -157,5 +157,7 @@ def tidy(axes: Axes) -> None:
 
 def _save(figure: Any, file: Path, top: float = 1.0) -> None:
     figure.tight_layout(rect=(0, 0, 1, top))
-    figure.savefig(file, dpi=130)
+    partial = file.with_name(f".{file.name}.partial")
+    figure.savefig(partial, dpi=130, format="png")
+    partial.replace(file)
     pyplot.close(figure)

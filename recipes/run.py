@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
+import itertools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.errors import LostWorker, RecipeError
+from recipes.errors import LostWorker, RecipeError, one_line
 from recipes.grpo import GrpoLoop
 from recipes.live import make_view
 from recipes.loading import find_recipe, load
@@ -19,7 +19,7 @@ from recipes.loop import Loop
 from recipes.monitor import Monitor
 from recipes.ppo import PpoLoop
 from recipes.preparation import Setup, prepare
-from recipes.run_folder import RunFolder
+from recipes.run_folder import RunFolder, claimed
 from rollout import KVTiers
 from rollout.preemption import Preemption
 from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
@@ -33,12 +33,28 @@ MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driv
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
     """Runs a recipe in a new folder and returns the folder. Raises RecipeError or RunError."""
     recipe = load(recipe_path, overrides)
-    if run_dir is None:
-        run_dir = Path("runs") / f"{find_recipe(recipe_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    RunFolder.refuse_used(run_dir)
-    setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
-    _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
+    with ExitStack() as stack:
+        if run_dir is None:
+            run_dir = stack.enter_context(_named_after(find_recipe(recipe_path).stem))
+        else:
+            stack.enter_context(claimed(run_dir))
+        RunFolder.refuse_used(run_dir)
+        setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
+        _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
     return run_dir
+
+
+@contextmanager
+def _named_after(recipe: str) -> Iterator[Path]:
+    """A new folder below runs/, claimed: named after the recipe and the time, and numbered where that is taken."""
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with ExitStack() as stack:
+        for number in itertools.count(1):
+            path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                stack.enter_context(claimed(path, new=True))
+                break
+        yield path
 
 
 def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()) -> Path:
@@ -49,6 +65,12 @@ def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Seque
     saved_file = run_dir / "recipe.yaml"
     if not saved_file.is_file():
         raise RecipeError(f"--resume {run_dir}: holds no run (no recipe.yaml); give the folder of an earlier run")
+    with claimed(run_dir):
+        _continue(run_dir, saved_file, recipe_path, overrides)
+    return run_dir
+
+
+def _continue(run_dir: Path, saved_file: Path, recipe_path: str | None, overrides: Sequence[str]) -> None:
     saved = load(saved_file)
     recipe = load(recipe_path or saved_file, overrides)
     for field in dataclasses.fields(Recipe):
@@ -64,7 +86,6 @@ def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Seque
         raise RecipeError(f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}")
     setup = prepare(recipe, run_dir.absolute())
     _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
-    return run_dir
 
 
 def _first_difference(name: str, was: Any, now: Any) -> str:
@@ -88,18 +109,12 @@ def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
             return _attempt(setup, folder, resume, opening)
         except LostWorker as lost:
             if restarts == allowed:
-                raise LostWorker(lost.stage, lost.cause, _how_to_go_on(folder)) from lost
+                raise LostWorker(lost.stage, lost.cause, folder.how_to_go_on()) from lost
             restarts += 1
             folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.last_checkpoint_step()}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
-
-
-def _how_to_go_on(folder: RunFolder) -> str:
-    if folder.has_checkpoint():
-        return f"go on with: memsaver run --resume {shlex.quote(str(folder.path.absolute()))}"
-    return "there is no checkpoint yet: start again"
 
 
 def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
@@ -124,12 +139,19 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
     finally:
         view.stage("writing trace and pictures")
-        folder.write_trace()
-        problem = folder.write_pictures()
+        problems = [text for write in (folder.write_trace, folder.write_pictures) if (text := _told(write))]
         view.close()
-        if problem:
+        for problem in problems:
             view.note(problem)
     view.note(f"done: {folder.path}")
+
+
+def _told(write: Callable[[], str | None]) -> str | None:
+    """What could not be written and why, for a run that has failed perhaps, of the same cause."""
+    try:
+        return write()
+    except OSError as error:
+        return f"no {write.__name__.removeprefix('write_')}: {one_line(error)}"
 
 
 def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:

@@ -8,28 +8,96 @@ reward.png, memory.png
 restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
 model/          config and tokenizer of a random model, where the recipe makes one
+.lock           while a run is at work in it
+
+What is replaced is replaced as a whole, and is on the disk when the call returns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.timeline import Timeline
 from recipes.config import Recipe
-from recipes.environment import write_environment
-from recipes.errors import RecipeError
-from recipes.loading import save_recipe
+from recipes.environment import describe_environment
+from recipes.errors import RecipeError, RunError, one_line
+from recipes.loading import recipe_text
 
 if TYPE_CHECKING:
     from memsaver import Event
 
 Row = dict[str, Any]
+LOCK = ".lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
+
+
+@contextlib.contextmanager
+def claimed(path: Path, new: bool = False) -> Iterator[None]:
+    """Inside, no other process runs in this folder, which is made; at the end it goes if nothing came into it.
+
+    new: it must not be there yet (`FileExistsError`). `RecipeError`: a run is at work in it, or it cannot be made.
+    """
+    made = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=not new)
+        lock = _lock(path)
+    except FileExistsError:
+        if new:
+            raise
+        raise RecipeError(f"--run-dir {path}: is a file, or below a file; give another folder") from None
+    except OSError as error:
+        raise RecipeError(f"--run-dir {path}: {error.strerror}; give a folder that can be written") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (path / LOCK).unlink()
+            if made:
+                path.rmdir()
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the folder's lock while it is open."""
+    while True:
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            path.mkdir(exist_ok=True)  # who gave it back a moment ago removed it
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(lock, 100).decode(errors="replace").strip()
+            os.close(lock)
+            raise RecipeError(f"{path}: {owner or 'a run'} is at work in it; wait, or give another folder") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(lock)
+                raise
+        if _is(lock, path / LOCK):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            return lock
+        os.close(lock)  # of a run that has ended since
+
+
+def _is(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
 
 
 class RunFolder:
@@ -56,9 +124,8 @@ class RunFolder:
         cls.refuse_used(path)
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
-        save_recipe(recipe, path / "recipe.yaml")
+        folder._describe(recipe)
         (path / "metrics.jsonl").touch()
-        write_environment(path / "environment.json")
         return folder
 
     @classmethod
@@ -71,18 +138,27 @@ class RunFolder:
         step = folder.last_checkpoint_step() if folder.has_checkpoint() else 0
         rows = [json.loads(line) for line in _complete_lines(path / "metrics.jsonl")]
         folder.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
-        _replace(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
+        replace_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
         for name in ("trace.json", "memory.png", "environment.json"):
             if (path / name).exists():  # of the session that ended here
                 (path / name).rename(_free_name(path / name, step))
-        save_recipe(recipe, path / "recipe.yaml")
-        write_environment(path / "environment.json")
+        folder._describe(recipe)
         return folder
 
+    def _describe(self, recipe: Recipe) -> None:
+        replace_text(self.path / "recipe.yaml", recipe_text(recipe))
+        replace_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+
     def add_row(self, row: Row) -> None:
+        """`RunError` where the disk takes no more; a half line is dropped when the run goes on."""
         self.rows.append(row)
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise RunError(
+                "writing metrics.jsonl", one_line(error), f"mend that, then {self.how_to_go_on()}"
+            ) from error
 
     def add_restart(self, number: int, cause: str) -> None:
         """The run goes on by itself for the `number`-th time, from its last checkpoint."""
@@ -104,6 +180,11 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         return self._latest.is_file()
 
+    def how_to_go_on(self) -> str:
+        if self.has_checkpoint():
+            return f"go on with: memsaver run --resume {shlex.quote(str(self.path.absolute()))}"
+        return "start again: there is no checkpoint yet"
+
     def last_checkpoint(self) -> Path:
         if not self.has_checkpoint():
             raise RecipeError(f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10")
@@ -114,7 +195,7 @@ class RunFolder:
         folder = self.path.resolve() / "checkpoints"
         folder.mkdir(exist_ok=True)
         write(folder / f"step_{step}")
-        _replace(folder / "latest", f"step_{step}\n")
+        replace_text(folder / "latest", f"step_{step}\n")
         names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
         steps = sorted(int(name) for name in names if name.isdigit())
         for old in [number for number in steps if number <= step][:-keep]:
@@ -151,10 +232,19 @@ def _complete_lines(file: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _replace(file: Path, text: str) -> None:
+def replace_text(file: Path, text: str) -> None:
+    """The file as it was, or with this text, also after a power cut."""
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text)
+    with partial.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
     os.replace(partial, file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _free_name(file: Path, step: int) -> Path:

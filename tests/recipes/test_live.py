@@ -90,3 +90,18 @@ def test_the_panel_shows_step_stage_reward_gap_and_memory() -> None:
     shown = ("3/9", "update_actor", "0.300", "1.0e-06", "0.500", "ETA 0:00:06")
     for word in (*shown, "weights", "3.0 MiB", "params", "paused", "5.0 MiB"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    "text", ["no space in [/data/runs]", "set cycle.keep=[params,optim]", "[bold]x[/bold]", "\\[a]"]
+)
+def test_what_looks_like_markup_is_shown_as_it_is(text: str) -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    view = LiveView(text, 9, console)
+    view.stage(f"stage {text}")
+    view.memory({f"tag {text}": (1, 2)})
+    view.note(f"note {text}")
+    console.print(view.render())
+    view.close()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(f"{head}{text}" in shown for head in ("note ", "stage ", "tag ", " "))

@@ -15,7 +15,7 @@ from recipes import run
 from recipes.config import Recipe
 from recipes.config.schema import leaves
 from recipes.config.shapes import shapes
-from recipes.loading import PACKAGE, load, save_recipe
+from recipes.loading import PACKAGE, load, recipe_text
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import prepare
 from recipes.tasks import TOY_WORDS
@@ -99,7 +99,7 @@ def test_a_resolved_recipe_loads_as_the_same_and_a_real_model_takes_the_place_of
     packaged: dict[str, Recipe], tmp_path: Path
 ) -> None:
     for name, recipe in packaged.items():
-        save_recipe(recipe, tmp_path / "recipe.yaml")
+        (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
         assert load(tmp_path / "recipe.yaml") == recipe, name
         assert load(name, ["model.path=x"]).model.path == "x"
 

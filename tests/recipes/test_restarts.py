@@ -53,7 +53,7 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
 
 @pytest.mark.parametrize(
     ("lost_in", "remedy"),
-    [(2, "there is no checkpoint yet: start again"), (3, "go on with: memsaver run --resume {folder}")],
+    [(2, "start again: there is no checkpoint yet"), (3, "go on with: memsaver run --resume {folder}")],
 )
 def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(
     lost_in: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +19,11 @@ from matplotlib import pyplot
 import recipes
 from memsaver import Event
 from recipes import environment
+from recipes.models import toy_tokenizer
 from recipes.plots import draw_reward, evaluations_panel
-from recipes.run_folder import RunFolder
+from recipes.run import continue_run, start_run
+from recipes.run_folder import RunFolder, claimed
+from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
 from tests.helpers.recipes.runs import PNG
 
@@ -36,6 +45,113 @@ def test_a_folder_that_ray_deletes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"):
         RunFolder.create(inside, RECIPE)
     assert not inside.exists()
+
+
+def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "one"
+    with claimed(path):
+        rule = f"process {os.getpid()} on .* is at work in it; wait, or give another folder"
+        with pytest.raises(recipes.RecipeError, match=rule), claimed(path):
+            pass
+        with pytest.raises(FileExistsError), claimed(path, new=True):
+            pass
+    assert not path.exists(), "nothing came into it"
+    with claimed(path):
+        RunFolder.create(path, RECIPE)
+    assert {entry.name for entry in path.iterdir()} == {"recipe.yaml", "environment.json", "metrics.jsonl"}
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with claimed(mine):
+        pass
+    assert mine.exists()
+    (mine / "file").touch()
+    wrong = {
+        mine / "file": "a file; give another",
+        mine / "file" / "run": "a file; give another",
+        Path("/proc/1/x"): "written",
+    }
+    for path, rule in wrong.items():
+        with pytest.raises(recipes.RecipeError, match=rule), claimed(path):
+            pass
+
+
+def test_who_comes_when_another_goes_never_shares_with_a_third(tmp_path: Path) -> None:
+    """The folder and its lock are removed and made again all the time."""
+    inside, most, claims = 0, 0, 0
+
+    def work() -> None:
+        nonlocal inside, most, claims
+        for _ in range(300):
+            with contextlib.suppress(recipes.RecipeError), claimed(tmp_path / "run"):
+                inside += 1
+                most, claims = max(most, inside), claims + 1
+                time.sleep(0)
+                inside -= 1
+
+    at_once(*[work] * 6)
+    assert most == 1 and claims > 6
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("recipes.run.time.strftime", lambda _: "now")
+    monkeypatch.setattr("recipes.run.open_pair", None)  # so it ends when its folder is made
+    monkeypatch.setattr(RunFolder, "write_pictures", lambda folder: None)
+    toy_tokenizer(["a"])  # two threads cannot both be the first to import transformers
+    sizes = [16 * n for n in range(1, 9)]
+
+    def run(size: int) -> None:
+        with pytest.raises(recipes.RunError, match="build failed: TypeError"):
+            start_run("tiny", [f"model.config.hidden_size={size}", "device=cpu"])
+
+    at_once(*(partial(run, size) for size in sizes))
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert {folder.name for folder in folders} == {"tiny-now", *(f"tiny-now-{n}" for n in range(2, 9))}
+    asked = [recipes.load(folder / "recipe.yaml").model.config["hidden_size"] for folder in folders]
+    assert sorted(asked) == sizes
+    assert asked == [json.loads((folder / "model" / "config.json").read_text())["hidden_size"] for folder in folders]
+
+
+def test_a_run_that_is_at_work_is_not_resumed_beside_it(folder: RunFolder) -> None:
+    before = contents(folder.path)
+    with claimed(folder.path), pytest.raises(recipes.RecipeError, match="is at work in it"):
+        continue_run(folder.path)
+    assert contents(folder.path) == before
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in path.iterdir() if entry.is_file() and entry.name[0] != "."}
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file can grow beyond `room` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> None:
+    rows = [train_row(step) for step in range(1, 40)]
+    for row in rows:
+        folder.add_row(row)
+    folder.save_checkpoint(30, 1, fill)
+    before = contents(folder.path)
+    with full_disk(len(before["recipe.yaml"]) // 2):
+        with pytest.raises(OSError, match="File too large"):
+            RunFolder.reopen(folder.path, RECIPE)
+    assert contents(folder.path) == before and recipes.load(folder.path / "recipe.yaml") == RECIPE
+    with full_disk(len(before["metrics.jsonl"]) + 10):
+        with pytest.raises(
+            recipes.RunError, match="writing metrics.jsonl failed: .*too large; mend that, then go on with"
+        ):
+            folder.add_row(train_row(40))
+    assert RunFolder.reopen(folder.path, RECIPE).rows == rows[:30]
 
 
 def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(folder: RunFolder) -> None:
