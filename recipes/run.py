@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
     recipe = load(recipe_path, overrides)
     with ExitStack() as stack:
         if run_dir is None:
-            run_dir = stack.enter_context(_named_after(find_recipe(recipe_path).stem))
+            run_dir = _claim_by_name(stack, find_recipe(recipe_path).stem)
         else:
             stack.enter_context(claimed(run_dir))
         RunFolder.refuse_used(run_dir)
@@ -44,17 +44,15 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
     return run_dir
 
 
-@contextmanager
-def _named_after(recipe: str) -> Iterator[Path]:
-    """A new folder below runs/, claimed: named after the recipe and the time, and numbered where that is taken."""
+def _claim_by_name(stack: ExitStack, recipe: str) -> Path:
+    """A new folder below runs/: named after the recipe and the time, and numbered where that is taken."""
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with ExitStack() as stack:
-        for number in itertools.count(1):
-            path = Path("runs") / (name if number == 1 else f"{name}-{number}")
-            with suppress(FileExistsError):
-                stack.enter_context(claimed(path, new=True))
-                break
-        yield path
+    for number in itertools.count(1):
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            stack.enter_context(claimed(path, new=True))
+            return path
+    raise AssertionError("numbers do not end")
 
 
 def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()) -> Path:

@@ -10,7 +10,7 @@ checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the ne
 model/          config and tokenizer of a random model, where the recipe makes one
 .lock           while a run is at work in it
 
-What is replaced is replaced as a whole, and is on the disk when the call returns.
+What is replaced is replaced as a whole; the recipe, the rows, the environment and `latest` are then on the disk.
 """
 
 from __future__ import annotations
@@ -150,21 +150,22 @@ class RunFolder:
         replace_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
 
     def add_row(self, row: Row) -> None:
-        """`RunError` where the disk takes no more; a half line is dropped when the run goes on."""
         self.rows.append(row)
-        try:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise RunError(
-                "writing metrics.jsonl", one_line(error), f"mend that, then {self.how_to_go_on()}"
-            ) from error
+        self._append("metrics.jsonl", row)
 
     def add_restart(self, number: int, cause: str) -> None:
         """The run goes on by itself for the `number`-th time, from its last checkpoint."""
         step = self.last_checkpoint_step() if self.has_checkpoint() else 0
-        with (self.path / "restarts.jsonl").open("a") as file:
-            file.write(json.dumps({"time": time.time(), "restart": number, "after_step": step, "cause": cause}) + "\n")
+        restart = {"time": time.time(), "restart": number, "after_step": step, "cause": cause}
+        self._append("restarts.jsonl", restart)
+
+    def _append(self, name: str, row: Row) -> None:
+        """`RunError` where the disk takes no more; a half line is dropped when the run goes on."""
+        try:
+            with (self.path / name).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise RunError(f"writing {name}", one_line(error), f"mend that, then {self.how_to_go_on()}") from error
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """A stage, in time.time() seconds."""

@@ -221,5 +221,8 @@ def test_long_tensors_are_cast_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all_finite(source)
     source[8, 2] = math.nan
     assert not all_finite(source)
+    large = torch.tensor([1e300, 2.0], dtype=torch.float64)
+    assert all_finite(large) and not all_finite(large, torch.float32)
+    assert all_finite(large[1:], torch.float8_e5m2)
     with pytest.raises(ValueError, match="does not fit"):
         cast_copy(target, source[:8], 0)

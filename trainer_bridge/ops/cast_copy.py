@@ -153,8 +153,11 @@ def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
     """No NaN and no infinity among the elements (contiguous, any float dtype), cast to `dtype`: where that has the
     smaller range, a large number is one."""
     flat = source.detach().view(-1)
-    chunks = (flat[first : first + CHUNK_CUDA] for first in range(0, flat.numel(), CHUNK_CUDA))
-    return all(bool(torch.isfinite(chunk.to(dtype or source.dtype).float()).all()) for chunk in chunks)
+    chunks = (
+        flat[first : first + CHUNK_CUDA].to(dtype or source.dtype) for first in range(0, flat.numel(), CHUNK_CUDA)
+    )
+    readable = (chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks)  # isfinite knows no fp8
+    return all(bool(torch.isfinite(chunk).all()) for chunk in readable)
 
 
 def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
