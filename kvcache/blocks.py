@@ -98,19 +98,18 @@ class BlockManager:
         child = self.admit()
         if child is None:
             return None
+        length, table = int(self._lens[parent]), self.req_to_token
         try:
-            self.req_to_token.copy_states(child, handle)
+            table.copy_states(child, handle)
+            table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
         except BaseException:  # such as the device being out of memory
-            self.req_to_token.free(child)
+            table.free(child)
             raise
-        length = int(self._lens[parent])
         pages = self._row_pages(parent)
         self._shares.fork(parent, child.row, pages)
         self._pages[child.row, : len(pages)] = pages
         self._lens[child.row] = length
         self._forked[[parent, child.row]] = True
-        table = self.req_to_token
-        table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memsaver.arena import Arena
 from memsaver.errors import StateError, format_bytes
 from memsaver.placing import Placing
+from memsaver.signals import held
 
 if TYPE_CHECKING:
     from memsaver.lease import Ticket
@@ -56,7 +57,7 @@ class Aliasing(Placing):
         from memsaver.loan import Loan
 
         started, ends = time.perf_counter(), contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
+        with held(), contextlib.ExitStack() as undo:
             undo.callback(ends.close)
             backend = peer_backend(ticket.device_key, self.backend.device)
             grant = lease_extents(ticket, backend, ends)  # without the lock: the owner may be waiting for this saver

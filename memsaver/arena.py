@@ -18,12 +18,14 @@ from memsaver.backup import Backup
 from memsaver.backup.retained import Retained
 from memsaver.checksums import Checksums
 from memsaver.errors import LeaseError
+from memsaver.signals import held
 
 if TYPE_CHECKING:
     from memsaver.loan import Loan
 
 CONTENTS = ("discard", "host", "disk")
-_forgotten: deque[tuple[Backend, Reservation, int, list[Loan]]] = deque()  # of arenas that nobody refers to
+_Parts = tuple[Backend, "Reservation", int, "list[Loan]"]
+_forgotten: deque[_Parts] = deque()  # of arenas that nobody refers to, not given back yet
 
 
 class Reservation:
@@ -49,6 +51,7 @@ class Arena:
         self.tag = tag
         self.content = content
         self.backend = backend
+        give_back_forgotten()
         self.reservation = Reservation(backend, reserve_bytes)
         base = self.reservation.address
         self.slot: int = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
@@ -184,7 +187,7 @@ class Arena:
     def verify(self) -> None:
         """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
         if self.backup is not None and self.sums is not None:
-            self.sums.verify(self.bytes_at)
+            self.sums.verify(self.bytes_at, self.committed_when_paused)
 
     def forget_retained(self) -> None:
         self.retained = None
@@ -266,17 +269,47 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
 
 
 def _give_back(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
-    """Undo of an arena that nobody refers to: now, or with the next one where a graph capture forbids to wait."""
-    _forgotten.append((backend, reservation, slot, loans))
-    with contextlib.suppress(IndexError):  # finalizers run in any thread: another one took the last
-        while not backend.capturing:
-            _undo(*_forgotten.popleft())
+    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait, or where a region's
+    tensors live on."""
+    with held():
+        _forgotten.append((backend, reservation, slot, loans))
+        give_back_forgotten()
+
+
+def give_back_forgotten() -> None:
+    """Of the arenas that nobody refers to, those that no tensor lies on any more."""
+    _retry(list(_forgotten))
+
+
+def _retry(items: Sequence[_Parts]) -> None:
+    with held():
+        for item in items:
+            if not _may_end(item):
+                continue
+            with contextlib.suppress(ValueError):  # finalizers run in any thread: another one took it
+                _forgotten.remove(item)
+                _undo(*item)
+        if _forgotten and _retry_on_host not in gc.callbacks:
+            gc.callbacks.append(_retry_on_host)
+
+
+def _retry_on_host(phase: str, info: object) -> None:
+    """When garbage is collected. Not on GPUs: waiting for one would break a graph that another thread captures."""
+    if phase == "stop":
+        _retry([item for item in _forgotten if item[0].device.type == "cpu"])
+        if not _forgotten:
+            with contextlib.suppress(ValueError):
+                gc.callbacks.remove(_retry_on_host)
+
+
+def _may_end(item: _Parts) -> bool:
+    backend, _, slot, _ = item
+    return not backend.capturing and (backend.forked or not shim.stats(slot).blocks)
 
 
 def _undo(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
-    """Where a region's tensors outlive the arena, their memory stays."""
-    if shim.stats(slot).blocks:
-        return
+    if backend.forked:
+        return  # nothing of it came along
     backend.synchronize()  # kernels that use it may be queued on any stream
     while loans:
         loans.pop().drop(backend, reservation.address)

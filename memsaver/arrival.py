@@ -45,5 +45,5 @@ class Arrival:
         for event in self._events:
             event.synchronize()
         if isinstance(self._into.backup, DiskBackup):
-            self._into.backup.restore(self._backend, self._into.address)
+            self._into.backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
         self._into.verify()

@@ -21,6 +21,7 @@ from memsaver.page_pool import PagePool
 from memsaver.recorder import Recorder
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.shortage import PAGE_POOL, explain
+from memsaver.signals import held
 from memsaver.switch import Switch
 from memsaver.tags import Tags
 from memsaver.usage import TorchUse
@@ -47,16 +48,27 @@ class SaverCore:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
-        self.backend = make_backend(torch.device(device), limit_bytes)
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        with held():
+            self._make(torch.device(device), limit_bytes, reserve_bytes, disk_dir, debug)
+
+    def _make(
+        self,
+        device: torch.device,
+        limit_bytes: int | None,
+        reserve_bytes: int | None,
+        disk_dir: str | Path | None,
+        debug: bool,
+    ) -> None:
+        self.backend = make_backend(device, limit_bytes)
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
         directory = Path(disk_dir or default_directory())
         self._switch = Switch(self.backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self.backend)
         self._torch_use = TorchUse(self.backend.device)
-        self._lock = threading.RLock()
-        self._closed = False
-        self._pid = os.getpid()
         self._guard = None
         if debug:
             from memsaver.debug import PausedGuard
@@ -169,7 +181,12 @@ class SaverCore:
             integrity.check(self._tags, self._pool, self.backend)
 
     def close(self) -> None:
-        """Give everything back. Tensors still alive must not be touched: their addresses stay without memory."""
+        """Give everything back. Tensors still alive must not be touched: their addresses stay without memory.
+
+        Does nothing in a forked child, which has none of it.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._operation():
             if self._closed:
                 return
@@ -182,8 +199,8 @@ class SaverCore:
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
-        """One at a time, and its driver calls go to the log."""
-        with self._lock, self._recorder.logged():
+        """One at a time, no interrupt in the middle, and its driver calls go to the log."""
+        with held(), self._lock, self._recorder.logged():
             yield
 
     def _require_open(self) -> None:

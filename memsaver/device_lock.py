@@ -18,6 +18,7 @@ from pathlib import Path
 
 from memsaver.errors import BackendError, LockTimeout
 from memsaver.processes import command_of, process_name
+from memsaver.signals import deliver
 
 _FIRST_SLEEP_SECONDS = 50e-6
 _LONGEST_SLEEP_SECONDS = 0.001  # mapping takes about as long
@@ -108,6 +109,7 @@ class _ProcessLock:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LockTimeout(self._explain(timeout))
+            deliver()
             time.sleep(min(sleep, left))
             sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
         with contextlib.suppress(OSError):  # a full disk costs the name in a message, not the lock

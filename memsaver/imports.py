@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,10 @@ class Imports:
                 else:
                     self._release(extent_id)
 
+    def after_fork(self) -> None:
+        """In the child: handles and pins are the parent's."""
+        self.__init__()  # type: ignore[misc]
+
     def __len__(self) -> int:
         return len(self._by_id)
 
@@ -124,3 +129,4 @@ class Imports:
 
 imports = Imports()
 """Of this process."""
+os.register_at_fork(after_in_child=imports.after_fork)

@@ -20,6 +20,7 @@ from memsaver.backends.peer import peer_backend
 from memsaver.errors import StateError
 from memsaver.lease import Lease, Ticket
 from memsaver.loan import endings
+from memsaver.signals import Unbroken
 
 _Key = tuple[Ticket, torch.device]
 
@@ -77,14 +78,17 @@ class KeptLeases:
         dropped = weakref.finalize(self, _drop, self._kept, self._pid, endings(self._pid))
         dropped.atexit = False  # the kernel does it
 
-    @contextlib.contextmanager
-    def use(self, ticket: Ticket, at_least: int = 0) -> Iterator[Lease]:
+    def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
         """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.
 
         Tensors of it must not be used afterwards. Waits for the device's work when it is left. at_least: bytes that it
         must have; a tag that has grown since it was mapped is mapped anew only if this says so. Raises ``LeaseError``
         (as ``attach``) and ``StateError`` (closed, or a forked child).
         """
+        return Unbroken(self._use(ticket, at_least))
+
+    @contextlib.contextmanager
+    def _use(self, ticket: Ticket, at_least: int) -> Iterator[Lease]:
         kept = self._entered(ticket, at_least)
         try:
             yield kept.lease

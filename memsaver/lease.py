@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +23,9 @@ from memsaver.backends.peer import peer_backend
 from memsaver.device_lock import device_lock
 from memsaver.errors import BackendError, LeaseError
 from memsaver.imports import Import, imports
+from memsaver.loan import endings
 from memsaver.owner import Owner, owner_of
+from memsaver.signals import held
 
 TIMEOUT_SECONDS = 10.0
 
@@ -51,15 +56,15 @@ class Lease:
 
     On GPUs the one that is current now can use the address, and no other; tensors say that they are on it. If it is not
     the tag's, the two must reach each other; the tag's may be hidden, and this process has no context there.
-    Tensors from ``tensor`` dangle after ``close``. Errors: ``LeaseError`` when the owner refuses or is gone, or the
-    current GPU does not reach the tag's.
+    Tensors from ``tensor`` dangle after ``close``; a lease that nobody closes ends with itself and the last of them.
+    Errors: ``LeaseError`` when the owner refuses or is gone, or the current GPU does not reach the tag's.
     """
 
     def __init__(self, ticket: Ticket, kept: bool = False) -> None:
         """kept: the owner may ask for it back; ``KeptLeases`` is who answers."""
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
-        with contextlib.ExitStack() as undo:
+        with held(), contextlib.ExitStack() as undo:
             grant = lease_extents(ticket, self._backend, undo, kept)
             self.owner, self.number, extents = grant.owner, grant.number, grant.extents
             self.nbytes = sum(extent.nbytes for extent in extents)
@@ -74,8 +79,9 @@ class Lease:
                 if self.nbytes:
                     self._open_access()
                 mapped.pop_all()
-            self._undo = undo.pop_all()
-        self.closed = False
+            self._mapped = _Mapped(self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all())
+            pid = os.getpid()
+            weakref.finalize(self, _drop, self._mapped, pid, endings(pid)).atexit = False
 
     def _open_access(self) -> None:
         try:
@@ -88,6 +94,10 @@ class Lease:
                 f"{self.ticket.device_key} ({error}); use GPUs that reach each other (nvidia-smi topo -p2p r)"
             ) from error
 
+    @property
+    def closed(self) -> bool:
+        return self._mapped.closed
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
         """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -98,16 +108,17 @@ class Lease:
             raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)
-        return self._backend.window(self._address + byte_offset, nbytes).view(dtype).view(shape)
+        return self._backend.window(self._address + byte_offset, nbytes, self).view(dtype).view(shape)
 
     def close(self) -> None:
         """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
 
         May be tried again when the driver refused (``BackendError``).
         """
-        if not self.closed:
-            self.synchronize()
-            self.end()
+        with held():
+            if not self.closed:
+                self.synchronize()
+                self.end()
 
     def synchronize(self) -> None:
         """Wait for all work of the device that maps it."""
@@ -115,12 +126,7 @@ class Lease:
 
     def end(self) -> None:
         """``close`` without waiting: no work uses the pages any longer."""
-        if not self.closed:
-            with device_lock(self.ticket.device_key):
-                if self.nbytes:
-                    self._backend.unmap(self._address, self.nbytes)
-            self.closed = True
-            self._undo.close()
+        self._mapped.end()
 
     def bind_thread(self) -> None:
         """Before ``end`` in a thread of our own."""
@@ -131,6 +137,40 @@ class Lease:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Mapped:
+    """What a lease holds, apart from it, for a finalizer."""
+
+    def __init__(
+        self, backend: Backend, device_key: str, address: int, nbytes: int, undo: contextlib.ExitStack
+    ) -> None:
+        """undo: of the rest, when nothing is mapped any more."""
+        self.closed = False
+        self._backend, self._device_key, self._address, self._nbytes = backend, device_key, address, nbytes
+        self._undo = undo
+
+    def end(self) -> None:
+        with held():
+            if not self.closed:
+                with device_lock(self._device_key):
+                    if self._nbytes:
+                        self._backend.unmap(self._address, self._nbytes)
+                self.closed = True
+                self._undo.close()
+
+    def end_dropped(self) -> None:
+        """In a thread of our own, of a lease that nobody closed."""
+        if not self.closed:
+            self._backend.bind_thread()
+            self._backend.synchronize()
+            self.end()
+
+
+def _drop(mapped: _Mapped, pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """For a finalizer: it may run under any lock, so another thread talks to the owner."""
+    if os.getpid() == pid and not mapped.closed:
+        endings.put(mapped.end_dropped)
 
 
 def attach(ticket: Ticket) -> Lease:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -10,19 +12,23 @@ import torch
 from memsaver.arena import Arena
 from memsaver.backends.base import ShortOfMemory
 from memsaver.core import SaverCore
+from memsaver.signals import Unbroken, held
 
 
 class Placing(SaverCore):
     """The operations of ``MemorySaver`` that allocate on a tag, and make it on first use."""
 
-    @contextlib.contextmanager
-    def region(self, tag: str = "default", content: str | None = None) -> Iterator[None]:
+    def region(self, tag: str = "default", content: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Place this thread's torch allocations on ``tag``; the innermost region wins.
 
         ``content``: what a pause does with the content: ``"discard"`` (default for a new tag), ``"host"``, ``"disk"``.
         Allocations of other threads (autograd's, loaders') are not caught. Raises ``StateError`` on a paused tag,
         ``OutOfMemory`` where torch's own error would say less, ``CompilerError`` on the CPU without a C++ compiler.
         """
+        return Unbroken(self._region(tag, content))
+
+    @contextlib.contextmanager
+    def _region(self, tag: str, content: str | None) -> Iterator[None]:
         arena = self._open_for_use(tag, content, enter=True)
         before = arena.stats.committed
         try:
@@ -52,9 +58,12 @@ class Placing(SaverCore):
         elastic: its memory comes in pieces of at most 1 GiB, now and at each resume, so that ``resize`` can give some
         back; on a GPU the memory of other tensors is one piece each.
         """
-        size = torch.Size((shape,) if isinstance(shape, int) else shape)
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(length < 0 for length in size):
+            raise ValueError(f"empty: no length of the shape {list(size)} may be negative")
+        nbytes = min(math.prod(size) * dtype.itemsize, sys.maxsize)  # more does not go through C as it is
+        first = tag not in self.tags
         arena = self._open_for_use(tag, content)
-        nbytes = size.numel() * dtype.itemsize
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
@@ -64,7 +73,10 @@ class Placing(SaverCore):
         if tensor is None and self._switch.make_room():
             tensor = arena.empty(nbytes)
         if tensor is None:
-            raise self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
+            error = self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
+            if first:
+                self._forget(arena)
+            raise error
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
 
@@ -100,11 +112,18 @@ class Placing(SaverCore):
 
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
         """The tag's arena, made on first use; ``enter`` counts one more open region, so that no pause comes between."""
-        with self._lock:
+        with held(), self._lock:
             self._require_open()
             arena = self._tags.open(tag, content)
             arena.open_regions += enter
         return arena
+
+    def _forget(self, arena: Arena) -> None:
+        """A tag whose first tensor could not be made, unless another thread has found it meanwhile."""
+        with self._operation():
+            if not arena.open_regions and not arena.stats.blocks and not arena.paused:
+                self._tags.forget(arena.tag)
+                arena.close()
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
         """After allocating: give back the unused tail (never under a lease), and tell the timeline."""

@@ -70,9 +70,20 @@ class Endpoint:
         _endpoints.add(self)
 
     def start(self) -> None:
-        """Begin to read: from here on ``serve`` and ``on_close`` are called."""
-        threading.Thread(target=self._read, name=f"{self._name}-read", daemon=True).start()
-        threading.Thread(target=self._work, name=f"{self._name}-work", daemon=True).start()
+        """Begin to read: from here on ``serve`` and ``on_close`` are called.
+
+        RuntimeError where there are no threads to be had; the connection has ended then.
+        """
+        work = threading.Thread(target=self._work, name=f"{self._name}-work", daemon=True)
+        read = threading.Thread(target=self._read, name=f"{self._name}-read", daemon=True)
+        try:
+            work.start()
+            read.start()
+        except RuntimeError:
+            self.closed = True
+            self._requests.put(None)
+            self._socket.close()
+            raise
 
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any

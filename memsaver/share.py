@@ -28,11 +28,13 @@ from memsaver.errors import LeaseError
 from memsaver.imports import imports
 from memsaver.lease import TIMEOUT_SECONDS, PoolTicket, Ticket, gives_for
 from memsaver.page_pool import PagePool
+from memsaver.signals import deliver
 
 REVOKE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
 BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
 _CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
+_SCARCE_SECONDS = 0.1
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -60,6 +62,7 @@ class ShareServer:
         self._links: list[Link] = []
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
         self._pool_token = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -111,6 +114,7 @@ class ShareServer:
                         f"borrowed the pages, before pausing (nothing was changed)"
                     )
                 self._changed.wait(min(left, _AGAIN_SECONDS))
+            deliver()
 
     def recall(self, tags: Sequence[str]) -> None:
         """Peers end leases of the tags that they keep: at once, or with the use that is under way.
@@ -152,8 +156,9 @@ class ShareServer:
             link.imported.difference_update(ids)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        if os.getpid() == self._pid:  # a forked child closes its descriptor only
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in list(self._links):
             link.endpoint.close()
@@ -167,7 +172,7 @@ class ShareServer:
             except OSError as error:
                 if error.errno not in (*_SCARCE, errno.ECONNABORTED):
                     return  # closed
-                time.sleep(0.1)
+                time.sleep(_SCARCE_SECONDS)
                 continue
             if rpc.credentials(connection)[1] != os.getuid():
                 connection.close()  # a stranger costs no thread
@@ -177,7 +182,11 @@ class ShareServer:
             link.endpoint = rpc.Endpoint(connection, handler, gone, "memsaver-owner", prompt=["unlease"])
             with self._changed:
                 self._links.append(link)
-            link.endpoint.start()
+            try:
+                link.endpoint.start()
+            except RuntimeError:  # no thread to be had: this peer is turned away, later ones perhaps not
+                self._gone(link)
+                time.sleep(_SCARCE_SECONDS)
 
     def _gone(self, link: Link) -> None:
         with self._changed:

@@ -19,10 +19,14 @@ def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:
     Not if they are too large to fit one after the other: an extent cannot be split.
     """
     head = min(needed, LARGEST)
-    missing = needed - head
+    return head + _unserved(sizes, needed - head) <= max(0, needed - sum(sizes)) + LARGEST
+
+
+def _unserved(sizes: Sequence[int], needed: int) -> int:
+    """What is left of ``needed`` when whole extents of these sizes serve it, in their order."""
     for size in sizes:
-        missing -= size if size <= missing else 0
-    return head + missing <= max(0, needed - sum(sizes)) + LARGEST
+        needed -= size if size <= needed else 0
+    return needed
 
 
 class Swap:
@@ -44,7 +48,9 @@ class Swap:
             undo.callback(self._backend.synchronize)  # whatever is still being copied
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
             arrival = Arrival(self._backend, into, undo)
-            self._head_start(arrival, undo)
+            with self._lock:
+                head, tail = self._own(leaving, arrival.missing, undo)  # first: short of memory, nothing was changed
+                arrival.put(head)
             left = []
             for extent, event in zip(leaving, copied, strict=True):
                 if event is not None:
@@ -55,7 +61,9 @@ class Swap:
                         left.append(extent)
                     else:
                         arrival.put([extent])
-            self._rest(arrival, undo)
+            if tail:
+                with self._lock:
+                    arrival.put(tail)
             arrival.finish()
             shim.set_extents(out.slot, [])
             undo.pop_all()
@@ -67,10 +75,17 @@ class Swap:
         runs = copy.part(extent.offset, extent.nbytes)
         return self._backend.start_copy([(host, out.address + at, nbytes) for at, host, nbytes in runs])
 
-    def _head_start(self, arrival: Arrival, undo: contextlib.ExitStack) -> None:
-        """At most LARGEST bytes beside what ``out`` holds, so that the way in need not wait for the way out."""
-        with self._lock:
-            arrival.put(self._pool.obtain_most(min(arrival.missing, LARGEST), undo))
+    def _own(
+        self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
+    ) -> tuple[list[shim.Extent], list[shim.Extent]]:
+        """What ``into`` gets beside the extents of ``out``, ``ShortOfMemory``.
+
+        At most LARGEST bytes for a head start, so that the way in need not wait for the way out; and what those extents
+        cannot serve.
+        """
+        head = self._pool.obtain_most(min(needed, LARGEST), undo)
+        left = _unserved([extent.nbytes for extent in leaving], needed - sum(extent.nbytes for extent in head))
+        return head, self._pool.obtain(left, undo)
 
     def _take_away(self, out: Arena, copy: HostBackup | None, extent: shim.Extent, undo: contextlib.ExitStack) -> None:
         address = out.address + extent.offset
@@ -83,9 +98,3 @@ class Swap:
             self._backend.copy([(out.address + at, host, nbytes) for at, host, nbytes in runs])
 
         undo.callback(put_back)
-
-    def _rest(self, arrival: Arrival, undo: contextlib.ExitStack) -> None:
-        """What ``out`` had not: from the pool or the driver, ``ShortOfMemory``."""
-        if arrival.missing:
-            with self._lock:
-                arrival.put(self._pool.obtain(arrival.missing, undo))

@@ -15,7 +15,7 @@ from memsaver.arrival import Arrival
 from memsaver.backends.base import Backend, ShortOfMemory
 from memsaver.backup import Backup, HostBackup
 from memsaver.device_lock import device_lock
-from memsaver.errors import LeaseError
+from memsaver.errors import BackendError, LeaseError
 from memsaver.page_pool import LARGEST, PagePool
 from memsaver.saving import Saving
 from memsaver.swap import Swap, goes_piecewise
@@ -89,18 +89,25 @@ class Switch:
             backups = {arena.tag: self.saving.save(arena, content) for arena, content in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
-            many = {tag for tag, items in extents.items() if self._pool.are_many(items)} if release == "keep" else set()
-            if release == "keep":
-                self._pool.keep([extent for tag, items in extents.items() if tag not in many for extent in items])
-            lost = None if to is None else self._hand_over(_flat(extents), to)
+                if to is None:
+                    undo.pop_all()  # nothing is left that may fail
+                    self._settle(arenas, extents, backups, whole=release == "driver")
+                    self._put_away(extents, release)
+                    return None
+            lost = self._hand_over(_flat(extents), to)
             undo.pop_all()
-        self._settle(arenas, extents, backups, whole=release == "driver")
-        with self._device_lock:
-            for tag in many:
-                self._pool.keep_remade(extents[tag])
-            if release == "driver":
-                self._pool.give_back(_flat(extents))
+        self._settle(arenas, extents, backups, whole=False)
         return lost
+
+    def _put_away(self, extents: Extents, release: str) -> None:
+        """To the driver, or into the page pool; the device lock is held."""
+        for items in extents.values():
+            if release == "driver":
+                self._pool.give_back(items)
+            elif self._pool.are_many(items):
+                self._pool.keep_remade(items)
+            else:
+                self._pool.keep(items)
 
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
@@ -150,6 +157,12 @@ class Switch:
         if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
             self._swap_in_turn(out, content, into)
             return
+        try:
+            self._swap_piecewise(out, content, into, leaving)
+        except ShortOfMemory:  # one after the other takes less at once
+            self._swap_in_turn(out, content, into)
+
+    def _swap_piecewise(self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]) -> None:
         self.wait_unleased([out])
         with contextlib.ExitStack() as undo:
             out.freeze()
@@ -166,14 +179,26 @@ class Switch:
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
         """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
+        self._check_room(out, into)
         saved = [(out, content)] if content != "discard" else []
         self.pause([out], saved, "driver", None, None)
         out.whole = into.whole = False
         try:
             self.resume([into])
-        except BaseException:
+        except BaseException as error:
             self.resume([out])
-            raise
+            if saved:
+                raise
+            raise BackendError(
+                f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); {out.tag!r} is "
+                f"active again, and its content, which swap was to discard, is undefined"
+            ) from error
+
+    def _check_room(self, out: Arena, into: Arena) -> None:
+        """``ShortOfMemory``, before content is gone that nobody saved, where even all of ``out`` is not enough."""
+        more = into.committed_when_paused - out.stats.committed - self._pool.held_bytes
+        if more > (free := self._backend.free_bytes):
+            raise ShortOfMemory(shim.Cause(shim.E_LIMIT, 0, into.committed_when_paused, more - free))
 
     def exchange(self, one: Arena, other: Arena) -> None:
         """Each gets the other's extents, and what is known of their content; what it raises has changed nothing."""
@@ -262,7 +287,8 @@ class Switch:
             with contextlib.ExitStack() as undo, self._device_lock:
                 undo.callback(arena.thaw)
                 arena.freeze()  # nothing else grows the tag meanwhile
-                arena.extend(self._pool.obtain(nbytes - arena.stats.committed, undo), undo)
+                more = max(0, nbytes - arena.stats.committed)  # a region of another thread may have been faster
+                arena.extend(self._pool.obtain(more, undo), undo)
                 undo.pop_all()
             arena.thaw()
 

@@ -45,6 +45,9 @@ class Tags:
         arena.cause()  # forget an earlier failure
         return arena
 
+    def forget(self, tag: str) -> None:
+        del self._arenas[tag]
+
     def at(self, address: int) -> Arena:
         """The one whose addresses these are."""
         for arena in self:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.places import place_of
+from memsaver.signals import deliver, held
 from memsaver.usage import empty_torch_cache
 from rollout.cache import Cache
 from rollout.config import EngineConfig
@@ -143,23 +144,26 @@ class Engine:
 
         Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while the engine is
         unavailable, ValueError naming a prompt that could never fit. Whatever raises, no request of this call is left.
+        A Ctrl-C, or another signal that Python handles, waits for the end of the present step.
         """
         self._require_available()
         each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
-        requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
-        samples = [sample for request in requests for sample in request]
-        try:
-            while any(sample.finish_reason is None for sample in samples):
-                self._step()
-                if on_progress is not None:
-                    done = sum(sample.finish_reason is not None for sample in samples)
-                    on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
-        except BaseException as error:
-            self._ranks.fail(error)
-            self.scheduler.abort(samples)
-            raise
+        with held():
+            requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
+            samples = [sample for request in requests for sample in request]
+            try:
+                while any(sample.finish_reason is None for sample in samples):
+                    self._step()
+                    if on_progress is not None:
+                        done = sum(sample.finish_reason is not None for sample in samples)
+                        on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
+                    deliver()
+            except BaseException as error:
+                self._ranks.fail(error)
+                self.scheduler.abort(samples)
+                raise
         return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
@@ -221,6 +225,7 @@ class Engine:
         """The captured graphs; None where decode runs without."""
         return self.runner.graphs
 
+    @held()
     def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
@@ -258,6 +263,7 @@ class Engine:
             if KV_CACHE in rest:
                 empty_torch_cache(self.saver.device)  # what steps left there; whoever works next needs it
 
+    @held()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
 
@@ -298,6 +304,7 @@ class Engine:
         """Where every parameter lies, for `Trainer.connect` to plan with. Also while the weights sleep."""
         return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
 
+    @held()
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
         """Offer pages for version `version` to be written into; replaces an open update. See `rollout/update.py`.
 
@@ -311,6 +318,7 @@ class Engine:
             self._require_idle("begin a weight update", "begin one with shadow=True, or when generate has returned")
         return self._update.begin(version, shadow, names)
 
+    @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
         """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer that cannot map them.
 
@@ -318,6 +326,7 @@ class Engine:
         """
         self._update.write(boxes, data)
 
+    @held()
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read the written pages back, and compare with what the writer says it wrote.
 
@@ -326,6 +335,7 @@ class Engine:
         """
         return self._update.verify(receipt)
 
+    @held()
     def commit_update(self, version: int) -> CommitReceipt:
         """Serve the version that was verified. Addresses stay; shadow pages become those of `weights`, and the old ones
         go back to the driver. Needs that no request runs and no process maps shadow pages or `weights`; otherwise
@@ -334,6 +344,7 @@ class Engine:
         self._require_idle("commit a weight update", "commit it when generate has returned")
         return self._update.commit(version)
 
+    @held()
     def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
         """Serve another saver's pages as version `version`, without a copy. Replaces an open update.
 
@@ -347,6 +358,7 @@ class Engine:
         self._require_idle("adopt weights", "adopt them when generate has returned")
         return self._update.adopt(version, ticket, layout_hash, digest)
 
+    @held()
     def abort_update(self, reason: str) -> None:
         """End the update. One with shadow pages, open or refused, leaves the version that is served; otherwise the
         engine is poisoned: it refuses to generate, giving `reason`, until an update commits. Adopted pages go back."""

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed as long as the engine lives.
 
 Everything a graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV cache, buffers that
-live outside every tag (inputs, rotary tables, the request table), and memory of the tag that the same replay wrote
-before: so the tag's content need not survive a pause, only its addresses.
+live outside every tag (inputs, rotary tables, the request table, what ranks exchange), and memory of the tag that the
+same replay wrote before: so the tag's content need not survive a pause, only its addresses.
 """
 
 from __future__ import annotations

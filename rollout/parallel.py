@@ -15,9 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from memsaver import StateError
+from memsaver.foreign import on_a_tag
+from memsaver.rounding import round_up
 from rollout.errors import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
+_STAGING_BYTES = 32 << 20
+_ALIGNMENT = 256  # bytes: of what NCCL reads and writes
 
 
 class TensorParallel:
@@ -34,11 +39,27 @@ class TensorParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.failure: str | None = None
         self._group = group
+        self._staging: Tensor | None = None
+
+    def stage_captures(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Before graphs are captured: from then on their collectives work on memory of this object, outside of every
+        tag. NCCL registers the buffers of captured collectives with the other ranks, who would use a tag's old pages
+        after a pause. width: of `join`."""
+        if self.size == 1:
+            return
+        row = (1 + self.size) * -(-width // self.size) * dtype.itemsize
+        self._staging = torch.empty(
+            round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT), dtype=torch.uint8, device=device
+        )
+        if on_a_tag(self._staging):
+            raise StateError(
+                "a tensor-parallel engine is being made inside a region; make it outside, it has tags of its own"
+            )
 
     def sum(self, x: Tensor, stage: str) -> Tensor:
         """x summed over the ranks, in place."""
         if self.size > 1:
-            self._exchange(stage, lambda: dist.all_reduce(x, group=self._group))
+            self._exchange(stage, lambda: self._sum(x))
         return x
 
     def agree(self, values: list[int], device: torch.device, stage: str) -> list[int]:
@@ -64,9 +85,35 @@ class TensorParallel:
             return columns
         gathered = columns.new_empty((self.size, *columns.shape))
         if len(columns):  # none where a step ends no prompt
-            parts = list(gathered.unbind(0))
-            self._exchange("logits", lambda: dist.all_gather(parts, columns.contiguous(), group=self._group))
+            self._exchange("logits", lambda: self._gather(columns.contiguous(), gathered))
         return gathered.transpose(0, 1).reshape(len(columns), self.size * columns.shape[1])[:, :width]
+
+    def _sum(self, x: Tensor) -> None:
+        if not _capturing():
+            dist.all_reduce(x, group=self._group)
+            return
+        assert self._staging is not None
+        staged = self._staging.view(x.dtype)
+        for part in x.view(-1).split(len(staged)):
+            mine = staged[: len(part)].copy_(part)
+            dist.all_reduce(mine, group=self._group)
+            part.copy_(mine)
+
+    def _gather(self, columns: Tensor, gathered: Tensor) -> None:
+        """[T, columns] of every rank into [ranks, T, columns]."""
+        if not _capturing():
+            dist.all_gather(list(gathered.unbind(0)), columns, group=self._group)
+            return
+        assert self._staging is not None
+        staged, width = self._staging.view(columns.dtype), columns.shape[1]
+        aligned = _ALIGNMENT // columns.itemsize
+        most = (len(staged) - aligned) // (width * (1 + self.size))
+        for at in range(0, len(columns), most):
+            part = columns[at : at + most]
+            mine = staged[: part.numel()].view(part.shape).copy_(part)
+            theirs = staged[round_up(part.numel(), aligned) :][: self.size * part.numel()]
+            dist.all_gather_into_tensor(theirs.view(-1, width), mine, group=self._group)
+            gathered[:, at : at + most].copy_(theirs.view(self.size, *part.shape))
 
     def check_same(self, what: str, value: str) -> None:
         """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the same."""
@@ -89,7 +136,7 @@ class TensorParallel:
         try:
             collective()
         except RuntimeError as error:  # also what torch.distributed raises for a time-out and a lost connection
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if _capturing():
                 raise
             self._say(f"waited in stage {stage!r}")
             self.failure = (
@@ -129,3 +176,7 @@ class TensorParallel:
 
     def _key(self, rank: int) -> str:
         return f"memsaver/tensor-parallel/{rank}"
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -110,9 +110,11 @@ class PrefixBlocks:
             self.blocks.release(handle)
             return
         held = self._held.pop(handle)
-        self._insert(handle, array("i", tokens), held.version)
-        self.blocks.release(handle)
-        self.cache.dec_lock_ref(held.node)
+        try:
+            self._insert(handle, array("i", tokens), held.version)
+        finally:
+            self.blocks.release(handle)
+            self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
         """Before the `release` of a sequence that is to go on later: what of its computed `tokens` waits on the host;

@@ -53,7 +53,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
         """From here on decode steps of at most max(sizes) samples are graph replays."""
-        self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, self._weights.lm_head.dtype, saver)
+        dtype = self._weights.lm_head.dtype
+        self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
+        self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:

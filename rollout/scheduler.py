@@ -1,5 +1,6 @@
 """Continuous batching: which samples are computed in the next step. Policy only, no tensor is looked into."""
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -252,15 +253,19 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with what they have."""
-        for sample in samples:
-            if sample.finish_reason is not None:
-                continue
-            if sample.beams is None:
-                self._finish(sample, "abort")
-            else:
-                self._end(sample.beams)
+        """End unfinished samples with what they have; all of them, also where an error comes in between."""
+        with contextlib.ExitStack() as each:
+            for sample in samples:
+                each.callback(self._abort, sample)
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
+
+    def _abort(self, sample: Sample) -> None:
+        if sample.finish_reason is not None:
+            return
+        if sample.beams is None:
+            self._finish(sample, "abort")
+        else:
+            self._end(sample.beams)
 
     def _make_room(self, sample: Sample) -> None:
         """Preempts the sample, its pages to the host where that is the cheaper way back."""
@@ -301,10 +306,12 @@ class Scheduler:
                 self._release(member)
 
     def _release(self, sample: Sample) -> None:
-        self.blocks.release(_handle(sample), sample.kept_tokens())
-        sample.handle = None
-        sample.computed = sample.prefill_len = 0
-        self.running.remove(sample)
+        try:
+            self.blocks.release(_handle(sample), sample.kept_tokens())
+        finally:
+            sample.handle = None
+            sample.computed = sample.prefill_len = 0
+            self.running.remove(sample)
 
 
 def _handle(sample: Sample) -> ReqHandle:

@@ -15,7 +15,7 @@ import torch
 from kvcache.tiers.keys import HASH_BYTES, stable_hash
 from kvcache.tiers.lru import VersionedLRU
 from kvcache.tiers.memory import host_memory
-from memsaver.backup.disk_file import BLOCK, BlockFile
+from memsaver.backup.disk_file import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 
 _MAGIC = b"kvpage01"
@@ -53,8 +53,10 @@ class DiskTier:
         self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()  # torch's threads cost more than one page
         self._entries: VersionedLRU[Path] = VersionedLRU(version)
         self._count = 0  # files, those of older versions included
-        self._hold_directory()
-        self._adopt()
+        self._stuck: set[Path] = set()  # files of dropped pages that could not be deleted; they count until they are
+        with explained("taking a directory for KV pages", directory, self.file_bytes, _ADVICE):
+            self._hold_directory()
+            self._adopt()
 
     @property
     def version(self) -> int:
@@ -93,7 +95,8 @@ class DiskTier:
         self._memory[: len(fields) + HASH_BYTES] = fields + stable_hash(fields, self._payload.data)
         path = self._path(key)
         self._write(path)
-        self._count += 1
+        self._count += path not in self._stuck
+        self._stuck.discard(path)
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
@@ -114,7 +117,8 @@ class DiskTier:
             return True
         _log.warning("KV page file %s is dropped, its tokens will be computed again: %s", path, reason)
         self._entries.remove(key)
-        self._delete(path)
+        with contextlib.suppress(BackendError):  # then it goes later
+            self._delete(path)
         return False
 
     def raise_version(self, version: int) -> None:
@@ -122,9 +126,10 @@ class DiskTier:
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Deletes all pages, of every version."""
-        while self._count:
-            self._drop_oldest()
+        """Drops all pages, of every version, and deletes their files as far as the file system lets them go."""
+        while dropped := self._entries.drop():
+            with contextlib.suppress(BackendError):
+                self._delete(dropped.value)
 
     def close(self) -> None:
         """Lets go of the directory; otherwise when this object dies. The pages stay."""
@@ -159,6 +164,8 @@ class DiskTier:
             self._drop_oldest()
 
     def _make_room(self) -> None:
+        for path in tuple(self._stuck):
+            self._delete(path)
         while self.nbytes + self.file_bytes > self.budget_bytes:
             self._drop_oldest()
 
@@ -168,18 +175,26 @@ class DiskTier:
         self._delete(dropped.value)
 
     def _delete(self, path: Path) -> None:
+        """BackendError where the file system does not let it go: tried again when room is needed."""
+        self._stuck.add(path)
+        self._unlink(path)
+        self._stuck.discard(path)
         self._count -= 1
-        path.unlink(missing_ok=True)
+
+    def _unlink(self, path: Path) -> None:
+        with explained("deleting a file", path, self.file_bytes, _ADVICE):
+            path.unlink(missing_ok=True)
 
     def _write(self, path: Path) -> None:
         part = path.with_suffix(_PART)
-        part.unlink(missing_ok=True)
+        self._unlink(part)
         file = BlockFile.create(part, self.file_bytes, _ADVICE)
         try:
             file.write(self._memory, 0)
             file.rename(path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(BackendError):  # the next one of this name, or the next start, deletes it
+                self._unlink(part)
             raise
         finally:
             file.close()

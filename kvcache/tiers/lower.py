@@ -129,7 +129,11 @@ class LowerTiers:
         if not len(taken):
             return 0
         page = int(taken[0])
-        self.host.write_page(page, self._read)
+        try:
+            self.host.write_page(page, self._read)
+        except BaseException:
+            self.host.allocator.free_pages(taken)
+            raise
         self._pages.add(key, page)
         return page
 
@@ -141,9 +145,11 @@ class LowerTiers:
             if oldest is None or (oldest.version == self.version and oldest.key in wanted):
                 break
             self._pages.drop()
-            if oldest.version == self.version:
-                self._to_disk(oldest.key, oldest.value)
-            ledger.free_pages([oldest.value])
+            try:
+                if oldest.version == self.version:
+                    self._to_disk(oldest.key, oldest.value)
+            finally:
+                ledger.free_pages([oldest.value])
         pages = ledger.alloc_pages(min(count, ledger.available_pages))
         assert pages is not None
         return pages

@@ -199,7 +199,7 @@ class TieredPrefixCache(RadixCache):
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
             try:
                 self._last = self.lower.save([each for _, each in current], device_pages) or self._last
-            except torch.OutOfMemoryError as error:  # a copy that nobody waits for is not worth failing
+            except (RuntimeError, OSError, MemoryError) as error:  # a copy that nobody waits for is not worth failing
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:

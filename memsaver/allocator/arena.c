@@ -180,7 +180,12 @@ void *ms_alloc(int slot, size_t nbytes) {
     int error;
     if (!nbytes || ms_forked(a->phys)) return NULL;
     pthread_mutex_lock(&a->lock);
-    error = a->state == MS_PAUSED ? fail(a, MS_E_PAUSED, 0, nbytes, 0) : take(a, nbytes, &offset);
+    if (a->state == MS_PAUSED)
+        error = fail(a, MS_E_PAUSED, 0, nbytes, 0);
+    else if (nbytes > a->reserved) /* rounded up, it could be 0 */
+        error = fail(a, MS_E_RESERVATION, 0, nbytes, nbytes - a->reserved);
+    else
+        error = take(a, nbytes, &offset);
     pthread_mutex_unlock(&a->lock);
     return error ? NULL : (void *)(a->base + offset);
 }

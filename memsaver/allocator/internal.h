@@ -24,7 +24,6 @@ struct ms_phys {
 
 static inline size_t ms_round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-int ms_forked(const ms_phys *phys);
 uint64_t ms_clock_ns(void);
 /* Record a driver call that began at `started`; returns `error`. */
 int ms_recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error);

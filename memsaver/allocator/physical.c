@@ -238,6 +238,7 @@ int ms_set_access(ms_phys *phys, size_t address, size_t nbytes) {
 
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes) {
     const int nothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (ms_forked(phys)) return 0; /* the memory did not come along: what is there is the child's own */
     uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)

@@ -89,6 +89,7 @@ typedef struct ms_phys ms_phys;
 
 ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver *driver);
 void ms_phys_free(ms_phys *phys);
+int ms_forked(const ms_phys *phys); /* is this a forked child of its process? */
 size_t ms_phys_committed(ms_phys *phys);
 size_t ms_phys_limit(ms_phys *phys);
 void ms_phys_set_limit(ms_phys *phys, size_t limit);

@@ -147,6 +147,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_copy": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Transfer), _size, ctypes.c_void_p]),
+    "ms_forked": (ctypes.c_int, [ctypes.c_void_p]),
     "ms_pool_put": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
     "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
     "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),

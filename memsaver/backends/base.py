@@ -42,6 +42,8 @@ class Backend(Protocol):
 
     @property
     def committed_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
     def round_up(self, nbytes: int) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def unreserve(self, address: int, nbytes: int) -> None: ...
@@ -55,9 +57,11 @@ class Backend(Protocol):
     def bind_thread(self) -> None: ...
     def synchronize(self) -> None: ...
     @property
+    def forked(self) -> bool: ...
+    @property
     def capturing(self) -> bool: ...
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
-    def window(self, address: int, nbytes: int) -> torch.Tensor: ...
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
     @property
     def host_arena(self) -> HostArena: ...
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
@@ -96,6 +100,17 @@ class ShimBackend:
         committed: int = shim.library().ms_phys_committed(self.phys)
         return committed
 
+    @property
+    def free_bytes(self) -> int:
+        """What could be made now, as far as limit and device say; torch's cache counts as free."""
+        limit = self.limit_bytes
+        free = self.device_free_bytes
+        return free if limit is None else min(free, limit - self.committed_bytes)
+
+    @property
+    def device_free_bytes(self) -> int:
+        raise NotImplementedError
+
     def round_up(self, nbytes: int) -> int:
         """To whole pages."""
         return round_up(nbytes, self.granularity)
@@ -129,7 +144,13 @@ class ShimBackend:
     def set_access(self, address: int, nbytes: int) -> None:
         self._check("set access", shim.library().ms_set_access(self.phys, address, nbytes))
 
+    @property
+    def forked(self) -> bool:
+        """Is this a forked child of the process that made it? Its memory did not come along."""
+        return bool(shim.library().ms_forked(self.phys))
+
     def unmap(self, address: int, nbytes: int) -> None:
+        """Nothing in a forked child, which may have something of its own there."""
         self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
 
     def error_name(self, code: int) -> str:

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 
 from memsaver.allocator import shim
 from memsaver.allocator.shim import Operation
-from memsaver.backends import nvml
+from memsaver.backends import dlpack, nvml
 from memsaver.backends.base import ShimBackend
 from memsaver.backup.host_arena import HostArena
 from memsaver.errors import BackendError
@@ -132,11 +132,13 @@ class CudaBackend(ShimBackend):
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
 
-    def window(self, address: int, nbytes: int) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped as long as it is used. It says that it is on this
-        device, whichever GPU the memory is of: torch asks the driver for that, and copies, where ``view`` is used."""
-        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps.
+
+        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for that, and copies,
+        where ``view`` is used.
+        """
+        return dlpack.tensor(address, nbytes, self.device.index, keeper)
 
     @property
     def host_arena(self) -> HostArena:
@@ -161,6 +163,11 @@ class CudaBackend(ShimBackend):
         """The driver's code; it takes a stream of the current device only."""
         with torch.cuda.device(self.device):
             return shim.copy(self.phys, transfers, stream.cuda_stream)
+
+    @property
+    def device_free_bytes(self) -> int:
+        cache = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cache
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""

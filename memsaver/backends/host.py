@@ -17,6 +17,7 @@ from memsaver.backends.base import ShimBackend
 from memsaver.backup.host_arena import HostArena
 from memsaver.backup.workers import workers
 from memsaver.errors import BackendError
+from memsaver.host_limits import available_memory
 from memsaver.libc import MAP_FAILED, libc
 
 _MAP_NORESERVE = 0x4000
@@ -29,6 +30,9 @@ _CHUNK = 8 << 20  # bytes: less is not worth another thread
 @cache
 def _host_arena() -> HostArena:
     return HostArena(None)
+
+
+os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does not come along
 
 
 def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
@@ -64,6 +68,8 @@ class HostBackend(ShimBackend):
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
+        if self.forked:
+            return  # the range was left out of the child, which may have something of its own there
         with self._call(Operation.UNRESERVE, nbytes):
             if libc().munmap(address, nbytes):
                 raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
@@ -86,9 +92,11 @@ class HostBackend(ShimBackend):
         owner = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
-    def window(self, address: int, nbytes: int) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped as long as it is used."""
-        return self.view(address, nbytes)[0]
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps."""
+        tensor, owner = self.view(address, nbytes)
+        owner.keeper = keeper  # type: ignore[attr-defined]
+        return tensor
 
     @property
     def host_arena(self) -> HostArena:
@@ -106,6 +114,10 @@ class HostBackend(ShimBackend):
     def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
         """The same: nothing is queued on the host."""
         self.copy(transfers)
+
+    @property
+    def device_free_bytes(self) -> int:
+        return available_memory()
 
     def reclaim(self) -> None:
         """Nothing cached outside the tags."""

@@ -5,6 +5,7 @@ So no context and no stream appears on a GPU because its memory is mapped, and i
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -29,6 +30,9 @@ def peer_backend(key: str, device: torch.device | None = None) -> Backend:
 @cache
 def backend_of(device: torch.device) -> Backend:
     return make_backend(device)
+
+
+os.register_at_fork(after_in_child=backend_of.cache_clear)  # it is the parent's
 
 
 @cache

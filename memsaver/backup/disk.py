@@ -18,9 +18,11 @@ from memsaver.backup.host_arena import HostArena, Piece
 from memsaver.backup.ranges import Ranges, cut
 from memsaver.backup.workers import workers
 from memsaver.rounding import round_up
+from memsaver.signals import deliver
 
 CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
+_POLL_SECONDS = 0.1
 
 Transfer = tuple[int, int, int]
 
@@ -34,14 +36,19 @@ class DiskBackup:
     def __init__(self, ranges: Ranges, arena: HostArena, directory: Path) -> None:
         self.ranges = tuple(ranges)
         self.nbytes = sum(nbytes for _, nbytes in ranges)
-        workers = min(_WORKERS, -(-self.nbytes // CHUNK))
         self._buffers: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        pieces = [piece for _ in range(workers) for piece in _whole(arena, CHUNK)]
+        pieces: list[Piece] = []
+        try:
+            for _ in range(min(_WORKERS, -(-self.nbytes // CHUNK))):
+                pieces += _whole(arena, CHUNK)
+            self._file = DiskFile(directory, self.nbytes)
+        except BaseException:
+            arena.give(pieces)
+            raise
         weakref.finalize(self, arena.give, pieces).atexit = False
         for piece in pieces:
             self._buffers.put(piece)
         self.host_bytes = sum(piece.nbytes for piece in pieces)
-        self._file = DiskFile(directory, self.nbytes)
         self.disk_bytes = self._file.nbytes
 
     def save(self, backend: Backend, base: int) -> None:
@@ -53,10 +60,14 @@ class DiskBackup:
 
         self._each_chunk(backend, out)
 
-    def restore(self, backend: Backend, base: int) -> None:
+    def restore(self, backend: Backend, base: int, end: int) -> None:
+        """Into the tag's first ``end`` bytes: there is no memory behind what was trimmed meanwhile."""
+
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
-            backend.copy([(base + offset, source, nbytes) for source, offset, nbytes in _placed(buffer.address, parts)])
+            placed = _placed(buffer.address, parts)
+            kept = [(offset, source, min(nbytes, end - offset)) for source, offset, nbytes in placed if offset < end]
+            backend.copy([(base + offset, source, nbytes) for offset, source, nbytes in kept])
 
         self._each_chunk(backend, back)
 
@@ -92,7 +103,13 @@ class DiskBackup:
                 self._buffers.put(buffer)
 
         futures = [workers("disk").submit(work, chunk) for chunk in cut(self.ranges, CHUNK)]
-        wait(futures)  # also those that began before one failed
+        try:
+            while wait(futures, _POLL_SECONDS).not_done:
+                deliver()
+        finally:  # when one failed, and when somebody lost patience, memory that others work on is not to be unmapped
+            for future in futures:
+                future.cancel()
+            wait(futures)
         for future in futures:
             future.result()
 

@@ -40,20 +40,21 @@ class BlockFile:
     @classmethod
     def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
         """A new file of that name, which must not be there."""
-        with _explained("making a file", path, nbytes, advice):
+        with explained("making a file", path, nbytes, advice):
             file = cls(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), path, nbytes, advice)
         try:
             file.reserve()
         except BackendError:
             file.close()
-            path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise
         return file
 
     @classmethod
     def open(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
         """An existing file, to read."""
-        with _explained("opening a file", path, nbytes, advice):
+        with explained("opening a file", path, nbytes, advice):
             return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, nbytes, advice)
 
     def reserve(self) -> None:
@@ -89,7 +90,7 @@ class BlockFile:
                 done += got
 
     def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return _explained(what, self._place, self.nbytes, self._advice)
+        return explained(what, self._place, self.nbytes, self._advice)
 
 
 class DiskFile(BlockFile):
@@ -97,14 +98,15 @@ class DiskFile(BlockFile):
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         advice = "free some space, pass another disk_dir, or use content='host'; nothing was changed"
-        with _explained("making a file for saved content", directory, nbytes, advice):
+        with explained("making a file for saved content", directory, nbytes, advice):
             fd = _open(directory)
         super().__init__(fd, directory, nbytes, advice)
         self.reserve()
 
 
 @contextlib.contextmanager
-def _explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
+def explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
+    """An OSError inside becomes a ``BackendError``: what failed, where, the system's name for it, and ``advice``."""
     try:
         yield
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memsaver.foreign import check_capture
 from memsaver.saver import MemorySaver
 
 Handle = tuple[int, int]
@@ -35,8 +36,10 @@ class GraphPools:
         """Like ``torch.cuda.graph``, on ``tag``.
 
         pool: from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``: graphs captured with the same one
-        share a pool of the tag. Memory that lies behind such a handle elsewhere is not used.
+        share a pool of the tag. Memory that lies behind such a handle elsewhere is not used. ``StateError`` where NCCL
+        would register the tag's pages with other ranks.
         """
+        check_capture(tag)
         memory = self._pool(saver, tag, content, pool)
         identity: Any = memory.id  # typed as torch.cuda.graph's own kind of pool
         mode: Any = capture_error_mode

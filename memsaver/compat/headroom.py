@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from memsaver.errors import OutOfMemory
 from memsaver.host_limits import available_memory
 from memsaver.saver import MemorySaver
+from memsaver.signals import Unbroken
 
 
-@contextlib.contextmanager
-def headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
+@dataclass
+class _Limits:
+    """The saver's own limit, and those of the regions that are open, in whatever threads."""
+
+    own: int | None
+    open: list[int] = field(default_factory=list)
+
+    @property
+    def tightest(self) -> int | None:
+        return min([*self.open, *([] if self.own is None else [self.own])], default=None)
+
+
+_lock = threading.Lock()
+_limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictionary()
+
+
+def headroom(saver: MemorySaver, nbytes: int) -> contextlib.AbstractContextManager[None]:
     """Inside, the saver's tags cannot grow so far that less than ``nbytes`` stays free: ``OutOfMemory``.
 
     What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
     """
-    if not nbytes:
-        yield
-        return
-    before = saver.limit_bytes
+    return Unbroken(_headroom(saver, nbytes)) if nbytes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
     most = saver.report().committed_bytes + max(0, _free_bytes(saver.device) - nbytes)
-    saver.limit_bytes = most if before is None else min(before, most)
+    with _lock:
+        limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
+        limits.open.append(most)
+        saver.limit_bytes = limits.tightest
     try:
         yield
     except OutOfMemory as error:
         error.add_note(f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more")
         raise
     finally:
-        saver.limit_bytes = before
+        with _lock:
+            limits.open.remove(most)
+            saver.limit_bytes = limits.tightest
+            if not limits.open:
+                del _limits[saver]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from memsaver import foreign
 from memsaver.allocator import build, shim
 from memsaver.backends.base import Backend
 from memsaver.doctor.check import Finding, Probe, Status, Target, one_line
@@ -200,6 +201,16 @@ def preload(_: Target) -> Finding:
     return Finding("ok", f"LD_PRELOAD={text}" if text else "nothing is preloaded")
 
 
+def registration(_: Target) -> Finding:
+    """What notes physical pages instead of addresses goes on using them after a pause."""
+    if os.environ.get(foreign.ALLOCATOR_HOOK, "0") not in ("", "0", "false"):
+        found = f"{foreign.ALLOCATOR_HOOK} is set: torch registers its segments with NCCL, tags' segments among them"
+        return Finding("warn", found, f"unset {foreign.ALLOCATOR_HOOK}")
+    if foreign.registers_graphs():
+        return Finding("ok", "NCCL registers buffers of captured graphs; memsaver's engine keeps them off its tags")
+    return Finding("ok", f"{foreign.GRAPH_REGISTER}=0: NCCL registers no buffers of captured graphs")
+
+
 PROBES = [
     Probe("Python", python, REPORT),
     Probe("torch", torch_version, "install torch anew: pip install --force-reinstall 'torch>=2.11'"),
@@ -210,4 +221,5 @@ PROBES = [
     Probe("Triton", triton, "install triton anew: pip install --force-reinstall 'triton>=3.6'"),
     Probe("torch's allocator settings", allocator_settings, REPORT),
     Probe("preloaded libraries", preload, REPORT),
+    Probe("registered memory", registration, REPORT),
 ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,9 +18,23 @@ import torch
 
 import memsaver
 from memsaver.allocator import build
+from memsaver.libc import libc
 from tests.helpers.memory import memfd_bytes
-from tests.helpers.memsaver.savers import at_once
+from tests.helpers.memsaver.savers import MIB, at_once, python
 from tests.helpers.peers import Peer
+
+MAP_FIXED_NOREPLACE = 0x100000
+
+
+def _exits(child: Callable[[], object]) -> int:
+    """How a forked child ends that calls this: 0, or minus a signal's number."""
+    if not (pid := os.fork()):
+        status = 1
+        with contextlib.suppress(BaseException):
+            child()
+            status = 0
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_forked_child_is_inert_and_holds_nothing() -> None:
@@ -25,20 +42,108 @@ def test_a_forked_child_is_inert_and_holds_nothing() -> None:
     with saver.region("a"):
         a = torch.ones(100000)
     b = saver.empty(1000, tag="b").fill_(3)
-    if not (child := os.fork()):
-        code = 1
-        with contextlib.suppress(BaseException):
-            assert not memfd_bytes([os.getpid()])
-            del a, b
-            gc.collect()
-            with pytest.raises(memsaver.StateError, match="forked child"):
-                saver.pause("a")
-            code = 0
-        os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def child() -> None:
+        nonlocal a, b
+        assert not memfd_bytes([os.getpid()])
+        del a, b
+        gc.collect()
+        with pytest.raises(memsaver.StateError, match="forked child"):
+            saver.pause("a")
+
+    assert _exits(child) == 0
     assert memfd_bytes([os.getpid()])
     assert a.sum() == 100000 and b.sum() == 3000
     saver.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_forked_child_keeps_what_it_has_put_into_the_hole(how: str) -> None:
+    savers = [memsaver.MemorySaver("cpu")]
+    tensor = savers[0].empty(64 * MIB, torch.uint8)
+    first = tensor.data_ptr()
+    del tensor  # the memory stays with the tag
+
+    def child() -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        at = libc().mmap(first, 64 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        assert at == first, "there is no hole"
+        ctypes.memset(at, 7, 64 * MIB)
+        savers[0].close() if how == "close" else savers.clear()
+        gc.collect()
+        assert ctypes.string_at(at + 64 * MIB - 1, 1) == b"\7"
+
+    assert _exits(child) == 0
+
+
+def test_a_forked_child_has_savers_leases_and_host_memory_of_its_own() -> None:
+    saver = memsaver.MemorySaver("cpu")
+    tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
+    saver.pause()
+    saver.resume()  # the host arena has free pieces, which do not come along
+    ticket = saver.share("default")
+    lease = memsaver.attach(ticket)
+
+    def child() -> None:
+        mine = memsaver.MemorySaver("cpu")
+        own = mine.empty(MIB, torch.uint8, content="host").fill_(3)
+        mine.pause()
+        mine.resume()
+        assert bool((own == 3).all())
+        with memsaver.attach(ticket) as second:
+            assert bool((second.tensor((MIB,), torch.uint8) == 7).all())
+
+    assert _exits(child) == 0
+    assert saver.leases("default") == 1 and bool((lease.tensor((MIB,), torch.uint8) == 7).all())
+    lease.close()
+    saver.pause()
+    del tensor
+
+
+FORK = """
+import gc, os, sys, torch, memsaver
+saver = memsaver.MemorySaver("cpu")
+tensor = saver.empty(100, torch.uint8).fill_(7)
+ticket = saver.share("default")
+if not (child := os.fork()):
+    if sys.argv[1:] == ["drop"]:
+        del saver, tensor
+        gc.collect()
+        os._exit(0)
+    sys.exit(0)  # as any program: finalizers run
+os.waitpid(child, 0)
+with memsaver.attach(ticket) as lease:
+    print(int(lease.tensor((100,), torch.uint8).sum()))
+"""
+
+
+@pytest.mark.parametrize("how", ["drop", "exit"])
+def test_a_forked_child_leaves_the_parents_listener_alone(how: str) -> None:
+    assert python(f"import sys; sys.argv = ['', {how!r}]\n{FORK}") == "700"
+
+
+def test_a_regions_tensor_that_outlives_its_saver_gives_its_memory_back() -> None:
+    held = memfd_bytes([os.getpid()])
+    for _ in range(300):  # there are 256 slots
+        saver = memsaver.MemorySaver("cpu", reserve_bytes=MIB)
+        with saver.region("a"):
+            tensor = torch.ones(1000)
+        del saver
+        gc.collect()
+        assert memfd_bytes([os.getpid()]) > held and float(tensor.sum()) == 1000
+        del tensor
+        gc.collect()
+        assert memfd_bytes([os.getpid()]) == held
+
+
+def test_a_closed_savers_slot_comes_back_with_its_last_tensor() -> None:
+    for _ in range(300):
+        saver = memsaver.MemorySaver("cpu", reserve_bytes=MIB)
+        with saver.region("a"):
+            tensor = torch.ones(1000)
+        saver.close()
+        del saver, tensor
+        gc.collect()
 
 
 def _without_a_compiler(pipe: Connection, cache: str, shim: Path) -> None:

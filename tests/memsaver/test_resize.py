@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 
 import pytest
 import torch
 
 import memsaver
-from memsaver import MemorySaver
+from memsaver import MemorySaver, switch
+from memsaver.arena import Arena
 from memsaver.imports import imports
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB
@@ -157,3 +160,61 @@ def test_mistakes(device: str) -> None:
         saver.resize("kv", 0)
     saver.resume()
     assert bool((tensor == 1).all())
+
+
+def test_a_region_that_grows_the_tag_meanwhile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at its size and the freeze, as torch's allocator may in another thread."""
+    saver = MemorySaver(device, reserve_bytes=64 * MIB)
+    tensors, freeze = [saver.empty(2 * MIB, torch.uint8, tag="a")], Arena.freeze
+
+    def late(arena: Arena) -> None:
+        monkeypatch.undo()
+        tensors.append(saver.empty(8 * MIB, torch.uint8, tag="a"))
+        freeze(arena)
+
+    monkeypatch.setattr(Arena, "freeze", late)
+    assert saver.resize("a", 4 * MIB) == 10 * MIB
+    saver.check_integrity()
+
+
+def test_shapes_that_nothing_can_have(device: str) -> None:
+    saver = MemorySaver(device, limit_bytes=64 * MIB)
+    with pytest.raises(ValueError, match="negative"):
+        saver.empty((-1,), tag="a")
+    for shape in ((2**62,), (2**64,), (2**40, 2**40)):
+        for elastic in (False, True):
+            with pytest.raises(memsaver.OutOfMemory, match="outgrows"):
+                saver.empty(shape, tag="a", elastic=elastic)
+    with pytest.raises(memsaver.OutOfMemory):
+        saver.empty(128 * MIB, torch.uint8, tag="b")
+    assert saver.tags == [], "a tag whose first tensor could not be made"
+    tensor = saver.empty(100, tag="a")
+    assert saver.report().tags["a"].live_bytes == 400
+    del tensor
+    saver.check_integrity()
+
+
+@pytest.mark.parametrize("release", ["driver", "keep"])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_device_lock_that_times_out(turn: int, release: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever of its turns in a pause: either nothing has happened, or all of it."""
+    turns, done = itertools.count(1), False
+
+    class Lock:
+        def __enter__(self) -> None:
+            if next(turns) == turn and not done:
+                raise memsaver.LockTimeout("held by another process")
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(switch, "device_lock", lambda key: Lock())
+    saver = MemorySaver(device)
+    tensor = saver.empty(4 * MIB, torch.uint8, tag="a", content="host").fill_(3)
+    with contextlib.suppress(memsaver.LockTimeout):
+        saver.pause("a", release=release)
+    done = True
+    saver.check_integrity()
+    assert saver.is_paused("a") == (turn > 1)
+    saver.resume("a")
+    assert saver.report().committed_bytes == 4 * MIB and bool((tensor == 3).all())

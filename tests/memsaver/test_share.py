@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -16,9 +17,10 @@ import torch
 
 import memsaver
 from memsaver import rpc
+from memsaver.owner import owners
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.remote import remote_saver
-from tests.helpers.memsaver.savers import shared, until
+from tests.helpers.memsaver.savers import MIB, connections, shared, until
 from tests.helpers.peers import Peer
 
 pytestmark = pytest.mark.alone
@@ -200,3 +202,38 @@ def test_no_more_descriptors_for_a_while(device: str) -> None:
         rpc.close_all(taken)
         connection.close()
     memsaver.attach(ticket).close()
+
+
+def test_no_more_threads_for_a_while(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody is served; when there are some again, the owner goes on."""
+    saver, _, ticket = shared(device)
+    with memsaver.attach(ticket):
+        pass
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("memsaver-owner"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    for owner in list(owners.values()):
+        owner.endpoint.close()
+    until(lambda: not connections())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(memsaver.LeaseError, match="does not answer"):
+        memsaver.attach(ticket)
+    monkeypatch.undo()
+    until(lambda: not connections())  # this end has noticed, too
+    memsaver.attach(ticket).close()
+    saver.pause()
+
+
+def test_a_lease_that_nobody_closes_ends_with_its_last_tensor(device: str) -> None:
+    saver, tensor, ticket = shared(device)
+    tail = memsaver.attach(ticket).tensor((8 * MIB,), torch.uint8)[-100:]
+    gc.collect()
+    assert saver.leases("t") == 1 and torch.equal(tail, tensor[-100:])
+    del tail
+    gc.collect()
+    until(lambda: not saver.leases("t"))
+    saver.pause()

@@ -159,3 +159,35 @@ def test_what_is_clean_or_discarded_is_not_copied(device: str) -> None:
     world.saver.swap(pause="a", resume="b", content="discard")
     assert world.copied - before == 8 * MIB
     world.check("a")
+
+
+def test_a_swap_that_is_refused_keeps_content_that_a_pause_would_drop(device: str) -> None:
+    """Memory that is short is found before anything moves, in pieces as in turn."""
+    for sizes in ((4, 4), (8,)):
+        saver = memsaver.MemorySaver(device, limit_bytes=20 * MIB)
+        weights = saver.empty(16 * MIB, torch.uint8, tag="weights", content="host", elastic=True).fill_(7)
+        saver.pause("weights")
+        kv = [saver.empty(size * MIB, torch.uint8, tag="kv").fill_(5) for size in sizes]
+        other = saver.empty(10 * MIB, torch.uint8, tag="other")
+        with pytest.raises(memsaver.OutOfMemory, match="nothing was changed"):
+            saver.swap(pause="kv", resume="weights")
+        assert all(bool((piece == 5).all()) for piece in kv)
+        saver.pause("other")
+        saver.swap(pause="kv", resume="weights")
+        assert bool((weights == 7).all())
+        saver.check_integrity()
+        saver.close()
+        del other
+
+
+def test_a_swap_goes_where_pause_and_resume_go(device: str) -> None:
+    saver = memsaver.MemorySaver(device, limit_bytes=16 * MIB)
+    small = saver.empty(8 * MIB, torch.uint8, tag="small", content="host").fill_(3)
+    saver.pause("small")
+    large = saver.empty(16 * MIB, torch.uint8, tag="large", content="host").fill_(9)
+    for _ in range(2):
+        saver.swap(pause="large", resume="small")
+        assert bool((small == 3).all())
+        saver.swap(pause="small", resume="large")
+        assert bool((large == 9).all())
+    saver.check_integrity()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
+from rollout.graphs import ladder
+from tests.helpers.memory import Scribbler, process_bytes
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
@@ -38,6 +42,68 @@ def test_tensor_parallel_under_cuda_graphs(tmp_path: Path) -> None:
     first, second = results(start_ranks(share, 2, tmp_path / "store", str(tmp_path), backend="nccl"))
     assert [each.token_ids for each in first[0]] == alone(tmp_path)
     assert first == second and first[1] > 0
+
+
+VOCABULARIES = (151_936, 128_256, 49_152)  # Qwen3, Llama 3, SmolLM2
+SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def sleep_and_wake(rank: int, paths: list[str]) -> list[dict[str, Any]]:
+    """By vocabulary: answers at each size of the ladder before, after a sleep of either level, and of a fresh engine;
+    another process fills the memory with 0xFF meanwhile."""
+    scribbler = Scribbler(f"cuda:{rank}")
+    try:
+        return [_through_sleeps(rank, path, scribbler) for path in paths]
+    finally:
+        scribbler.close()
+
+
+def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any]:
+    def make() -> Engine:
+        settings = {"kv_tokens": 16_384, "max_running": 512, "prefix_cache": False, "dtype": torch.bfloat16}
+        group = dist.group.WORLD
+        return Engine.from_pretrained(path, device=f"cuda:{rank}", tensor_parallel_size=2, group=group, **settings)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        sizes = [size for size in ladder(512) if size <= 16 or size in (64, 160, 512)]
+        return [each[0].token_ids for size in sizes for each in engine.generate(prompts[:size], SHORT)]
+
+    prompts = random_prompts([7] * 512)
+    engine = make()
+    before, freed = answers(engine), []
+    for level in (1, 2, 1):
+        dist.barrier()
+        torch.cuda.empty_cache()
+        held, used = engine.report().committed_bytes, process_bytes(f"cuda:{rank}")
+        engine.sleep(level)
+        dist.barrier()
+        freed.append(held == used - process_bytes(f"cuda:{rank}"))
+        scribbler.fill(held)
+        dist.barrier()
+        engine.wake_up()
+        if level == 2:
+            engine.load(path)
+        again = answers(engine)
+        if again != before:
+            break
+    assert engine.graphs is not None and engine.graphs.replays > 0
+    del engine
+    gc.collect()
+    return {"before": before, "after": again, "freed": freed, "fresh": answers(make())}
+
+
+@pytest.mark.alone
+def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: Path) -> None:
+    """What NCCL notes of captured collectives' buffers must be no tag's pages: they are others after a sleep."""
+    paths = [str(tmp_path / str(size)) for size in VOCABULARIES]
+    for path, size in zip(paths, VOCABULARIES, strict=True):
+        model = {"vocab_size": size, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        save_tiny(Path(path), "qwen3", **model, num_hidden_layers=2)
+    ranks = results(start_ranks(sleep_and_wake, 2, tmp_path / "store", paths, backend="nccl", seconds=120), 300)
+    for each in zip(*ranks, strict=True):
+        for mine in each:
+            assert mine["after"] == mine["before"] == mine["fresh"] == each[0]["before"]
+            assert mine["freed"] == [True] * 3
 
 
 @pytest.mark.parametrize(

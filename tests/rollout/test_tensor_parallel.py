@@ -82,6 +82,31 @@ def test_answers_are_those_of_one_rank(paths: list[str], found: list[dict[int, A
         assert found[0][size][model] == found[1][size][model], "ranks differ in the bits of log-probabilities"
 
 
+def staged(rank: int) -> list[bool]:
+    """Whether what captured collectives do through the staging memory is what the others do, bit for bit."""
+    ranks = TensorParallel(2, dist.group.WORLD)
+    generator = torch.Generator().manual_seed(rank)
+    width = 151_936
+    ranks.stage_captures(width, torch.bfloat16, torch.device("cpu"))
+    hidden = torch.randn(3, 8192, 1024, generator=generator)  # 96 MiB, in three parts
+    columns = torch.randn(130, width // 2, generator=generator).bfloat16()
+    ids, rows = torch.randint(0, 14, (50,)), torch.randn(7, 33, generator=generator)
+
+    def all_of_it() -> list[torch.Tensor]:
+        return [ranks.sum(hidden.clone(), "x"), ranks.join(columns, width), ranks.embed(ids, rows)]
+
+    plain = all_of_it()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = all_of_it()
+    return [torch.equal(one, other) for one, other in zip(plain, captured, strict=True)]
+
+
+def test_captured_collectives_work_on_memory_of_their_own(tmp_path: Path) -> None:
+    assert results(start_ranks(staged, 2, tmp_path / "store")) == [[True] * 3] * 2
+
+
 # ---------------------------------------------------------------- failures
 
 

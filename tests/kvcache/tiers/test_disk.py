@@ -17,6 +17,7 @@ import torch
 from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
 from memsaver.backup import disk_file
+from tests.helpers.disks import read_only
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
 
@@ -200,6 +201,25 @@ def test_a_full_disk_is_told_and_the_cache_goes_on(
         assert stored(disk, 0) == [False]
     disk.put(KEYS[0], page(0))
     assert stored(disk, 0) == [True]
+
+
+def test_a_file_system_that_becomes_read_only_costs_pages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = filled(tmp_path, 4, pages=4)  # all that the budget has
+    with monkeypatch.context() as patch:
+        read_only(patch, tmp_path)
+        for seed in (4, 5):
+            with pytest.raises(BackendError, match="EROFS"):
+                disk.put(KEYS[seed], page(seed))
+        file_of(tmp_path, 3).write_bytes(b"damaged")
+        assert stored(disk, 1, 2, 3) == [True, True, False]
+        assert disk.nbytes == 4 * FILE, "what is there is counted"
+        disk.clear()
+        assert len(disk) == 0
+    disk.put(KEYS[5], page(5))
+    assert stored(disk, 0, 1, 5) == [False, False, True]
+    assert disk.nbytes == FILE == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 def dying_put(pipe: Connection, directory: Path, when: str) -> None:

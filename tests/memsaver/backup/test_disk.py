@@ -147,3 +147,41 @@ def test_ranges_are_joined_and_cut() -> None:
     ]  # fmt: skip
     assert list(cut([], 4)) == []
     assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024, "without going through the bytes one by one"
+
+
+def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "CHUNK", MIB)
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
+    (tensor,) = fill(saver, 8 * MIB)
+    expected, arena = tensor.clone(), saver.host_arena
+    gc.collect()
+    arena.trim()
+    used, held = arena.used_bytes, arena.committed_bytes
+    monkeypatch.setattr(arena, "budget_bytes", held + 4 * MIB)
+    for _ in range(3):
+        with pytest.raises(memsaver.HostMemoryError, match="nothing was changed"):
+            saver.pause()
+        assert arena.used_bytes == used
+    arena.budget_bytes = held + 16 * MIB
+    saver.pause()
+    saver.resume()
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("content", ["host", "disk"])
+def test_what_dies_and_is_trimmed_while_it_is_paused_is_not_restored(
+    content: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "CHUNK", MIB)
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path, debug=True)
+    pieces = [saver.empty(4 * MIB, torch.uint8, tag="kept", content=content).fill_(n + 1) for n in range(2)]
+    saver.pause()
+    del pieces[1]
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    saver.trim()
+    saver.resume()
+    assert saver.report().tags["kept"].committed_bytes == 4 * MIB and bool((pieces[0] == 1).all())

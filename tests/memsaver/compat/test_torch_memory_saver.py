@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from memsaver import MemorySaver
 from memsaver.allocator import cuda_hook
 from memsaver.compat.graphs import GraphPools
+from memsaver.compat.headroom import headroom
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError
@@ -355,3 +357,17 @@ def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     del third
     dropped.clear()  # as at a region's end
     assert capture((7, 0)).handle != last
+
+
+def test_margins_of_two_threads(device: str) -> None:
+    """Regions that overlap and end in the order of their beginning leave no limit behind."""
+    saver = MemorySaver(device, limit_bytes=1 << 40)
+    for inner in (1 << 20, 1 << 30):
+        first, second = headroom(saver, 1 << 25), headroom(saver, inner)
+        first.__enter__()
+        second.__enter__()
+        assert saver.limit_bytes is not None and saver.limit_bytes < 1 << 40
+        first.__exit__(None, None, None)
+        assert saver.limit_bytes < 1 << 40
+        second.__exit__(None, None, None)
+        assert saver.limit_bytes == 1 << 40
