@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -11,19 +12,28 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One rank's place in a process group. host, port: of the store that rank 0 keeps. seconds: the group's time-out,
-    also for the ranks to come together."""
+    """One rank's place in a process group.
+
+    host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to come together. key:
+    the group's secret, with which its ranks seal what they put into the store; who hands out the seats tells them.
+    """
 
     host: str
     port: int
     rank: int
     size: int
     seconds: float
+    key: bytes = field(repr=False)
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """The store of a group, on a free port of this machine, of which `host` is an address that the ranks reach."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    """The store of a group, on a free port of `host`, an address of this machine that the ranks reach, and of no other.
+
+    Left to itself, torch's store listens at all addresses of the machine."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join(seat: Seat, device: torch.device, store: dist.Store | None = None) -> dist.ProcessGroup:

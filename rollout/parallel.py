@@ -19,6 +19,7 @@ from memsaver import StateError
 from memsaver.foreign import on_a_tag
 from memsaver.rounding import round_up
 from rollout.errors import RankError
+from rollout.plain import all_gather_plain
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
 _STAGING_BYTES = 32 << 20
@@ -119,8 +120,8 @@ class TensorParallel:
         """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the same."""
         if self.size == 1:
             return
-        values: list[Any] = [None] * self.size
-        self._exchange(what, lambda: dist.all_gather_object(values, value, group=self._group))
+        values: list[Any] = []
+        self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
         if others := [rank for rank, each in enumerate(values) if each != values[0]]:
             raise ValueError(f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all ranks alike")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 import memsaver
 from rollout.intake import for_each
@@ -25,6 +27,7 @@ from rollout.types import (
 )
 from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.consensus import group_consensus
 from trainer_bridge.dealing import deal_prompts
 from trainer_bridge.remote import RemoteActor, RemoteGroup
 from trainer_bridge.session import SyncReceipt
@@ -60,6 +63,7 @@ class TrainerActor:
         """seat: among several ranks, all of which call this at the same time. The rest is `Trainer`'s."""
         if seat is not None:
             join(seat, torch.device(self.config.device), self._store)
+        self._key = None if seat is None else seat.key
         self.saver = memsaver.MemorySaver(device=self.config.device)
         self.trainer = Trainer(self.config, self.saver, shard_dims=shard_dims, layout=layout)
 
@@ -90,7 +94,8 @@ class TrainerActor:
         self.trainer.empty_cache()
 
     def connect(self, rollout: RemoteRollout) -> None:
-        self.trainer.connect([rollout])
+        assert dist.group.WORLD is not None
+        self.trainer.connect([rollout], group_consensus(dist.group.WORLD, key=self._key))
 
     def sync_weights(self, version: int) -> SyncReceipt:
         return self.trainer.sync_weights(version)
@@ -278,4 +283,5 @@ def seats(ranks: RemoteGroup) -> list[Seat | None]:
         return [None]
     host, port = ranks.each()[0].call("meet")
     size, seconds = len(ranks.ranks), ranks.timeout
-    return [Seat(host=host, port=port, rank=rank, size=size, seconds=seconds) for rank in range(size)]
+    key = secrets.token_bytes(32)
+    return [Seat(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key) for rank in range(size)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.ops.digest import Digest, Part
+from rollout.plain import all_gather_plain
 from trainer_bridge import checkpoint
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.derived import LowRank
@@ -83,9 +84,7 @@ class Adapters:
                 if local_shard(param).numel():
                     parts.append(_part(param, first))
                 first += param.numel()
-            sums = [0] * dist.get_world_size()
-            dist.all_gather_object(sums, Digest(parts).run())
-            self._digest = sum(sums) & _MASK64
+            self._digest = sum(all_gather_plain(Digest(parts).run())) & _MASK64
         return self._digest
 
 

@@ -1,6 +1,7 @@
 """Training checkpoints: parameters, optimizer moments and a few plain values, through torch.distributed.checkpoint.
 
-A directory appears whole or not at all. Loading writes into the tensors that are there: addresses stay.
+A directory appears whole or not at all. Loading writes into the tensors that are there: addresses stay. Tensors are in
+safetensors files and values in JSON, so that a folder from elsewhere is data: torch's own format holds pickles.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from memsaver.libc import exchange_names
+
 _VALUES = "values.json"
+_BEFORE = ".before"
+_PICKLED = ".metadata"  # of torch's own format
+_FILE_BYTES = 2 << 30
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Tensor]:
@@ -41,7 +47,7 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
     """
     text = json.dumps(values)  # refuses before anything is written
     with whole_directory(directory) as partial:
-        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
         dcp.save(dict(tensors), storage_writer=writer)
         if _is_first():
             with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
@@ -72,17 +78,38 @@ def load(directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, A
     adapters: `Adapters.identity`, which the value of this name must equal. A ValueError says what is of another model;
     nothing was loaded then.
     """
-    path = os.path.join(directory, _VALUES)
-    if not os.path.isfile(path):
-        raise ValueError(f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory")
-    with open(path, encoding="utf-8") as file:
+    directory = _complete(directory)
+    with open(os.path.join(directory, _VALUES), encoding="utf-8") as file:
         values = json.load(file)
     assert isinstance(values, dict)
     _check_adapters(directory, values.get("adapters"), adapters)
     _check_fit(directory, tensors)
     with torch.no_grad():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory))
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(directory))
     return values
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Which file of a rank's, from 1 on, each tensor is in: a file is put together in host memory."""
+    size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
+    total = 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + total // size
+        total += tensor.nbytes
+    return files
+
+
+def _complete(directory: str) -> str:
+    """Where its checkpoint is: a save that was killed may have left it under another name (`_replace`)."""
+    for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
+        if os.path.isfile(os.path.join(place, _VALUES)):
+            if os.path.exists(os.path.join(place, _PICKLED)):
+                raise ValueError(
+                    f"{directory!r} was saved by an older memsaver, in a format that runs code when it is read; "
+                    f"start from the model, or from a newer checkpoint"
+                )
+            return place
+    raise ValueError(f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory")
 
 
 def _check_adapters(directory: str, stored: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
@@ -98,7 +125,7 @@ def _check_adapters(directory: str, stored: Mapping[str, Any] | None, own: Mappi
 
 
 def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored = dcp.HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
     shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     problems = [f"missing {name}" for name in tensors if name not in shapes]
     problems += [f"unknown {name}" for name in shapes if name not in tensors]
@@ -111,13 +138,33 @@ def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _replace(directory: str, partial: str) -> None:
-    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the new one."""
-    before = f"{directory}.before"
+    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the new one.
+
+    Where the file system cannot exchange two names, there is a moment in which the old one has another name, where
+    `load` looks, too.
+    """
+    before = f"{directory}{_BEFORE}"
+    if not os.path.isdir(directory):
+        os.rename(partial, directory)
+    else:
+        try:
+            exchange_names(partial, directory)
+        except OSError:
+            _remove(before)
+            os.rename(directory, before)
+            os.rename(partial, directory)
+    _sync(os.path.dirname(directory))
+    _remove(partial)  # the old one, if it has this name now
     _remove(before)
-    if os.path.isdir(directory):
-        os.rename(directory, before)
-    os.rename(partial, directory)
-    _remove(before)
+
+
+def _sync(directory: str) -> None:
+    """Its names last from here on."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _remove(directory: str) -> None:

@@ -7,17 +7,30 @@ in the store, by whoever is first: "go", or that a rank gave up waiting. So a ra
 from __future__ import annotations
 
 import itertools
-import pickle
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from memsaver.lease import Ticket
+from rollout.plain import Forged, Plain, seal, unseal
+from rollout.types import CommitReceipt, Manifest, ModuleTensor, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer
 from trainer_bridge.errors import SyncError
+from trainer_bridge.rank_copies import Written
+from trainer_bridge.sources import SourceShard
+from trainer_bridge.transport.ipc import IpcTicket
 
 T = TypeVar("T")
 _GO = "go"
+_KEY_BYTES = 32
+_PLAIN = Plain(  # what ranks of a sync say
+    *(ParamSlice, ModuleTensor, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt, Ticket, IpcTicket),
+    *(SourceShard, Written),
+    whole=(Manifest,),
+)
 
 
 class Consensus(Protocol):
@@ -45,17 +58,19 @@ class Alone:
 
 
 class StoreConsensus:
-    """Over a store that all ranks reach. After a time-out, or when the store is gone, it is of no more use: the ranks
-    do not know any longer what the others do."""
+    """Over a store that all ranks reach, and perhaps others: what does not carry the key's seal is no rank's word, and
+    nothing is unpickled. After a time-out, or when the store is gone, it is of no more use: the ranks do not know any
+    longer what the others do."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float = 60.0) -> None:
-        """timeout: seconds a rank waits for the others in one stage. The store is this object's own (a PrefixStore)."""
+    def __init__(self, store: dist.Store, rank: int, size: int, *, key: bytes, timeout: float = 60.0) -> None:
+        """key: the ranks' secret. timeout: seconds a rank waits for the others in one stage. The store is this object's
+        own (a PrefixStore)."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} must be in [0, {size})")
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be positive, in seconds")
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._store = store
+        self._store, self._key = store, key
         self._round = 0
         self._broken: str | None = None
 
@@ -69,7 +84,7 @@ class StoreConsensus:
         except Exception as problem:  # the others are told, then it is raised
             error, said = problem, (False, f"{type(problem).__name__}: {problem}")
         try:
-            answers = self._exchange(stage, pickle.dumps((stage, *said)))
+            answers = self._exchange(stage, _PLAIN.text((stage, *said)))
         except SyncError as problem:
             self._broken = str(problem)
             raise (problem if error is None else error) from problem
@@ -77,19 +92,23 @@ class StoreConsensus:
             raise error
         return _values(stage, answers)
 
-    def _exchange(self, stage: str, mine: bytes) -> list[tuple[str, bool, Any]]:
+    def _exchange(self, stage: str, mine: str) -> list[tuple[str, bool, Any]]:
         prefix, before = f"{self._round}/", self._round - 2
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], mine)  # type: ignore[arg-type]  # the stub says str; bytes do
+            self._store.set(keys[self.rank], self._sealed(keys[self.rank], mine))
             decision = self._decide(prefix, keys)
             if decision != _GO:
                 raise SyncError(stage, decision)
-            answers = [pickle.loads(said) for said in self._all(keys)]
+            answers = [_PLAIN.value(unseal(self._key, *said)) for said in zip(keys, self._all(keys), strict=True)]
             if before >= 0:  # all ranks have passed the round in between, so nobody reads these any more
                 self._store.delete_key(f"{before}/{self.rank}")
                 if self.rank == 0:
                     self._store.delete_key(f"{before}/decision")
+        except Forged as error:
+            raise SyncError(
+                stage, f"somebody else writes to the ranks' store: {error}; keep strangers off it"
+            ) from error
         except RuntimeError as error:
             if isinstance(error, SyncError):
                 raise
@@ -112,19 +131,33 @@ class StoreConsensus:
             silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if silent:
                 wanted = f"rank {self.rank} waited {self.timeout:g} s for {_ranks(silent)}, in vain"
-        return self._store.compare_set(f"{prefix}decision", "", wanted).decode()
+        place = f"{prefix}decision"
+        return unseal(self._key, place, self._store.compare_set(place, "", self._sealed(place, wanted)))
+
+    def _sealed(self, place: str, text: str) -> str:
+        return seal(self._key, place, text).decode()
 
 
 _made = itertools.count()
 
 
-def group_consensus(group: dist.ProcessGroup, *, timeout: float = 60.0) -> Consensus:
-    """Of the ranks of a process group, over its store. All ranks make as many, in the same order."""
+def group_consensus(group: dist.ProcessGroup, *, key: bytes | None = None, timeout: float = 60.0) -> Consensus:
+    """Of the ranks of a process group, over its store. All ranks make as many, in the same order.
+
+    key: the ranks' secret (`Seat.key`); None: rank 0 makes one and tells the others through the group."""
     size = dist.get_world_size(group)
     if size == 1:
         return Alone()
+    key = key or _told_key(group)
     store = dist.PrefixStore(f"memsaver/sync/{next(_made)}", group.get_group_store())
-    return StoreConsensus(store, dist.get_rank(group), size, timeout=timeout)
+    return StoreConsensus(store, dist.get_rank(group), size, key=key, timeout=timeout)
+
+
+def _told_key(group: dist.ProcessGroup) -> bytes:
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    key = torch.frombuffer(bytearray(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8).to(device)
+    dist.broadcast(key, group_src=0, group=group)
+    return bytes(key.tolist())
 
 
 def _values(stage: str, answers: Sequence[tuple[str, bool, Any]]) -> list[Any]:

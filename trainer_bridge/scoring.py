@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rollout.plain import all_gather_plain
 from trainer_bridge.batch import MicroBatch, SequenceBatch, deal, pad
 from trainer_bridge.model import reshard
 
@@ -40,7 +41,6 @@ def score_tokens(
     reshard(model)
     shares: list[dict[int, list[float]]] = [mine]
     if world > 1:
-        shares = [{} for _ in range(world)]
-        dist.all_gather_object(shares, mine)
+        shares = all_gather_plain(mine)
     together = {row: values for share in shares for row, values in share.items()}
     return [together[row] for row in range(len(batch))]

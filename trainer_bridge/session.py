@@ -118,7 +118,8 @@ class WeightSync:
         self._sources = sources
         self._derived = derived
         self._version: int | None = None
-        said = self._consensus.agree("connect", lambda: _Joined(place, shards, [t.weight_layout() for t in targets]))
+        brought = self._consensus.agree("connect", lambda: (place, list(shards), [t.weight_layout() for t in targets]))
+        said = [_Joined(*each) for each in brought]
         self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
         blocked = self._consensus.agree("plan", lambda: self._make_plan(said, place))
         self._message_bytes = message_bytes

@@ -1,7 +1,7 @@
 """Prefill and decode in two engines, in processes of their own and of any tensor-parallel sizes."""
 
-from rollout.split.channel import accept, dial
 from rollout.split.decode import DecodeEngine, SplitStats
+from rollout.split.line import accept, dial
 from rollout.split.prefill import PrefillEngine
 from rollout.split.transport import GroupReader, GroupWriter, MappedReader, MappedWriter, Reader, Writer
 

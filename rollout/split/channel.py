@@ -1,53 +1,31 @@
-"""Messages between ranks of two engines: one stream socket a pair, local or TCP. Bulk bytes go by `transport`."""
+"""What the ranks of two engines say to each other: one sealed line a pair. Bulk bytes go by `transport`."""
 
 from __future__ import annotations
 
 import contextlib
-import time
+import selectors
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Client, Connection, Listener, wait
 
 from rollout.errors import PeerLostError
-from rollout.split.messages import Closed, Hello, Message
+from rollout.plain import Forged
+from rollout.split.line import Line
+from rollout.split.messages import PLAIN, Closed, Hello, Message
 
-Address = str | tuple[str, int]
-"""A path (one host) or (host, port)."""
-
-_DIAL_SECONDS = 0.05
-
-
-def accept(address: Address, count: int, key: bytes) -> list[Connection]:
-    """A decode rank's side: waits for `count` prefill ranks, which know the same secret key."""
-    with Listener(address, authkey=key, backlog=count) as listener:
-        return [listener.accept() for _ in range(count)]  # type: ignore[misc]  # Connection on every system but Windows
-
-
-def dial(addresses: Sequence[Address], key: bytes, timeout: float = 60.0) -> list[Connection]:
-    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address that is not there."""
-    return [_dial(address, key, time.monotonic() + timeout) for address in addresses]
-
-
-def _dial(address: Address, key: bytes, end: float) -> Connection:
-    while True:
-        try:
-            return Client(address, authkey=key)  # type: ignore[return-value]
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            if time.monotonic() > end:
-                raise TimeoutError(f"no decode rank listens at {address}; start it first") from error
-            time.sleep(_DIAL_SECONDS)
+_GONE = (EOFError, OSError, Forged, ValueError)  # the last: what is no message
 
 
 class Peers:
     """The ranks of the other engine, by their rank. `lost`: why the first of them is given up, None while all live;
     `loss`: its rank, or how many there are. From a loss on nothing is sent or received."""
 
-    def __init__(self, name: str, connections: Sequence[Connection], hello: Hello, timeout: float) -> None:
+    def __init__(self, name: str, connections: Sequence[Line], hello: Hello, timeout: float) -> None:
         """Greets all of them. name: "prefill" or "decode". ValueError where the engines do not fit together."""
         self.name, self.timeout = name, timeout
         self.lost: str | None = None
         self.loss = len(connections)
         for connection in connections:
-            connection.send(hello)
+            connection.set_timeout(timeout)
+            connection.send(PLAIN.text(hello))
         met = [(self._hello(connection), connection) for connection in connections]
         if sorted(each.tp_rank for each, _ in met) != list(range(len(met))) or any(
             each.tp_size != len(met) for each, _ in met
@@ -64,10 +42,11 @@ class Peers:
                     f"the {name} engine has {each.geometry}, this one {hello.geometry}; they must be equal"
                 )
 
-    def _hello(self, connection: Connection) -> Hello:
-        if not connection.poll(self.timeout):
-            raise PeerLostError(f"a {self.name} rank did not say who it is for {self.timeout:g} s")
-        message = connection.recv()
+    def _hello(self, connection: Line) -> Hello:
+        try:
+            message = PLAIN.value(connection.receive())
+        except TimeoutError as error:
+            raise PeerLostError(f"a {self.name} rank did not say who it is for {self.timeout:g} s") from error
         assert isinstance(message, Hello)
         return message
 
@@ -75,10 +54,10 @@ class Peers:
         return len(self._connections)
 
     def send(self, peer: int, message: Message) -> None:
-        """A peer that is gone is noticed, not raised."""
+        """A peer that is gone, or reads nothing for the time-out, is noticed, not raised."""
         if self.lost is None:
             try:
-                self._connections[peer].send(message)
+                self._connections[peer].send(PLAIN.text(message))
             except OSError as error:
                 self.lose(peer, f"is gone ({error})")
 
@@ -88,13 +67,13 @@ class Peers:
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """All messages that are there, by peer; waits for the first one for so long."""
-        while self.lost is None and self._open and (ready := wait(self._open, seconds)):
+        while self.lost is None and self._open and (ready := _ready(self._open, seconds)):
             seconds = 0
             for connection in ready:
-                peer = self._connections.index(connection)  # type: ignore[arg-type]
+                peer = self._connections.index(connection)
                 try:
-                    message = self._connections[peer].recv()
-                except (EOFError, OSError) as error:
+                    message: Message = PLAIN.value(self._connections[peer].receive())
+                except _GONE as error:
                     self.lose(peer, f"is gone ({type(error).__name__})")
                     return
                 if isinstance(message, Closed):
@@ -117,3 +96,11 @@ class Peers:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.close()
+
+
+def _ready(lines: Sequence[Line], seconds: float) -> list[Line]:
+    """Those with something to read; waits for the first one for so long."""
+    with selectors.DefaultSelector() as selector:
+        for line in lines:
+            selector.register(line, selectors.EVENT_READ, line)
+        return [key.data for key, _ in selector.select(seconds)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from kvcache.staging import heads_per_rank
@@ -15,6 +14,7 @@ from rollout.samples import Sample, Step
 from rollout.split.channel import Peers
 from rollout.split.geometry import geometry, kv_heads, staged_layers
 from rollout.split.inbox import Inbox, Transfer
+from rollout.split.line import Line
 from rollout.split.messages import First, Hello
 from rollout.split.transport import Reader
 from rollout.types import SamplingParams
@@ -44,7 +44,7 @@ class DecodeEngine(Engine):
 
     def connect(
         self,
-        connections: Sequence[Connection],
+        connections: Sequence[Line],
         reader: Reader,
         *,
         ring_bytes: int,

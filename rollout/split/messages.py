@@ -1,4 +1,4 @@
-"""What the ranks of a prefill and a decode engine tell each other. Plain data, pickled."""
+"""What the ranks of a prefill and a decode engine tell each other. Plain data (`rollout.plain`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.staging import Watermark
+from memsaver.lease import Ticket
+from rollout.plain import Plain
 from rollout.types import SamplingParams
 
 
@@ -90,3 +92,5 @@ class Closed:
 
 
 Message = Hello | Ask | Filled | Refused | Freed | Closed
+PLAIN = Plain(Hello, Ask, Range, First, Filled, Refused, Freed, Closed, SamplingParams, Watermark, Ticket)
+"""How they travel."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 from kvcache.staging import heads_per_rank
 from rollout.engine import Engine
@@ -12,6 +11,7 @@ from rollout.errors import PeerLostError
 from rollout.samples import Sample, Step
 from rollout.split.channel import Peers
 from rollout.split.geometry import geometry, kv_heads, staged_layers
+from rollout.split.line import Line
 from rollout.split.messages import Ask, Closed, First, Freed, Hello
 from rollout.split.outbox import Outbox, Parcel
 from rollout.split.transport import Writer
@@ -22,7 +22,7 @@ _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 class PrefillEngine(Engine):
     """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
 
-    def connect(self, connections: Sequence[Connection], writer: Writer, timeout: float = 60.0) -> None:
+    def connect(self, connections: Sequence[Line], writer: Writer, timeout: float = 60.0) -> None:
         """connections: one to every decode rank, from `dial`. ValueError where the engines do not fit together."""
         layers = staged_layers(self.cache)
         heads = kv_heads(self.model)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import itertools
+import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Trainer, checkpoint
 
 Make = Callable[..., Trainer]
 CRITIC = {"critic": CriticConfig(learning_rate=5e-3)}
@@ -51,7 +58,7 @@ def test_a_run_goes_on_bit_for_bit(
     assert learn(first, range(2, 4)) == learn(second, range(2, 4))
     assert_same_bits(state(second), state(first))
     if "lora" in changes:
-        stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.distcp"))
+        stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.safetensors"))
         trained = sum(value.nbytes for value in bits(first).values())
         assert trained < stored < trained + sum(shard.nbytes for shard in first.shards().values()), "with the base"
 
@@ -115,3 +122,67 @@ def test_another_models_checkpoint_changes_nothing(
     with pytest.raises(ValueError, match=message):
         other.load_checkpoint(str(tmp_path / "step"))
     assert_same_bits(bits(other), before)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_folder_with_a_pickle_is_refused_and_nothing_runs(
+    values: bool, model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    trainer, place, marker = make_trainer(model_path), tmp_path / "step", tmp_path / "ran"
+    trainer.save_checkpoint(str(place))
+    for name in (".metadata", "__0_0.distcp", *([] if values else ["values.json"])):
+        (place / name).write_bytes(pickle.dumps(Bomb(marker)))
+    with pytest.raises(ValueError, match="in a format that runs code" if values else "|"):
+        trainer.load_checkpoint(str(place))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_reader_finds_one_of_both_whenever_it_looks_and_whenever_the_writer_dies(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exchange: whether the file system can."""
+
+    def refuse(*names: str) -> None:
+        raise OSError(errno.EINVAL, "not here")
+
+    if not exchange:
+        monkeypatch.setattr(checkpoint, "exchange_names", refuse)
+    place, calls = tmp_path / "last", ("rename", "fsync", "rmdir", "unlink")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+
+    def write(number: int) -> None:
+        with checkpoint.whole_directory(str(place)) as partial:
+            (Path(partial) / "values.json").write_text(json.dumps({"n": number}))
+
+    def read() -> int:
+        return int(checkpoint.load(str(place), {})["n"])
+
+    write(0)
+    for call, at in itertools.product(calls, (1, 2)):
+        steps, right = itertools.count(1), getattr(os, call)
+
+        def dying(*args: Any, **names: Any) -> Any:
+            if next(steps) == at:  # noqa: B023
+                raise KeyboardInterrupt
+            return right(*args, **names)  # noqa: B023
+
+        before = read()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(os, call, dying)
+            write(before + 1)
+        assert read() in (before, before + 1)
+    write(1000)
+    assert read() == 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.staging.heads import HeadSlice
+from rollout.meeting import Seat
+from rollout.plain import Forged, Plain, seal, unseal
+from tests.helpers.trainer_bridge.hooked import KEY
 from tests.helpers.trainer_bridge.targets import in_threads
 from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.errors import SyncError
@@ -18,7 +24,7 @@ from trainer_bridge.errors import SyncError
 
 def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any]) -> list[Any]:
     """What `run` returned or raised in each of `size` ranks."""
-    return in_threads(size, lambda rank: run(StoreConsensus(store, rank, size, timeout=20.0)))
+    return in_threads(size, lambda rank: run(StoreConsensus(store, rank, size, key=KEY, timeout=20.0)))
 
 
 def fail(error: BaseException) -> None:
@@ -93,6 +99,92 @@ def test_ranks_that_make_other_calls_are_told() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank 2 must be in \[0, 2\)"):
-        StoreConsensus(dist.HashStore(), 2, 2)
+        StoreConsensus(dist.HashStore(), 2, 2, key=KEY)
     with pytest.raises(ValueError, match="timeout=0 must be positive"):
-        StoreConsensus(dist.HashStore(), 0, 2, timeout=0)
+        StoreConsensus(dist.HashStore(), 0, 2, key=KEY, timeout=0)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+class Poisoned:
+    """A store in which a stranger has replaced what lies under one key."""
+
+    def __init__(self, store: dist.Store, key: str, planted: bytes) -> None:
+        self._store, self._key, self._planted = store, key, planted
+
+    def get(self, key: str) -> bytes:
+        return self._planted if key == self._key else self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        return self._planted if key == self._key else self._store.compare_set(key, expected, wanted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("what", ["answer", "decision", "replay"])
+def test_a_strangers_words_are_no_ranks_and_run_nothing(what: str, tmp_path: Path) -> None:
+    store, marker = dist.HashStore(), tmp_path / "ran"
+    planted = {
+        "answer": pickle.dumps(("second", True, Bomb(marker))),
+        "decision": b"go",
+        "replay": seal(KEY, "0/1", Plain().text(("second", True, 1))),
+    }
+
+    def run(rank: int) -> Any:
+        mine: Any = Poisoned(store, "1/decision" if what == "decision" else "1/1", planted[what])
+        consensus = StoreConsensus(store if rank else mine, rank, 2, key=KEY, timeout=20.0)
+        consensus.agree("first", lambda: rank)
+        return consensus.agree("second", lambda: rank)
+
+    poisoned, other = in_threads(2, run)
+    assert isinstance(poisoned, SyncError) and "somebody else writes to the ranks' store" in str(poisoned)
+    assert other == [0, 1] and not marker.exists()
+
+
+def test_plain_values_come_back_as_they_were() -> None:
+    plain = Plain(Seat, HeadSlice)
+    value = [
+        *(
+            None,
+            True,
+            -3,
+            2**64 - 1,
+            0.1,
+            float("inf"),
+            "é",
+            b"\0\xff",
+            (1, (2,)),
+            {1, 2},
+            frozenset(),
+            {},
+            {(1, 2): "x"},
+        ),
+        Seat(host="h", port=1, rank=0, size=2, seconds=1.5, key=b"k"),
+        HeadSlice(*range(len(HeadSlice._fields))),
+    ]
+    assert plain.value(plain.text(value)) == value
+    assert [type(each) for each in plain.value(plain.text(value))] == [type(each) for each in value]
+    with pytest.raises(TypeError, match="Path is not among the plain values"):
+        plain.text(Path())
+    for text in ("{", '{"Path": ["/"]}', '{"Seat": [1]}', '{"tuple": [], "list": []}', "[" * 100_000):
+        with pytest.raises(ValueError):
+            plain.value(text)
+    sealed = seal(b"key", "here", plain.text(value))
+    assert unseal(b"key", "here", sealed) == plain.text(value)
+    for key, place, data in ((b"other", "here", sealed), (b"key", "there", sealed), (b"key", "here", sealed + b" ")):
+        with pytest.raises(Forged):
+            unseal(key, place, data)
+    with pytest.raises(Forged):
+        unseal(b"key", "here", b"")

@@ -13,11 +13,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from memsaver.places import device_key
 
 _DEVICE = 6  # of the arguments of rebuild_cuda_tensor
+_KNOWN = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}  # of them, the same for every ticket
 
 
 @dataclass(frozen=True, kw_only=True)
 class IpcTicket:
-    """Permission to map one tensor of another process; plain data. Good as long as that process keeps the tensor."""
+    """Permission to map one tensor of another process; plain data. Good as long as that process keeps the tensor.
+
+    arguments: of rebuild_cuda_tensor, without those that are the same for every ticket.
+    """
 
     arguments: tuple[Any, ...]
     device_key: str
@@ -35,7 +39,10 @@ def ipc_ticket(tensor: Tensor) -> IpcTicket:
     if not tensor.is_cuda or not tensor.is_contiguous():
         raise ValueError(f"cudaIpc shares contiguous CUDA tensors, got {tuple(tensor.shape)} on {tensor.device}")
     _, arguments = reduce_tensor(tensor.detach().view(-1).view(torch.uint8))
-    return IpcTicket(arguments=tuple(arguments), device_key=device_key(tensor.device))
+    assert all(arguments[at] is known for at, known in _KNOWN.items()), "torch shares CUDA tensors in another way"
+    plain = [tuple(each) if isinstance(each, torch.Size) else each for each in arguments]
+    kept = tuple(each for at, each in enumerate(plain) if at not in _KNOWN)
+    return IpcTicket(arguments=kept, device_key=device_key(tensor.device))
 
 
 @lru_cache(maxsize=16)  # torch counts how often a ticket is opened
@@ -43,6 +50,8 @@ def map_once(ticket: IpcTicket) -> Tensor:
     for index in range(torch.cuda.device_count()):
         if device_key(torch.device("cuda", index)) == ticket.device_key:
             arguments = list(ticket.arguments)
+            for at, known in _KNOWN.items():
+                arguments.insert(at, known)
             arguments[_DEVICE] = index  # the other process may count its GPUs otherwise
             return rebuild_cuda_tensor(*arguments)
     raise ValueError(f"{ticket.device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import statistics
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import memsaver
 from memsaver.places import place_of
 from rollout import Engine
+from rollout.meeting import open_store
 from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config
 from tests.benchmarks.sync.base import RANKS, TARGET, Source, SyncScale, content, moves, ranks, synced, tp_dim
 from trainer_bridge import TrainerConfig, open_ray
@@ -162,14 +164,14 @@ def _all_cases(rank: int, scale: SyncScale, cases: Sequence[Case]) -> list[list[
 
 def _consensus(rank: int) -> StoreConsensus:
     """Over a TCP store, as torchrun gives it; the group's own is a file here, which is polled."""
-    here: list[Any] = [None]
+    here: list[Any] = [None, secrets.token_bytes(32)]
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        here = [store.port]
+        store = open_store("127.0.0.1")
+        here[0] = store.port
     dist.broadcast_object_list(here)
     if rank:
         store = dist.TCPStore("127.0.0.1", here[0], is_master=False, wait_for_workers=False)
-    return StoreConsensus(store, rank, RANKS)
+    return StoreConsensus(store, rank, RANKS, key=here[1])
 
 
 def _two_gpus(rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus) -> list[dict[str, float]]:

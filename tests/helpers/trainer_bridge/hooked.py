@@ -14,6 +14,8 @@ MOMENTS = ("before", "inside", "done", "said", "decided")
 """Of a stage on one rank. before, done: its step; an error there is one of the step. inside: called by who runs the
 step. said: the store has this rank's answer. decided: this rank knows that all ranks go on."""
 
+KEY = b"of the tests' ranks"
+
 Hook = Callable[[str, str], None]
 """(stage, moment)."""
 
@@ -24,7 +26,7 @@ class HookedConsensus(StoreConsensus):
     def __init__(
         self, store: dist.Store, rank: int, size: int, *, timeout: float = 60.0, hook: Hook | None = None
     ) -> None:
-        super().__init__(_HookedStore(store, self), rank, size, timeout=timeout)  # type: ignore[arg-type]
+        super().__init__(_HookedStore(store, self), rank, size, key=KEY, timeout=timeout)  # type: ignore[arg-type]
         self.hook = hook
         self.stage = ""
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-
 import pytest
 import torch
 
@@ -15,6 +12,7 @@ from rollout.split.channel import Peers
 from rollout.split.inbox import Inbox
 from rollout.split.messages import Ask, Filled, First, Hello, Refused
 from tests.helpers.rollout.answers import GREEDY
+from tests.helpers.rollout.lines import Far, line_pair
 from tests.helpers.rollout.split import TOKEN
 
 SLOTS = [3, 4, 6]
@@ -25,16 +23,16 @@ class World:
     """An inbox of zeroed pages, and the ends of its prefill ranks."""
 
     def __init__(self, ranks: int = 1) -> None:
-        mine, theirs = zip(*(Pipe() for _ in range(ranks)), strict=True)
-        self.theirs: tuple[Connection, ...] = theirs
+        mine, theirs = zip(*(line_pair() for _ in range(ranks)), strict=True)
+        self.theirs: tuple[Far, ...] = tuple(Far(line) for line in theirs)
         hello = Hello(tp_size=1, tp_rank=0, geometry="equal", ring_bytes=40 * TOKEN)
-        for rank, each in enumerate(theirs):
+        for rank, each in enumerate(self.theirs):
             each.send(Hello(tp_size=ranks, tp_rank=rank, geometry="equal"))
         self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
         ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
         peers = Peers("prefill", mine, hello, 5.0)
         self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedReader(), ring)
-        assert [each.recv() for each in theirs] == [hello] * ranks
+        assert [each.recv() for each in self.theirs] == [hello] * ranks
 
     def ask(self, request: int = 0) -> Sample:
         sample = Sample(
@@ -72,7 +70,7 @@ def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:
         world.ask(request)
     inbox, (one, other) = world.inbox, world.theirs
 
-    def hear(rank: Connection, *messages: Filled | Refused) -> int:
+    def hear(rank: Far, *messages: Filled | Refused) -> int:
         for each in messages:
             rank.send(each)
         inbox.receive(5)

@@ -7,8 +7,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -21,9 +19,11 @@ from rollout import Engine, SamplingParams
 from rollout.errors import PeerLostError
 from rollout.split import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
 from rollout.split.geometry import geometry
+from rollout.split.line import Line
 from rollout.split.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.lines import Far, line_pair
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, generate, serve, tokens
 
@@ -161,12 +161,13 @@ def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
         assert "the prefill engine is lost" in each["reason"]
 
 
-def greeted(engine: Engine, **changes: Any) -> list[Connection]:
+def greeted(engine: Engine, **changes: Any) -> tuple[Line, Far]:
     """A connection to a prefill rank that has said hello."""
-    mine, theirs = Pipe()
+    mine, line = line_pair()
+    theirs = Far(line)
     words = geometry(engine.model, engine.cache, torch.float32)
     theirs.send(Hello(**{"tp_size": 1, "tp_rank": 0, "geometry": words, **changes}))
-    return [mine, theirs]  # the second one only to keep it open
+    return mine, theirs  # the second one at times only to keep it open
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Plain values as sealed text: what goes over stores and sockets. Nothing that arrives there is unpickled.
+
+JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says which. A seal is a
+MAC over the text and over where it belongs, so that neither a stranger's words count nor ours in another place.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hmac
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MAC_LETTERS = 64
+
+
+class Forged(Exception):
+    """What arrived was not made by who has the key, or not for this place."""
+
+
+class Plain:
+    """Values of JSON, tuples, sets, bytes, mappings, and the records given: dataclasses and named tuples, by name."""
+
+    def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
+        """whole: of these (dataclasses that never change), large ones whose text is made, and read, once."""
+        self._records = {record.__name__: record for record in (*records, *whole)}
+        self._whole = whole
+        self._read_whole = lru_cache(maxsize=64)(self._read)
+
+    def text(self, value: Any) -> str:
+        """TypeError names a type that is not plain."""
+        return json.dumps(self._plain(value), separators=(",", ":"))
+
+    def value(self, text: str) -> Any:
+        """ValueError where it is not text of ours."""
+        return self._read(text)
+
+    def _read(self, text: str) -> Any:
+        try:
+            return json.loads(text, object_hook=self._made)
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"not a plain value: {error}") from error
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is list:
+            return [self._plain(each) for each in value]
+        if self._records.get(kind.__name__) is kind:
+            return self._plain_record(value, kind)
+        if kind in _OPENED:
+            name, opened = _OPENED[kind]
+            return {name: [self._plain(each) for each in opened(value)]}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        raise TypeError(f"{kind.__name__} is not among the plain values {', '.join(self._records)}")
+
+    def _plain_record(self, value: Any, kind: type) -> dict[str, Any]:
+        if kind not in self._whole:
+            return {kind.__name__: [self._plain(each) for each in _fields(value)]}
+        if (text := value.__dict__.get("_text")) is None:
+            text = json.dumps({kind.__name__: [self._plain(each) for each in _fields(value)]})
+            object.__setattr__(value, "_text", text)
+        return {"whole": text}
+
+    def _made(self, item: dict[str, Any]) -> Any:
+        ((name, content),) = item.items()
+        if name in _MADE:
+            return _MADE[name](content)
+        if name == "whole":
+            return self._read_whole(content)
+        record: Any = self._records[name]
+        if not hasattr(record, "__dataclass_fields__"):
+            return record(*content)
+        return record(**dict(zip(record.__dataclass_fields__, content, strict=True)))
+
+
+def _fields(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(value)
+
+
+_OPENED: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("tuple", list),
+    set: ("set", list),
+    frozenset: ("frozenset", list),
+    dict: ("dict", lambda value: [list(item) for item in value.items()]),
+}
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "bytes": base64.b64decode,
+}
+
+
+def seal(key: bytes, place: str, text: str) -> bytes:
+    """The text with a MAC that says that it was made with the key, and for this place."""
+    return _mac(key, place, text.encode()) + text.encode()
+
+
+def unseal(key: bytes, place: str, sealed: bytes) -> str:
+    """What was sealed; raises ``Forged``."""
+    mac, body = sealed[:_MAC_LETTERS], sealed[_MAC_LETTERS:]
+    if not hmac.compare_digest(mac, _mac(key, place, body)):
+        raise Forged(f"{len(sealed)} bytes for {place} do not carry the key's seal")
+    return body.decode()
+
+
+def _mac(key: bytes, place: str, body: bytes) -> bytes:
+    return hmac.digest(key, place.encode() + b"\0" + body, "sha256").hex().encode()
+
+
+_VALUES = Plain()
+
+
+def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value (of JSON, tuples, sets, bytes, mappings), by rank; None: of the default group. As torch's
+    all_gather_object, which unpickles what arrives."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    mine = torch.frombuffer(bytearray(_VALUES.text(value).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    lengths[dist.get_rank(group)] = len(mine)
+    dist.all_reduce(lengths, group=group)
+    sizes = lengths.tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    texts = [part[:size].cpu().numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
+    return [_VALUES.value(text) for text in texts]

@@ -1,0 +1,177 @@
+"""One connection of two ranks: both prove that they know the key, then every message carries its seal and its number.
+
+Nobody waits without a limit, for a stranger least of all.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rollout.plain import Forged, seal, unseal
+
+Address = str | tuple[str, int]
+"""A path (one host) or (host, port)."""
+
+_LENGTH = struct.Struct("<Q")
+_NONCE_BYTES = 32
+_GREET_SECONDS = 5.0  # for either side of a handshake: a rank of ours takes milliseconds
+_GREETED_AT_ONCE = 32  # connections; more are turned away, and a rank of ours dials again
+_LARGEST = 1 << 28  # bytes of a message
+
+
+class Line:
+    """`send` and `receive` raise OSError (TimeoutError among them), EOFError, or `Forged` where the other end is no
+    rank; the line is of no more use then."""
+
+    def __init__(self, connection: socket.socket, key: bytes, role: str, other: str, timeout: float) -> None:
+        connection.settimeout(timeout)
+        self._socket, self._key = connection, key
+        self._places = {"send": role, "receive": other}
+        self._counts = {"send": 0, "receive": 0}
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_timeout(self, seconds: float) -> None:
+        """For each message, either way."""
+        self._socket.settimeout(seconds)
+
+    def send(self, text: str) -> None:
+        data = seal(self._key, self._place("send"), text)
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> str:
+        (length,) = _LENGTH.unpack(_exactly(self._socket, _LENGTH.size))
+        if length > _LARGEST:
+            raise Forged(f"a message of {length} bytes")
+        return unseal(self._key, self._place("receive"), _exactly(self._socket, length))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _place(self, way: str) -> str:
+        self._counts[way] += 1
+        return f"{self._places[way]} {self._counts[way]}"
+
+
+def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> list[Line]:
+    """A decode rank's side: waits for `count` prefill ranks, which know the same secret key. TimeoutError tells how
+    many came; strangers are turned away, however silent or many."""
+    met: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    free, lines, end = threading.Semaphore(_GREETED_AT_ONCE), list[Line](), time.monotonic() + timeout
+
+    def greet(connection: socket.socket) -> None:
+        try:
+            met.put(_greeted(connection, key))
+        except (OSError, EOFError, Forged):
+            connection.close()
+        finally:
+            free.release()
+
+    with _listening(address, _GREETED_AT_ONCE) as listener:
+        while len(lines) < count:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError(f"{len(lines)} of {count} prefill ranks came to {address} in {timeout:g} s")
+            listener.settimeout(min(left, 0.05))
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # nobody for now, or one that left at once
+                pass
+            else:
+                if free.acquire(blocking=False):
+                    threading.Thread(target=greet, args=[connection], name="rollout-greet", daemon=True).start()
+                else:
+                    connection.close()
+            while not met.empty() and len(lines) < count:
+                lines.append(met.get())
+    return lines
+
+
+def dial(addresses: Sequence[Address], key: bytes, timeout: float = 60.0) -> list[Line]:
+    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address that is not there."""
+    return [_dial(address, key, time.monotonic() + timeout) for address in addresses]
+
+
+def _dial(address: Address, key: bytes, end: float) -> Line:
+    while True:
+        family = socket.AF_UNIX if isinstance(address, str) else socket.getaddrinfo(*address)[0][0]
+        connection = socket.socket(family)
+        try:
+            connection.settimeout(_GREET_SECONDS)
+            connection.connect(address)
+            return _greeting(connection, key)
+        except (OSError, EOFError) as error:
+            connection.close()
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"no decode rank listens at {address} ({error}); start it first, with the same key"
+                ) from error
+            time.sleep(0.05)
+
+
+def _greeted(connection: socket.socket, key: bytes) -> Line:
+    """Of the side that was dialled; nothing but random bytes is told before the other has proved itself."""
+    connection.settimeout(_GREET_SECONDS)
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(mine)
+    answer = _exactly(connection, 2 * _NONCE_BYTES)
+    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"dials", mine + theirs)):
+        raise Forged("a stranger, or a rank with another key")
+    connection.sendall(_proof(key, b"listens", mine + theirs))
+    return Line(connection, _proof(key, b"session", mine + theirs), "listens", "dials", _GREET_SECONDS)
+
+
+def _greeting(connection: socket.socket, key: bytes) -> Line:
+    connection.settimeout(_GREET_SECONDS)
+    theirs, mine = _exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(mine + _proof(key, b"dials", theirs + mine))
+    if not hmac.compare_digest(_exactly(connection, _NONCE_BYTES), _proof(key, b"listens", theirs + mine)):
+        raise OSError("who listens there does not know the key")
+    return Line(connection, _proof(key, b"session", theirs + mine), "dials", "listens", _GREET_SECONDS)
+
+
+def _proof(key: bytes, what: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, what + nonces, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, all within the socket's time-out."""
+    parts, patience = [], connection.gettimeout()
+    end = None if patience is None else time.monotonic() + patience
+    try:
+        while count:
+            if end is not None:
+                connection.settimeout(max(1e-3, end - time.monotonic()))
+            if not (part := connection.recv(min(count, 1 << 20))):
+                raise EOFError("the other end has closed")
+            parts.append(part)
+            count -= len(part)
+    finally:
+        connection.settimeout(patience)
+    return b"".join(parts)
+
+
+@contextmanager
+def _listening(address: Address, backlog: int) -> Iterator[socket.socket]:
+    if isinstance(address, str):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            try:
+                listener.listen(backlog)
+                yield listener
+            finally:
+                os.unlink(address)
+        return
+    family = socket.getaddrinfo(*address)[0][0]
+    with socket.create_server(address, family=family, backlog=backlog) as listener:
+        yield listener
