@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from memsaver.kept import Kept
 
 
+_CONNECT_SECONDS = 5.0
+
+
 class Owner:
     """The connection of this process to one saver, here or in another process; one for all leases of it.
 
@@ -29,8 +32,9 @@ class Owner:
         self.granting = threading.Lock()
         self.kept: dict[int, Kept] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS))
         try:
-            connection.connect("\0" + socket_name)
+            connection.connect("\0" + socket_name)  # waits where strangers fill the queue of one that is stopped
             _, uid = rpc.credentials(connection)
             if uid != os.getuid():  # who would not answer; or who has taken a dead saver's name, to be told tokens
                 raise rpc.Refused(f"its saver is user {uid}'s, this process is user {os.getuid()}'s")

@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.execute(arguments)
         except RecipeError as error:
             return _fail(2, error, arguments.verbose)
-        except (Exception, KeyboardInterrupt) as error:
-            if interrupted:  # whatever it became on its way out
+        except BaseException as error:
+            if interrupted:  # whatever it became on its way out, also what libraries keep apart from Exception
                 return _fail(128 + interrupted[0], error, arguments.verbose, "interrupted")
             if not isinstance(error, (RunError, KeyboardInterrupt)):
                 raise

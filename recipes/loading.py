@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -56,7 +57,18 @@ def packaged_recipes() -> list[str]:
 
 def recipe_text(recipe: Recipe) -> str:
     """The recipe as resolved, in YAML; `load` of a file with this text gives an equal recipe."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe)))
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(recipe))))
+
+
+def _literal(value: Any) -> Any:
+    """Texts with `${` in them are what they are, no references to other keys."""
+    if isinstance(value, dict):
+        return {key: _literal(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value)
+    return value
 
 
 def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]]:

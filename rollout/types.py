@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS = ("stop", "length", "abort")
+
+COLDEST = 1e-6
+"""Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_tokens", "top_k", "n", "seed", "beam_width"):
+            if not isinstance(value := getattr(self, name), Integral) and (value is not None or name != "seed"):
+                raise ValueError(f"{name}={value!r} must be whole")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be finite and not negative (0 is greedy)")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must not be negative (0 is off)")
+        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or finite and at least {COLDEST:g}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k={self.top_k} must be in [0, 2**31) (0 is off)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1] (1 is off)")
         if self.n < 1:

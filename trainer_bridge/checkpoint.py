@@ -48,7 +48,8 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
     text = json.dumps(values)  # refuses before anything is written
     with whole_directory(directory) as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
-        dcp.save(dict(tensors), storage_writer=writer)
+        with _unwrapped():
+            dcp.save(dict(tensors), storage_writer=writer)
         if _is_first():
             with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -84,9 +85,21 @@ def load(directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, A
     assert isinstance(values, dict)
     _check_adapters(directory, values.get("adapters"), adapters)
     _check_fit(directory, tensors)
-    with torch.no_grad():
+    with torch.no_grad(), _unwrapped():
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(directory))
     return values
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """torch wraps what a rank raises, an interrupt among it, into something that is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as wrapped:
+        rank, (error, _) = min(wrapped.failures.items(), key=lambda item: item[0] != dist.get_rank())
+        if rank == dist.get_rank():
+            raise error from None
+        raise RuntimeError(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -93,13 +93,19 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
 
 
 def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a time."""
-    from safetensors import safe_open
+    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a time.
+
+    A ValueError names a file that is cut off or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
 
     for file_path in checkpoint_files(path):
-        with safe_open(str(file_path), framework="pt", device="cpu") as file:
-            for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                yield key, file.get_tensor(key)
+        try:
+            with safe_open(str(file_path), framework="pt", device="cpu") as file:
+                for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield key, file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{file_path} cannot be read ({error}); download or save the model again") from error
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:

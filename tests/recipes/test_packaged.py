@@ -104,6 +104,14 @@ def test_a_resolved_recipe_loads_as_the_same_and_a_real_model_takes_the_place_of
         assert load(name, ["model.path=x"]).model.path == "x"
 
 
+def test_a_text_that_looks_like_a_reference_comes_back_as_it_is(tmp_path: Path) -> None:
+    for text in ("costs \\${5}", "\\${steps} of them", "a \\\\\\${b}"):
+        recipe = load("tiny", [f"task.system_prompt='{text}'"])
+        assert "${" in str(recipe.task.system_prompt)
+        (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+        assert load(tmp_path / "recipe.yaml") == recipe
+
+
 def test_a_gpu_holds_what_no_plan_can_do_without(packaged: dict[str, Recipe]) -> None:
     """Of trained state, and of trainer and engine at the sync. A lower bound; the planner reckons the rest."""
     for name, recipe in packaged.items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from recipes.cli import main
 from recipes.loading import load
 from recipes.report.reading import read_run
 from recipes.run import continue_run, start_run
+from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import SMALL, MakeRun, has_pictures, rows, same_rows, trace
 from trainer_bridge.trainer import Trainer
@@ -203,3 +206,30 @@ def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
         process.kill()
     assert (process.returncode, errors) == (128 + signal.SIGINT, "memsaver: interrupted\n")
     assert len(rows(folder, "train")) >= 3 and trace(folder) and has_pictures(folder)
+
+
+def ended_by(number: signal.Signals, folder: Path, seconds: float) -> tuple[int, str]:
+    """Status and messages of a run that gets the signal so long after it has made its folder."""
+    words = ["run", "tiny", *SMALL, "steps=100000", "checkpoint.every=1", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "recipes.cli", *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: process.poll() is not None or folder.exists())
+        time.sleep(seconds)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_at_any_moment_of_a_run(number: signal.Signals, tmp_path: Path) -> None:
+    """While it sets up, generates, switches, trains or saves: the signal's status, one line, and pictures of what was
+    done."""
+    draw = random.Random(number)
+    for attempt in range(rounds(1, 100)):
+        folder = tmp_path / str(attempt)
+        assert ended_by(number, folder, draw.random() * 8) == (128 + number, "memsaver: interrupted\n"), attempt
+        assert not (folder / "metrics.jsonl").exists() or not rows(folder, "train") or has_pictures(folder)

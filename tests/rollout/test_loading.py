@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout import Engine
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.rotary import RotaryTables, inverse_frequencies
@@ -74,6 +75,16 @@ def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], mat
 def test_names_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.config\.json not found"):
         load_model_config(tmp_path / "nowhere")
+
+
+def test_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 5, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read \(.*download or save"):
+            Engine.from_pretrained(tmp_path)
 
 
 def test_old_style_rope_keys(tmp_path: Path) -> None:

@@ -90,6 +90,25 @@ def test_saving_again_replaces_or_leaves_the_one_before(
     assert_same_bits(bits(fresh), bits(trainer))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space left on device")])
+def test_what_is_raised_while_it_writes_comes_out_as_it_is(
+    error: BaseException, model_path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch wraps it into something of its own, which is no Exception."""
+    trainer = make_trainer(model_path)
+
+    def fails(*arguments: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(type(error)):
+            trainer.save_checkpoint(str(tmp_path / "step"))
+    assert not (tmp_path / "step").exists()
+    trainer.save_checkpoint(str(tmp_path / "step"))
+    assert trainer.load_checkpoint(str(tmp_path / "step")) == {}
+
+
 LOUDER = dataclasses.replace(LORA, alpha=9.0)
 SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}
 MISFIT = (
