@@ -196,9 +196,9 @@ BUGS = [
     # ------------------------------------------------------------------ recipes
     Bug(
         "advantages divide by the sample's deviation, not the group's (off by one)",
-        "recipes/grpo.py",
-        "statistics.pstdev(group)",
-        "statistics.stdev(group)",
+        "recipes/loop.py",
+        "statistics.pstdev(numbers)",
+        "statistics.stdev(numbers)",
     ),
     Bug(
         "an evaluation comes a step late (off by one)",
@@ -209,8 +209,8 @@ BUGS = [
     Bug(
         "`latest` names a checkpoint that is still being written (swapped order)",
         "recipes/run_folder.py",
-        '        write(folder / f"step_{step}")\n        _replace(folder / "latest", f"step_{step}\\n")\n',
-        '        _replace(folder / "latest", f"step_{step}\\n")\n        write(folder / f"step_{step}")\n',
+        '        write(folder / f"step_{step}")\n        replace_text(folder / "latest", f"step_{step}\\n")\n',
+        '        replace_text(folder / "latest", f"step_{step}\\n")\n        write(folder / f"step_{step}")\n',
     ),
     Bug(
         "a step that is computed again shuffles otherwise (seed left out)",
