@@ -66,7 +66,12 @@ class TieredBlocks(PrefixBlocks):
         if kept and whole < len(tokens):
             slots = torch.from_numpy(self.blocks.token_ids(handle, whole, len(tokens)))
             page = self.tiers.store_private(slots, hashes)
-        self.tiers.wait_for_copies()  # the sequence's pages are free after this
+        try:
+            self.tiers.wait_for_copies()  # the sequence's pages are free after this
+        except BaseException:
+            if page:
+                self.tiers.lower.free_private(page)
+            raise
         return Swapped(tokens=len(tokens), version=held.version, page=page) if kept else None
 
     def forget(self, swapped: Swapped) -> None:

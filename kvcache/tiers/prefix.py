@@ -120,8 +120,8 @@ class TieredPrefixCache(RadixCache):
         """
         page = self.lower.take_private(frozenset(wanted))
         if page:
-            host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
             try:
+                host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
                 self._last = self.lower.host.backup_from_device_all_layer(host_slots, slots)
             except BaseException:
                 self.lower.free_private(page)
