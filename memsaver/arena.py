@@ -268,12 +268,12 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
         backend.release(extent.handle, extent.nbytes)
 
 
+@held()
 def _give_back(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
     """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait, or where a region's
     tensors live on."""
-    with held():
-        _forgotten.append((backend, reservation, slot, loans))
-        give_back_forgotten()
+    _forgotten.append((backend, reservation, slot, loans))
+    give_back_forgotten()
 
 
 def give_back_forgotten() -> None:
@@ -281,16 +281,15 @@ def give_back_forgotten() -> None:
     _retry(list(_forgotten))
 
 
+@held()
 def _retry(items: Sequence[_Parts]) -> None:
-    with held():
-        for item in items:
-            if not _may_end(item):
-                continue
+    for item in items:
+        if _may_end(item):
             with contextlib.suppress(ValueError):  # finalizers run in any thread: another one took it
                 _forgotten.remove(item)
                 _undo(*item)
-        if _forgotten and _retry_on_host not in gc.callbacks:
-            gc.callbacks.append(_retry_on_host)
+    if _forgotten and _retry_on_host not in gc.callbacks:
+        gc.callbacks.append(_retry_on_host)
 
 
 def _retry_on_host(phase: str, info: object) -> None:

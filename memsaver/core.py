@@ -36,6 +36,7 @@ class SaverCore:
     ``backend``: the device that its memory comes from, whose calls may be counted, or made to fail.
     """
 
+    @held()
     def __init__(
         self,
         device: str | torch.device = "cpu",
@@ -48,27 +49,16 @@ class SaverCore:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
-        self._lock = threading.RLock()
-        self._closed = False
-        self._pid = os.getpid()
-        with held():
-            self._make(torch.device(device), limit_bytes, reserve_bytes, disk_dir, debug)
-
-    def _make(
-        self,
-        device: torch.device,
-        limit_bytes: int | None,
-        reserve_bytes: int | None,
-        disk_dir: str | Path | None,
-        debug: bool,
-    ) -> None:
-        self.backend = make_backend(device, limit_bytes)
+        self.backend = make_backend(torch.device(device), limit_bytes)
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
         directory = Path(disk_dir or default_directory())
         self._switch = Switch(self.backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self.backend)
         self._torch_use = TorchUse(self.backend.device)
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
         self._guard = None
         if debug:
             from memsaver.debug import PausedGuard

@@ -110,15 +110,15 @@ class Lease:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)
         return self._backend.window(self._address + byte_offset, nbytes, self).view(dtype).view(shape)
 
+    @held()
     def close(self) -> None:
         """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
 
         May be tried again when the driver refused (``BackendError``).
         """
-        with held():
-            if not self.closed:
-                self.synchronize()
-                self.end()
+        if not self.closed:
+            self.synchronize()
+            self.end()
 
     def synchronize(self) -> None:
         """Wait for all work of the device that maps it."""
@@ -150,14 +150,14 @@ class _Mapped:
         self._backend, self._device_key, self._address, self._nbytes = backend, device_key, address, nbytes
         self._undo = undo
 
+    @held()
     def end(self) -> None:
-        with held():
-            if not self.closed:
-                with device_lock(self._device_key):
-                    if self._nbytes:
-                        self._backend.unmap(self._address, self._nbytes)
-                self.closed = True
-                self._undo.close()
+        if not self.closed:
+            with device_lock(self._device_key):
+                if self._nbytes:
+                    self._backend.unmap(self._address, self._nbytes)
+            self.closed = True
+            self._undo.close()
 
     def end_dropped(self) -> None:
         """In a thread of our own, of a lease that nobody closed."""

@@ -31,7 +31,7 @@ class Plain:
         """whole: of these (dataclasses that never change), large ones whose text is made, and read, once."""
         self._records = {record.__name__: record for record in (*records, *whole)}
         self._whole = whole
-        self._read_whole = lru_cache(maxsize=64)(self._read)
+        self._read_whole = lru_cache(maxsize=64)(self.value)
 
     def text(self, value: Any) -> str:
         """TypeError names a type that is not plain."""
@@ -39,9 +39,6 @@ class Plain:
 
     def value(self, text: str) -> Any:
         """ValueError where it is not text of ours."""
-        return self._read(text)
-
-    def _read(self, text: str) -> Any:
         try:
             return json.loads(text, object_hook=self._made)
         except (KeyError, TypeError, RecursionError) as error:

@@ -44,6 +44,8 @@ class Backend(Protocol):
     def committed_bytes(self) -> int: ...
     @property
     def free_bytes(self) -> int: ...
+    @property
+    def device_free_bytes(self) -> int: ...
     def round_up(self, nbytes: int) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def unreserve(self, address: int, nbytes: int) -> None: ...
@@ -103,13 +105,18 @@ class ShimBackend:
     @property
     def free_bytes(self) -> int:
         """What could be made now, as far as limit and device say; torch's cache counts as free."""
-        limit = self.limit_bytes
-        free = self.device_free_bytes
+        limit, free = self.limit_bytes, self.device_free_bytes + self.cached_bytes
         return free if limit is None else min(free, limit - self.committed_bytes)
 
     @property
     def device_free_bytes(self) -> int:
+        """What nobody holds of the device."""
         raise NotImplementedError
+
+    @property
+    def cached_bytes(self) -> int:
+        """What torch holds of the device and no tensor uses."""
+        return 0
 
     def round_up(self, nbytes: int) -> int:
         """To whole pages."""

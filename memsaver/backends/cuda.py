@@ -166,8 +166,11 @@ class CudaBackend(ShimBackend):
 
     @property
     def device_free_bytes(self) -> int:
-        cache = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + cache
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def cached_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""
@@ -177,7 +180,7 @@ class CudaBackend(ShimBackend):
         """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch accounts for."""
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
-        cache = torch.cuda.memory_reserved(self.device) - allocated
+        cache = self.cached_bytes
         own = self.committed_bytes + allocated + cache
         rest = nvml.holders(self.device_key, max(0, total - free - own), own)
         return {"torch's cache": cache, "torch's tensors": allocated, **rest}

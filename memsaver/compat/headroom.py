@@ -8,10 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from memsaver.errors import OutOfMemory
-from memsaver.host_limits import available_memory
 from memsaver.saver import MemorySaver
 from memsaver.signals import Unbroken
 
@@ -42,7 +39,7 @@ def headroom(saver: MemorySaver, nbytes: int) -> contextlib.AbstractContextManag
 
 @contextlib.contextmanager
 def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
-    most = saver.report().committed_bytes + max(0, _free_bytes(saver.device) - nbytes)
+    most = saver.report().committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
     with _lock:
         limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
         limits.open.append(most)
@@ -58,7 +55,3 @@ def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
             saver.limit_bytes = limits.tightest
             if not limits.open:
                 del _limits[saver]
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import CriticConfig, LoraConfig, Trainer, checkpoint
@@ -141,16 +142,6 @@ def test_another_models_checkpoint_changes_nothing(
     with pytest.raises(ValueError, match=message):
         other.load_checkpoint(str(tmp_path / "step"))
     assert_same_bits(bits(other), before)
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("values", [True, False])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvcache.staging.heads import HeadSlice
 from rollout.meeting import Seat
 from rollout.plain import Forged, Plain, seal, unseal
+from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.hooked import KEY
 from tests.helpers.trainer_bridge.targets import in_threads
 from trainer_bridge.consensus import StoreConsensus
@@ -102,16 +103,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         StoreConsensus(dist.HashStore(), 2, 2, key=KEY)
     with pytest.raises(ValueError, match="timeout=0 must be positive"):
         StoreConsensus(dist.HashStore(), 0, 2, key=KEY, timeout=0)
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 class Poisoned:

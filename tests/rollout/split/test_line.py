@@ -21,7 +21,7 @@ from rollout.split import accept, dial
 from rollout.split.channel import Peers
 from rollout.split.line import Address, Line
 from rollout.split.messages import Closed, Hello, Refused
-from tests.helpers.memsaver.savers import at_once, until
+from tests.helpers.memsaver.savers import at_once
 from tests.helpers.rollout.lines import line_pair
 
 KEY = b"the ranks' secret"
@@ -36,36 +36,23 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
         return "127.0.0.1", free.getsockname()[1]
 
 
-def connect(address: Address) -> socket.socket:
-    """As a stranger does, when somebody listens."""
-    made: list[socket.socket] = []
-
-    def tried() -> bool:
-        connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-        with contextlib.suppress(OSError):
-            connection.connect(address)
-            made.append(connection)
-        return bool(made)
-
-    until(tried)
-    return made[0]
-
-
 @contextlib.contextmanager
 def pestered(address: Address, how: str) -> Iterator[None]:
     """By strangers, from before the ranks meet until they have."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     over, threads = threading.Event(), []
 
     def stranger() -> None:
         while not over.is_set():
-            with contextlib.suppress(OSError), connect(address) as connection:
+            with contextlib.suppress(OSError), socket.socket(family) as connection:
+                connection.connect(address)
                 if how == "probe":
                     connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
                 elif how == "pickle":
                     connection.sendall(pickle.dumps(Path("/")) * 10)
                 elif how == "silent":
                     over.wait(60)
-                time.sleep(0.005)
+            time.sleep(0.005)
 
     for _ in range(40 if how == "silent" else 4):  # more than are greeted at once
         threads.append(threading.Thread(target=stranger, daemon=True))
@@ -74,10 +61,8 @@ def pestered(address: Address, how: str) -> Iterator[None]:
         yield
     finally:
         over.set()
-        with contextlib.suppress(OSError):
-            connect_once = socket.create_server(address) if not isinstance(address, str) else None
-            if connect_once is not None:
-                connect_once.close()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("how", ["nobody", "leaves", "probe", "pickle", "silent"])
