@@ -59,7 +59,8 @@ def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
         row[f"exact_match_{name}"] = _exact_match(rollout, setup, problems[:limit])
-    return {**row, "problems": len(task.held_out[:limit])}
+    kinds = {"trained_beside": list(task.train_beside)} if task.beside else {}
+    return {**row, "problems": len(task.held_out[:limit]), **kinds}
 
 
 def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) -> float:

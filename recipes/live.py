@@ -19,6 +19,7 @@ from rich.text import Text
 
 from memsaver.errors import format_bytes
 
+OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
 BARS = "▁▂▃▄▅▆▇█"
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
@@ -57,9 +58,13 @@ def sparkline(values: list[float], width: int = 48) -> str:
 
 
 def beside_the_task(row: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of an evaluation's other exact matches, and what to call them: exact_match_2_digits -> "2 digits"."""
-    prefix = "exact_match_"
-    return {key: key.removeprefix(prefix).replace("_", " ") for key in row if key.startswith(prefix)}
+    """Keys of an evaluation's other exact matches, and what to call them: exact_match_2_digits -> "2 digits".
+
+    A kind of which no problem at all was trained on is called so; rows of older runs do not tell.
+    """
+    kinds = {key: key.removeprefix(OTHER_KINDS) for key in row if key.startswith(OTHER_KINDS)}
+    trained = row.get("trained_beside", kinds.values())
+    return {key: kind.replace("_", " ") + ("" if kind in trained else " (untrained)") for key, kind in kinds.items()}
 
 
 def describe(row: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ def evaluations_panel(axes: Axes, rows: Sequence[Row]) -> None:
     """A curve for the held-out problems and one for each other set, over the rows that have it."""
     curves = {"exact_match": "held-out exact match, greedy"} if rows else {}
     for row in rows:
-        curves |= {key: f"{name}, never trained on, greedy" for key, name in beside_the_task(row).items()}
+        curves |= {key: f"held-out exact match, {name}, greedy" for key, name in beside_the_task(row).items()}
     colours = (TAG_COLOURS["optim"], *OTHER_COLOURS * len(curves))
     for (key, label), colour in zip(curves.items(), colours, strict=False):
         points = [(row["step"], row[key]) for row in rows if key in row]

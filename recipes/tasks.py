@@ -3,8 +3,9 @@
 `task.name=package.module:function` names a task of one's own: `function(section)` gets the recipe's `TaskSection` and
 returns a `Task`; `split` deals its problems out.
 
-A problem is held out when a hash of its question text says so; the split depends on nothing else, so that no seed, step
-or resume can bring a held-out question into training.
+A problem is held out when a hash of what it asks says so: of its question's text, or of what a task names as the same
+question (a sum in any order of its terms). The split depends on nothing else, so that no seed, step or resume can bring
+a held-out question into training.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from recipes.errors import RecipeError, one_line
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
+TERM = re.compile(r"([-+]?) ?(\d+)")
 NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
 
 
@@ -55,14 +57,14 @@ class Task:
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     score: Scorer
-    train_beside: tuple[tuple[Problem, ...], ...] = ()  # other kinds of problems; a step takes as many of each kind
+    train_beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # other kinds; as many of each a step
     beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # held out, too, of other kinds: "2_digits"
     words: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[tuple[Problem, ...], ...]:
         """What is trained on, the task's own kind first."""
-        return (self.train, *self.train_beside)
+        return (self.train, *self.train_beside.values())
 
     def problems(self) -> Iterator[Problem]:
         return itertools.chain(*self.kinds, self.held_out, *self.beside.values())
@@ -81,29 +83,36 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
     return task
 
 
-def split(problems: Sequence[Problem], fraction: float) -> dict[str, tuple[Problem, ...]]:
-    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order."""
-    train = (problem for problem in problems if not is_held_out(problem.question, fraction))
-    held_out = (problem for problem in problems if is_held_out(problem.question, fraction))
-    in_no_order = sorted(held_out, key=lambda problem: hash_text(problem.question))
-    return {"train": tuple(train), "held_out": tuple(in_no_order)}
+def split(
+    problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str
+) -> dict[str, tuple[Problem, ...]]:
+    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order.
+
+    same: a text that questions have in common which must not be parted: who has learnt one can answer the other.
+    """
+    sides: dict[bool, list[Problem]] = {False: [], True: []}
+    for problem in problems:
+        sides[is_held_out(same(problem.question), fraction)].append(problem)
+    in_no_order = sorted(sides[True], key=lambda problem: hash_text(problem.question))
+    return {"train": tuple(sides[False]), "held_out": tuple(in_no_order)}
 
 
 def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
-    words: tuple[str, ...] = ()
+    fraction = section.held_out_fraction
     if section.name == "toy":
-        (problems, score), words = _toy(section), tuple(TOY_WORDS)
-    else:
-        problems, score = _chain_sum(section, section.num_digits)
-    fraction, other_digits = section.held_out_fraction, {*section.also_train_digits, *also_digits}
-    others = {digits: split(_chain_sum(section, digits)[0], fraction) for digits in other_digits}
+        problems, score = _toy(section)
+        return Task(name="toy", **split(problems, fraction), score=score, words=tuple(TOY_WORDS))
+    problems, score = _chain_sum(section, section.num_digits)
+    others = {
+        digits: split(_chain_sum(section, digits)[0], fraction, signed_terms)
+        for digits in {*section.also_train_digits, *also_digits}
+    }
     return Task(
         name=section.name,
-        **split(problems, fraction),
-        train_beside=tuple(others[digits]["train"] for digits in section.also_train_digits),
+        **split(problems, fraction, signed_terms),
+        train_beside={f"{digits}_digits": others[digits]["train"] for digits in section.also_train_digits},
         beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},
         score=score,
-        words=words,
     )
 
 
@@ -133,6 +142,16 @@ def _own_task(section: TaskSection) -> Task:
 def is_held_out(question: str, fraction: float) -> bool:
     """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
     return hash_text(question) < fraction * 2**64
+
+
+def signed_terms(question: str) -> str:
+    """The terms of a sum, sorted, each with its sign: what a sum has in common with those of another order.
+
+    >>> signed_terms("What is 4 + 3 - 12 ="), signed_terms("What is 3 - 12 + 4 =")
+    ('+3 +4 -12', '+3 +4 -12')
+    """
+    found = TERM.findall(question)
+    return " ".join(sorted((sign or "+") + number for sign, number in found))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:

@@ -147,7 +147,10 @@ def evaluations(run: RunRecord) -> Table | None:
         (str(row["step"]), *(f"{row[key]:.3f}" if key in row else "–" for key in keys), str(row.get("problems", "–")))
         for row in run.evaluations
     ]
-    caption = "Exact match of greedy answers to problems never trained on, after so many updates."
+    caption = (
+        "Exact match of greedy answers to problems never trained on, after so many updates; untrained: nor were any of "
+        "their kind."
+    )
     return Table(title="Evaluations", caption=caption, head=("updates", *keys.values(), "problems"), rows=rows)
 
 

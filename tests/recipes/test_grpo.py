@@ -124,6 +124,7 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         name="parrot",
         train=problems(("a", "a")),
         held_out=problems(("a", "a"), ("b", "a"), ("b", "b")),
+        train_beside={"2_digits": problems(("a", "b"))},
         beside={"2_digits": problems(("b", "b"), ("b", "b"), ("a", "b")), "3_digits": problems(("a", "b"))},
         score=lambda problem, text, ended: Score(reward=0.0, exact=ended and text == problem.answer),
     )
@@ -134,4 +135,4 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         prompt_ids=lambda problem: tokenizer.convert_tokens_to_ids([problem.question]),
     )
     expected = {"exact_match": 0.5, "exact_match_2_digits": 1.0, "exact_match_3_digits": 0.0, "problems": 2}
-    assert evaluate(Parrot(), setup) == expected
+    assert evaluate(Parrot(), setup) == {**expected, "trained_beside": ["2_digits"]}

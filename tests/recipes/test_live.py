@@ -31,6 +31,8 @@ def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
     expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"
     assert describe(evaluated) == expected
+    told = describe({**evaluated, "trained_beside": ["2_digits"]})
+    assert "2 digits 0.125, 3 digits (untrained) 0.000" in told
 
 
 def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(checkpoint: int, kept
 
 def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
     """Also where only the later session of a run evaluated that kind."""
-    evaluations = [eval_row(0, 0.25), eval_row(1, 0.5, exact_match_2_digits=0.125)]
+    evaluations = [eval_row(0, 0.25), eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[])]
     figure, axes = pyplot.subplots()
     try:
         evaluations_panel(axes, evaluations)
@@ -198,7 +198,7 @@ def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
         pyplot.close(figure)
     assert curves == {
         "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
-        "2 digits, never trained on, greedy": [[1, 0.125]],
+        "held-out exact match, 2 digits (untrained), greedy": [[1, 0.125]],
     }
     draw_reward([*evaluations, train_row(1)], folder.path / "reward.png")
     assert (folder.path / "reward.png").read_bytes().startswith(PNG)

@@ -13,7 +13,7 @@ from recipes.cli import main
 from recipes.config import FieldError, TaskSection
 from recipes.errors import RecipeError
 from recipes.models import decode, encode_prompt, toy_tokenizer
-from recipes.tasks import TOY_WORDS, Problem, Task, extract_number, is_held_out, make_task
+from recipes.tasks import TOY_WORDS, Problem, Task, extract_number, is_held_out, make_task, signed_terms
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,35 @@ def toy() -> Task:
     return make_task(TaskSection(name="toy", partial_credit=0.5))
 
 
-def test_all_one_digit_sums_are_there_once_split_by_their_text_and_answered(chain_sum: Task) -> None:
+def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers that are added and numbers that are taken away, sorted; read word by word."""
+    words = problem.question.rpartition(": ")[2].removesuffix(" =").split()
+    signs = ["+", *words[1::2]]
+    parts = {sign: sorted(int(word) for s, word in zip(signs, words[::2], strict=True) if s == sign) for sign in "+-"}
+    return tuple(parts["+"]), tuple(parts["-"])
+
+
+@pytest.mark.parametrize(("terms", "digits"), [(2, 1), (2, 2), (3, 1)])
+def test_no_held_out_sum_is_trained_on_in_another_order(terms: int, digits: int) -> None:
+    """Who has learnt 4 + 3 knows 3 + 4. Kinds of other digits share no sum."""
+    section = TaskSection(name="chain_sum", num_terms=terms, num_digits=digits)
+    task = make_task(section)
+    trained = {terms_of(problem) for problem in task.train}
+    assert trained and not trained & {terms_of(problem) for problem in task.held_out}
+    share = len(task.held_out) / len(list(task.problems()))
+    assert 0.15 < share < 0.25  # of 145 groups or more, the same everywhere
+    beside = make_task(TaskSection(name="chain_sum", num_digits=3), also_digits=[digits]).beside[f"{digits}_digits"]
+    assert terms != 2 or set(beside) == set(task.held_out)
+
+
+def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(chain_sum: Task) -> None:
     every = {f"{a} {sign} {b}": a + b if sign == "+" else a - b for a in range(10) for b in range(10) for sign in "+-"}
     found: dict[str, int] = {}
     for problem in [*chain_sum.train, *chain_sum.held_out]:
         intro, _, sum_ = problem.question.rpartition(": ")
         assert intro == "State the final answer to the following arithmetic problem"
         found[sum_.removesuffix(" =")] = int(problem.answer)
-        assert is_held_out(problem.question, 0.2) == (problem in chain_sum.held_out)
+        assert is_held_out(signed_terms(problem.question), 0.2) == (problem in chain_sum.held_out)
     assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
     assert 30 <= len(chain_sum.held_out) <= 50
     assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
@@ -56,7 +77,7 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
         assert len(problems) > 800
         for problem in problems:
             assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
-            assert is_held_out(problem.question, 0.2) == held_out
+            assert is_held_out(signed_terms(problem.question), 0.2) == held_out
     for problem in task.beside["3_digits"]:
         assert task.score(problem, problem.answer, True).exact
     first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
