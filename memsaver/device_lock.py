@@ -2,7 +2,7 @@
 
 The lock is ``flock`` on a file in a private folder. The kernel frees it when its holder ends, however that happens; the
 file itself stays, at a fixed size. Processes meet only where they see the same folder (``XDG_RUNTIME_DIR``, else the
-temporary folder): another container, or another of these variables, is another lock.
+temporary folder, else the user's cache): another container, or another of these variables, is another lock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from memsaver.allocator.build import cache_dir
 from memsaver.errors import BackendError, LockTimeout
 from memsaver.processes import command_of, process_name
 from memsaver.signals import deliver
@@ -180,13 +181,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def lock_folder() -> Path:
-    """The private folder of the lock files, made on first use; refuses one that others could have prepared."""
+    """The private folder of the lock files, made on first use; refuses one that others could have prepared.
+
+    Anybody can take its name in the temporary folder; then it is in the user's cache.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and is_own_folder(runtime) and os.access(runtime, os.W_OK | os.X_OK):
         folder = Path(runtime) / "memsaver"
     else:
         folder = Path(tempfile.gettempdir()) / f"memsaver-{os.geteuid()}"
+        if _is_foreign(folder):
+            folder = cache_dir() / "locks"
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         found = os.lstat(folder)
@@ -201,6 +208,13 @@ def lock_folder() -> Path:
     else:
         return folder
     raise BackendError(f"{folder} {why}: lock files there are not safe; remove it, or set XDG_RUNTIME_DIR")
+
+
+def _is_foreign(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_uid != os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 def is_own_folder(path: str) -> bool:

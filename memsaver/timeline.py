@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from memsaver.files import replace_text
 
 
 class Timeline:
@@ -34,10 +35,7 @@ class Timeline:
         ]
         first = min((event["ts"] for event in self._events), default=0.0)
         events = [{**event, "ts": event["ts"] - first} for event in sorted(self._events, key=lambda e: e["ts"])]
-        text = json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
-        temporary = path.with_suffix(path.suffix + ".tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_text(path, json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
 
     def _add(self, event: dict[str, Any], process: str) -> None:
         pid = self._processes.setdefault(process, len(self._processes) + 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class RecipeError(ValueError):
     """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit status 2)."""
@@ -23,3 +26,13 @@ class LostWorker(RunError):
 def one_line(error: BaseException) -> str:
     """The text of an exception on one line, or its type where it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def writable(option: str) -> Iterator[None]:
+    """What cannot be written inside is a `RecipeError` of this option."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or one_line(error)
+        raise RecipeError(f"{option}: cannot be written: {why}; name a place that is yours") from None

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from memsaver.files import replaced
 from recipes.history import Levels, Span, format_seconds, kind_of, levels, one_step, smooth, stages_between, wake_up
 from recipes.live import beside_the_task
 
@@ -157,7 +158,8 @@ def tidy(axes: Axes) -> None:
 
 def _save(figure: Any, file: Path, top: float = 1.0) -> None:
     figure.tight_layout(rect=(0, 0, 1, top))
-    partial = file.with_name(f".{file.name}.partial")
-    figure.savefig(partial, dpi=130, format="png")
-    partial.replace(file)
-    pyplot.close(figure)
+    try:
+        with replaced(file) as partial:
+            figure.savefig(partial, dpi=130, format="png")
+    finally:
+        pyplot.close(figure)

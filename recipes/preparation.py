@@ -15,7 +15,7 @@ from memsaver.rounding import round_up
 from recipes.config import LoraSection, ModelSection, Recipe
 from recipes.config.shapes import random_model_fields
 from recipes.config.sides import LORA_MODULES
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, one_line, writable
 from recipes.fetch import find_model
 from recipes.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
 from recipes.pool import in_tokens, pool_tokens
@@ -57,7 +57,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         kv_tokens = pool_tokens(recipe, device, model)
         _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
         if recipe.model.path is None:
-            model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
+            with writable(f"--run-dir {run_dir}"):
+                model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
     return Setup(
         recipe=recipe,
         task=task,

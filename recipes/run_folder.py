@@ -10,7 +10,7 @@ checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the ne
 model/          config and tokenizer of a random model, where the recipe makes one
 .lock           while a run is at work in it
 
-What is replaced is replaced as a whole; the recipe, the rows, the environment and `latest` are then on the disk.
+What is replaced is replaced as a whole, and is on the disk then.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memsaver.files import replace_text
 from memsaver.timeline import Timeline
 from recipes.config import Recipe
 from recipes.environment import describe_environment
@@ -122,10 +123,11 @@ class RunFolder:
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
         """A new folder; one that already holds a run is refused."""
         cls.refuse_used(path)
-        path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
-        folder._describe(recipe)
-        (path / "metrics.jsonl").touch()
+        with folder.writing("the run's folder"):
+            path.mkdir(parents=True, exist_ok=True)
+            folder._describe(recipe)
+            (path / "metrics.jsonl").touch()
         return folder
 
     @classmethod
@@ -135,15 +137,19 @@ class RunFolder:
         Later rows are dropped, they will be computed again; the trace of the session that ended is kept beside.
         """
         folder = cls(path)
-        step = folder.last_checkpoint_step() if folder.has_checkpoint() else 0
-        rows = [json.loads(line) for line in _complete_lines(path / "metrics.jsonl")]
-        folder.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
-        replace_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in folder.rows))
-        for name in ("trace.json", "memory.png", "environment.json"):
-            if (path / name).exists():  # of the session that ended here
-                (path / name).rename(_free_name(path / name, step))
-        folder._describe(recipe)
+        with folder.writing("the run's folder"):
+            folder._cut_back()
+            folder._describe(recipe)
         return folder
+
+    def _cut_back(self) -> None:
+        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
+        rows = [json.loads(line) for line in _complete_lines(self.path / "metrics.jsonl")]
+        self.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
+        replace_text(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+        for name in ("trace.json", "memory.png", "environment.json"):
+            if (self.path / name).exists():  # of the session that ended here
+                (self.path / name).rename(_free_name(self.path / name, step))
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
@@ -160,12 +166,17 @@ class RunFolder:
         self._append("restarts.jsonl", restart)
 
     def _append(self, name: str, row: Row) -> None:
-        """`RunError` where the disk takes no more; a half line is dropped when the run goes on."""
+        """A half line is dropped when the run goes on."""
+        with self.writing(name), (self.path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @contextlib.contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """`RunError` where the disk takes no more inside, or a file cannot be read."""
         try:
-            with (self.path / name).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            yield
         except OSError as error:
-            raise RunError(f"writing {name}", one_line(error), f"mend that, then {self.how_to_go_on()}") from error
+            raise RunError(f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}") from error
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """A stage, in time.time() seconds."""
@@ -231,21 +242,6 @@ def _complete_lines(file: Path) -> list[str]:
     """Lines that end in a newline: a killed run may leave half a line."""
     text = file.read_text() if file.is_file() else ""
     return text[: text.rfind("\n") + 1].splitlines()
-
-
-def replace_text(file: Path, text: str) -> None:
-    """The file as it was, or with this text, also after a power cut."""
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _free_name(file: Path, step: int) -> Path:

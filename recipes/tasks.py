@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from memsaver.ops.hash import hash_text
 from recipes.config import TaskSection
@@ -83,9 +83,12 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
     return task
 
 
-def split(
-    problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str
-) -> dict[str, tuple[Problem, ...]]:
+class Sides(TypedDict):
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+
+def split(problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str) -> Sides:
     """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order.
 
     same: a text that questions have in common which must not be parted: who has learnt one can answer the other.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memsaver.files import replace_text
 from memsaver.ops.digest import Digest, Part
 from rollout.plain import all_gather_plain
 from trainer_bridge import checkpoint
@@ -59,8 +61,7 @@ class Adapters:
         with checkpoint.whole_directory(directory) as partial:
             if dist.get_rank() == 0:
                 save_file(tensors, os.path.join(partial, "adapter_model.safetensors"), {"format": "pt"})
-                with open(os.path.join(partial, "adapter_config.json"), "w", encoding="utf-8") as file:
-                    json.dump(self._peft_config(base_path), file, indent=2)
+                replace_text(Path(partial, "adapter_config.json"), json.dumps(self._peft_config(base_path), indent=2))
 
     def _peft_config(self, base_path: str) -> dict[str, Any]:
         return {

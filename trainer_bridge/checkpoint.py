@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from memsaver.files import replace_text, sync
 from memsaver.libc import exchange_names
 
 _VALUES = "values.json"
@@ -51,10 +53,7 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
         with _unwrapped():
             dcp.save(dict(tensors), storage_writer=writer)
         if _is_first():
-            with open(os.path.join(partial, _VALUES), "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            replace_text(Path(partial, _VALUES), text)
 
 
 @contextlib.contextmanager
@@ -166,18 +165,9 @@ def _replace(directory: str, partial: str) -> None:
             _remove(before)
             os.rename(directory, before)
             os.rename(partial, directory)
-    _sync(os.path.dirname(directory))
+    sync(Path(directory).parent)
     _remove(partial)  # the old one, if it has this name now
     _remove(before)
-
-
-def _sync(directory: str) -> None:
-    """Its names last from here on."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(directory: str) -> None:

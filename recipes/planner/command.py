@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memsaver.files import replace_text
 from recipes.config import Recipe
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, writable
 from recipes.loading import find_recipe, load
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.show import draw_plan, print_plan
@@ -36,10 +37,12 @@ def plan_recipe(
     )
     print_plan(plan)
     if picture is not None:
-        draw_plan(plan, picture)
+        with writable(f"--picture {picture}"):
+            draw_plan(plan, picture)
         print(f"picture: {picture}")
     if into is not None:
-        (into / "plan.json").write_text(json.dumps(plan.as_json(), indent=1) + "\n")
+        with writable(f"--into {into}"):
+            replace_text(into / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
         print(f"written: {into / 'plan.json'}; look at it beside what was measured: memsaver report {into}")
     return 0 if plan.fits else DOES_NOT_FIT
 

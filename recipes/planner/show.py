@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
+from memsaver.files import replaced
 from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan
 
@@ -86,8 +87,11 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     tidy(axes)
     axes.grid(False)
-    figure.savefig(file, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    try:
+        with replaced(file) as partial:
+            figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", bbox_inches="tight")
+    finally:
+        pyplot.close(figure)
 
 
 def _parts(plan: Plan) -> dict[str, list[float]]:

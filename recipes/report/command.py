@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.errors import RecipeError, one_line
+from memsaver.files import replace_text
+from recipes.errors import RecipeError, one_line, writable
 from recipes.report.reading import read_run
 
 
@@ -21,10 +22,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         raise RecipeError(f"report: {one_line(error)}; run: pip install 'memsaver[plots]'") from None
     file = out or run_dir / "report.html"
     html = render_page(run)
-    try:
-        file.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"--out {file}: cannot be written: {error.strerror}; name a file in a folder of yours"
-        ) from None
+    with writable(f"--out {file}"):
+        replace_text(file, html)
     return file

@@ -250,6 +250,25 @@ def test_without_a_runtime_folder_the_temporary_one_serves(
         assert (tmp_path / f"memsaver-{os.geteuid()}" / f"{key}.lock").exists()
 
 
+def test_a_stranger_who_takes_the_temporary_name_stops_nobody(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken, looked = tmp_path / f"memsaver-{os.geteuid()}", os.lstat
+    taken.mkdir(0o777)
+
+    def lstat(path: Path) -> os.stat_result:
+        found = looked(path)
+        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]]) if Path(path) == taken else found
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    with DeviceLock(key):
+        assert [file.name for file in (tmp_path / "cache" / "memsaver" / "locks").iterdir()] == [f"{key}.lock"]
+    assert not list(taken.iterdir())
+
+
 def test_the_host_has_none_and_bad_timeouts_are_refused(key: str, runtime: Path) -> None:
     lock = device_lock("cpu")
     with lock, lock:

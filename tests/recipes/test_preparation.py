@@ -140,6 +140,12 @@ def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> Non
     assert prepare(recipes.load("qwen2.5-7b", share), tmp_path).kv_tokens >= 16
 
 
+def test_a_model_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    with pytest.raises(recipes.RecipeError, match="--run-dir .*: cannot be written: File exists; name a place"):
+        prepare(recipes.load("tiny"), tmp_path)
+
+
 def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt takes as many tokens here as its problem has characters."""
     tokenizer = toy_tokenizer(["a"])

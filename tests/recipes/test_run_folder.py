@@ -143,8 +143,10 @@ def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> Non
     folder.save_checkpoint(30, 1, fill)
     before = contents(folder.path)
     with full_disk(len(before["recipe.yaml"]) // 2):
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(recipes.RunError, match="the run's folder failed: .*too large; mend that, then go on"):
             RunFolder.reopen(folder.path, RECIPE)
+        with pytest.raises(recipes.RunError, match="folder failed: .*too large; mend that, then start again"):
+            RunFolder.create(folder.path.with_name("another"), RECIPE)
     assert contents(folder.path) == before and recipes.load(folder.path / "recipe.yaml") == RECIPE
     with full_disk(len(before["metrics.jsonl"]) + 10):
         with pytest.raises(

@@ -111,6 +111,8 @@ def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
 
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "recipe.yaml").touch()
+    assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
+    assert "where.png: cannot be written: No such file or directory; name a place" in capsys.readouterr().err
     picture = tmp_path / "plan.png"
     assert main(["plan", "tiny", "--picture", str(picture), "--into", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

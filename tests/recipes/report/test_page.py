@@ -131,7 +131,7 @@ def test_no_run_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a file"):
+    with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a place"):
         write_report(tmp_path, tmp_path / "no" / "where.html")
     monkeypatch.setitem(__import__("sys").modules, "recipes.report.page", None)
     with pytest.raises(RecipeError, match=r"pip install 'memsaver\[plots\]'"):

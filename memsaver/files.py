@@ -1,0 +1,42 @@
+"""Files that are replaced whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Give a path to write to; it takes the place of ``file`` when the block ends.
+
+    Whoever reads ``file`` finds what was there or all that was written, also after a power cut. A block that raises, or
+    whose content does not get to the disk (``OSError``), leaves ``file`` as it was and nothing beside it.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        yield partial
+        sync(partial)
+        os.replace(partial, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync(file.parent)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """``file`` holds ``text``, as UTF-8. See ``replaced``."""
+    with replaced(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """What was written to a file, or which files a folder holds, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
