@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +29,17 @@ from memsaver.usage import TorchUse
 
 if TYPE_CHECKING:
     from memsaver.backup.host_arena import HostArena
+
+_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _unlock_in_child() -> None:
+    """Threads that held a saver's lock when the child was forked are not there to release it."""
+    for lock in _LOCKS:
+        lock._at_fork_reinit()  # as `logging` does
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 class SaverCore:
@@ -57,6 +69,7 @@ class SaverCore:
         self._recorder = Recorder(self.backend)
         self._torch_use = TorchUse(self.backend.device)
         self._lock = threading.RLock()
+        _LOCKS.add(self._lock)
         self._closed = False
         self._pid = os.getpid()
         self._guard = None

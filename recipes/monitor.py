@@ -11,7 +11,7 @@ from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.live import View
 from recipes.peaks import Peaks
 from recipes.run_folder import RunFolder
-from trainer_bridge.errors import ActorError, RankFailed
+from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
@@ -78,7 +78,8 @@ class Monitor:
             if not isinstance(cause, BaseException):
                 cause = error
             kind = LostWorker if _lost_actor(cause) else RunError
-            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}") from error
+            hint = " (if it was at work: raise cluster.call_timeout)" if isinstance(cause, ActorTimeout) else ""
+            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
         """A stage succeeded; also the wake-up cycle's `on_stage`."""

@@ -20,6 +20,7 @@ from recipes.live import beside_the_task
 if TYPE_CHECKING:
     from memsaver import Event
 
+matplotlib.rcParams["text.parse_math"] = False  # a dollar in a stage's name is a dollar
 MIB = 2**20
 INK, GRID, EDGE = "#222222", "#e3e3e3", "#bbbbbb"
 TAG_COLOURS = {

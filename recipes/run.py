@@ -167,7 +167,8 @@ def open_pair(setup: Setup) -> AbstractContextManager[Any]:
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments)
     address = "auto" if cluster.nnodes > 1 else None  # one machine's cluster can be started here, larger ones are there
-    return open_ray(config, arguments, devices=cluster.n_gpus_per_node, nodes=cluster.nnodes, address=address)
+    devices, nodes, timeout = cluster.n_gpus_per_node, cluster.nnodes, cluster.call_timeout
+    return open_ray(config, arguments, devices=devices, nodes=nodes, address=address, timeout=timeout)
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:

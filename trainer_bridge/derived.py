@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ class LowRank:
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
         """Rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
         out.copy_(base[first:last])
-        out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
+        with _full_precision(out.device):
+            out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
 
     def finite(self) -> bool:
         return all_finite(self.a) and all_finite(self.b)
@@ -38,6 +41,19 @@ class LowRank:
         if base.ndim == 2 and (len(self.b), self.a.shape[1]) == tuple(base.shape) and len(self.a) == self.b.shape[1]:
             return None
         return f"{name}: b {tuple(self.b.shape)} @ a {tuple(self.a.shape)} does not fit the shard {tuple(base.shape)}"
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Products of fp32 are computed as such, also where a program allows tf32 or bf16 for speed."""
+    backends: Any = torch.backends  # typed without mkldnn's products
+    products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 @dataclass(frozen=True, kw_only=True)

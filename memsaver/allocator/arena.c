@@ -21,9 +21,24 @@ typedef struct {
 
 static ms_arena arenas[MS_SLOTS];
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Threads that held a lock when the child was forked are not there to release it. */
+static void unlock_in_child(void) {
+    pthread_mutex_init(&table_lock, NULL);
+    for (int i = 0; i < MS_SLOTS; i++)
+        if (arenas[i].phys) {
+            pthread_mutex_init(&arenas[i].lock, NULL);
+            pthread_mutex_init(&arenas[i].phys->lock, NULL);
+        }
+    ms_new_ids_in_child();
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, unlock_in_child); }
 
 int ms_arena_new(ms_phys *phys, size_t base, size_t reserved, size_t unit) {
     int slot = -1;
+    pthread_once(&once, watch_forks);
     pthread_mutex_lock(&table_lock);
     for (int i = 0; i < MS_SLOTS && slot < 0; i++)
         if (!arenas[i].phys) slot = i;

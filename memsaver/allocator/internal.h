@@ -32,6 +32,7 @@ int ms_fd_keep(uint64_t handle, int fd);
 void ms_fd_drop(uint64_t handle);
 /* Room for `count` items; 0 when there is no host memory, and then nothing was changed. */
 int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item);
+void ms_new_ids_in_child(void);
 int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes);
 /* The smallest kept extent of at least `need` and at most `most` bytes. */
 int ms_pool_fit(ms_phys *phys, size_t need, size_t most, ms_extent *out);

@@ -157,20 +157,24 @@ static int driver_create(ms_phys *phys, size_t nbytes, uint64_t *handle) {
     return ms_recorded(phys, MS_CREATE, nbytes, started, error);
 }
 
+static uint64_t next_id;
+static pthread_mutex_t id_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void ms_new_ids_in_child(void) {
+    next_id = 0;
+    pthread_mutex_init(&id_lock, NULL);
+}
+
 /* Unique among all processes of a machine: a random half chosen by each process, and a count. */
 static uint64_t new_id(void) {
-    static uint64_t next;
-    static pid_t owner;
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&lock);
-    if (owner != getpid()) {
+    pthread_mutex_lock(&id_lock);
+    if (!next_id) {
         uint32_t random = 0;
         if (getrandom(&random, sizeof random, 0) != sizeof random) random = (uint32_t)getpid();
-        next = (uint64_t)random << 32;
-        owner = getpid();
+        next_id = (uint64_t)random << 32;
     }
-    uint64_t id = ++next;
-    pthread_mutex_unlock(&lock);
+    uint64_t id = ++next_id;
+    pthread_mutex_unlock(&id_lock);
     return id;
 }
 

@@ -180,6 +180,7 @@ class ClusterSection:
     nnodes: int = 1
     n_gpus_per_node: int = 1
     gpu: str = "h100-80gb"  # what `memsaver plan` reckons with where it is not told
+    call_timeout: float = 600.0  # seconds for one call of all actors: a stage of a large model may take longer
 
     @property
     def size(self) -> int:
@@ -187,4 +188,6 @@ class ClusterSection:
 
     def __post_init__(self) -> None:
         at_least(self, 1, nnodes="set cluster.nnodes=1", n_gpus_per_node="set cluster.n_gpus_per_node=1")
+        ok = 0 < self.call_timeout < math.inf
+        require(self, "call_timeout", ok, "must be positive", "set cluster.call_timeout=600")
         require(self, "gpu", self.gpu in GPUS, f"must be one of {', '.join(GPUS)}", "set cluster.gpu=h100-80gb")

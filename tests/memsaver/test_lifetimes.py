@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +56,36 @@ def test_a_forked_child_is_inert_and_holds_nothing() -> None:
     assert memfd_bytes([os.getpid()])
     assert a.sum() == 100000 and b.sum() == 3000
     saver.check_integrity()
+
+
+def test_a_forked_child_waits_for_no_lock_that_another_thread_held() -> None:
+    """Without the mend some of these children never end: an alarm would."""
+    saver = memsaver.MemorySaver("cpu")
+    saver.empty(1000, tag="a")
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            saver.report()
+            saver.empty(1000, tag="a")
+
+    def child() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        saver.report()
+        with contextlib.closing(memsaver.MemorySaver("cpu")) as own:
+            own.empty(1000, tag="a").fill_(1)
+            own.report()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [_exits(child) for _ in range(40)] == [0] * 40
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])

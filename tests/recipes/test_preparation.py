@@ -13,7 +13,7 @@ import recipes
 from kvcache import layout
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.preparation import Setup, prepare
-from recipes.run import engine_arguments, trainer_config
+from recipes.run import engine_arguments, open_pair, trainer_config
 from rollout import KVTiers
 from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
@@ -47,7 +47,7 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     assert load_model_config(wider.model_dir).vocab_size == 1000
 
 
-def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path) -> None:
+def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one engine preempt alike."""
     words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu", "driver=ray"]
     words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]
@@ -60,6 +60,9 @@ def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path) -> None:
         assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
         assert engine["tensor_parallel_size"] == (2 if more else 1)
         EngineConfig(**{key: value for key, value in engine.items() if key != "dtype"})
+    monkeypatch.setattr("recipes.run.open_ray", lambda *args, **words: words)
+    through_ray = open_pair(prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path))
+    assert through_ray == {"devices": 1, "nodes": 1, "address": None, "timeout": 7.0}
     plain = prepare(recipes.load("tiny"), tmp_path)
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])

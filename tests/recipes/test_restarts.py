@@ -16,7 +16,7 @@ from recipes.monitor import Monitor
 from recipes.run import start_run
 from recipes.run_folder import RunFolder
 from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
-from trainer_bridge import ActorDied, RankFailed
+from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -91,3 +91,10 @@ def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
         raise RankFailed("trainer[1]", "sync_weights", error)
     assert type(found.value) is kind
     assert "the trainer[1] actor failed in sync_weights()" in str(found.value)
+
+
+def test_an_actor_that_was_slow_names_the_key_to_raise(tmp_path: Path) -> None:
+    monitor = Monitor(RunFolder(tmp_path), make_view("", 1))
+    with pytest.raises(LostWorker) as found, monitor.phase("update_actor"):
+        raise ActorTimeout("trainer", "update_actor", "gave no answer for 600 s")
+    assert str(found.value).endswith("in update_actor() (if it was at work: raise cluster.call_timeout)")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver import StateError
 from rollout import Engine
@@ -21,6 +22,7 @@ from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import LoraConfig, Trainer
+from trainer_bridge.derived import LowRank
 
 Make = Callable[..., Trainer]
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
@@ -36,6 +38,37 @@ def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
             a, b = (params[f"{path}.lora_{x}"].detach().to_local().float() for x in "ab")
             own[name] = torch.addmm(own[name].float(), b, a, alpha=LORA.scale)
     return {name: value.to(dtype) for name, value in own.items()}
+
+
+class Allowed(TorchDispatchMode):
+    """What products of fp32 may be rounded to while they are computed."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.products = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.addmm_.default:
+            self.seen.append(self.products.fp32_precision)
+        return op(*args, **(kwargs or {}))
+
+
+def test_adapters_are_merged_in_full_precision_where_less_is_allowed(device: str) -> None:
+    """On most CPUs only the switch can be seen. fp32 sums of 16 products: (16 + 2) roundings of 2^-24 of the terms."""
+    base, b, a = (torch.randn(shape, device=device) for shape in ((64, 96), (64, 16), (16, 96)))
+    before, mode = torch.get_float32_matmul_precision(), Allowed(device)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        allowed = mode.products.fp32_precision
+        with mode:
+            LowRank(a=a, b=b, scale=2.0).rows(base, 0, 64, out := torch.empty_like(base))
+        assert mode.products.fp32_precision == allowed != "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert mode.seen == ["ieee"]
+    terms = base.double().abs() + 2 * b.double().abs() @ a.double().abs()
+    assert ((out - (base.double() + 2 * b.double() @ a.double())).abs() <= 18 * 2**-24 * terms).all()
 
 
 def plain_lora(path: str, trainer: Trainer) -> Any:

@@ -61,7 +61,7 @@ RANGES = [
     ),
     Range("sampling.top_p ppo.gamma ppo.gae_lambda", "must lie in (0, 1]", ("0.0", "1.1"), "1.0"),
     Range(
-        "trainer.max_grad_norm lora.alpha sampling.temperature ppo.value_clip",
+        "trainer.max_grad_norm lora.alpha sampling.temperature ppo.value_clip cluster.call_timeout",
         "must be positive",
         ("0.0", "inf", "nan"),
         "0.001",

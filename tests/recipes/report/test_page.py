@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
+from memsaver.timeline import Timeline
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.report.command import write_report
@@ -59,8 +60,14 @@ def test_what_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
     run = tmp_path / "run <i>"
     run.mkdir()
     (run / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
+    timeline, stage = Timeline(), r"cost $\frac{1 5$ <b>"  # matplotlib reads formulas between dollars
+    timeline.span("step 1", 0.0, 2.0, "stages")
+    timeline.span(stage, 0.5, 1.5, "stages")
+    timeline.span("pause params", 0.5, 0.6, "trainer", bytes=100, backup=3)
+    timeline.write(run / "trace.json")
     html = write_report(run, tmp_path / "out.html").read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
+    assert stage.replace("<b>", "&lt;b&gt;") in html and stage not in html
 
 
 def test_in_a_browser(chromium: str, page: Path, tmp_path: Path) -> None:
