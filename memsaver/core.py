@@ -18,6 +18,7 @@ from memsaver.arena import Arena
 from memsaver.backends.base import make_backend
 from memsaver.backup.disk_file import default_directory
 from memsaver.errors import StateError
+from memsaver.foreign import check_segments
 from memsaver.page_pool import PagePool
 from memsaver.recorder import Recorder
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
@@ -61,7 +62,10 @@ class SaverCore:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
-        self.backend = make_backend(torch.device(device), limit_bytes)
+        device = torch.device(device)
+        if device.type == "cuda":
+            check_segments()
+        self.backend = make_backend(device, limit_bytes)
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
         directory = Path(disk_dir or default_directory())

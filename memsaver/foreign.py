@@ -15,7 +15,10 @@ from memsaver.allocator import shim
 from memsaver.errors import StateError
 
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
-ALLOCATOR_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+ALLOCATOR_HOOKS = (  # either; the second is torch's older name
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
 
 
 def on_a_tag(tensor: torch.Tensor) -> bool:
@@ -26,6 +29,30 @@ def on_a_tag(tensor: torch.Tensor) -> bool:
 def registers_graphs() -> bool:
     """Whether NCCL, whose default it is, registers the buffers of captured collectives with the other ranks' GPUs."""
     return os.environ.get(GRAPH_REGISTER, "1") != "0"
+
+
+def keep_graphs_unregistered() -> None:
+    """Have NCCL register no buffers of captured collectives, in this process and those it starts.
+
+    Does nothing where the variable is set already, or a group is made: NCCL reads it once.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        os.environ.setdefault(GRAPH_REGISTER, "0")
+
+
+def registering_hook() -> str | None:
+    """The variable that has torch register all segments of its allocator, tags' too, with NCCL."""
+    on = ("1", "y", "yes", "t", "true")
+    return next((name for name in ALLOCATOR_HOOKS if os.environ.get(name, "").lower() in on), None)
+
+
+def check_segments() -> None:
+    """``StateError`` before tags get segments of torch's allocator that NCCL would register."""
+    if name := registering_hook():
+        raise StateError(
+            f"{name} is set: torch registers the pages of all its segments with NCCL, tags' too, "
+            f"which would use the old ones after a pause; unset it"
+        )
 
 
 def check_capture(tag: str) -> None:

@@ -11,6 +11,7 @@ import importlib
 import sys
 
 from memsaver.errors import StateError
+from memsaver.foreign import keep_graphs_unregistered
 
 _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",
@@ -23,6 +24,8 @@ def install(*names: str) -> None:
 
     Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real module is imported
     already: somebody may hold objects of it, and two memory savers in one process do not know of each other.
+    Sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: engines capture collectives, and NCCL would go on
+    using the pages that their buffers had before a pause.
     """
     if not names or any(name not in _OURS for name in names):
         raise ValueError(f"install takes one or more of {', '.join(map(repr, _OURS))}, not {list(names)}")
@@ -32,6 +35,7 @@ def install(*names: str) -> None:
                 f"{name} is imported already, from {getattr(sys.modules[name], '__file__', None) or 'somewhere'}; call "
                 f"memsaver.compat.install({name!r}) before anything imports it, at the top of the program"
             )
+    keep_graphs_unregistered()
     for name in names:
         sys.modules[name] = importlib.import_module(_OURS[name])
 

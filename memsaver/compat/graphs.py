@@ -46,7 +46,7 @@ class GraphPools:
         capturing = torch.cuda.graph(graph, pool=identity, stream=stream, capture_error_mode=mode)
         with torch.cuda.stream(capturing.capture_stream):
             torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
-        weakref.finalize(graph, _drop, memory).atexit = False
+        weakref.finalize(graph, drop, memory).atexit = False
         with capturing:
             yield
 
@@ -61,7 +61,7 @@ class GraphPools:
         return pool
 
 
-def _drop(pool: torch.cuda.MemPool) -> None:
+def drop(pool: torch.cuda.MemPool) -> None:
     """Where pools of ended regions are dropped: torch aborts when one is dropped while another is in use."""
     from memsaver.allocator import cuda_hook
 

@@ -203,11 +203,21 @@ def preload(_: Target) -> Finding:
 
 def registration(_: Target) -> Finding:
     """What notes physical pages instead of addresses goes on using them after a pause."""
-    if os.environ.get(foreign.ALLOCATOR_HOOK, "0") not in ("", "0", "false"):
-        found = f"{foreign.ALLOCATOR_HOOK} is set: torch registers its segments with NCCL, tags' segments among them"
-        return Finding("warn", found, f"unset {foreign.ALLOCATOR_HOOK}")
+    if hook := foreign.registering_hook():
+        found = f"{hook} is set: torch registers its segments with NCCL, tags' segments among them"
+        return Finding("warn", found, f"unset {hook}")
     if foreign.registers_graphs():
-        return Finding("ok", "NCCL registers buffers of captured graphs; memsaver's engine keeps them off its tags")
+        if foreign.GRAPH_REGISTER in os.environ:
+            found = (
+                f"{foreign.GRAPH_REGISTER}={os.environ[foreign.GRAPH_REGISTER]}: NCCL registers "
+                f"buffers of captured graphs, under the drop-ins (memsaver.compat) tags' too"
+            )
+            return Finding("warn", found, f"unset {foreign.GRAPH_REGISTER}, or set it to 0")
+        found = (
+            "NCCL registers buffers of captured graphs; memsaver's engine keeps them off its tags, "
+            "and memsaver.compat.install turns it off"
+        )
+        return Finding("ok", found)
     return Finding("ok", f"{foreign.GRAPH_REGISTER}=0: NCCL registers no buffers of captured graphs")
 
 

@@ -23,6 +23,7 @@ from memsaver.doctor import PROBES as ALL
 from memsaver.doctor import Check, examine, gpu, machine, software
 from memsaver.doctor.check import Finding, Probe, Target, choose_target, run_probe
 from memsaver.doctor.printing import report
+from memsaver.foreign import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
 
@@ -192,6 +193,8 @@ NONE = resource.RLIM_INFINITY
 CUDA_CONF, CONF, UNCACHED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"
 UNSET = {CUDA_CONF: None, CONF: None, UNCACHED: None}
 SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
+REGISTERED = "registered memory"
+UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
 HOOK = "memsaver.allocator.cpu_hook.allocate_from"
 MISSING, REFUSED = raises(ModuleNotFoundError("no such module")), raises(PermissionError("not permitted"))
@@ -225,6 +228,10 @@ CASES: list[Case] = [
     (ALLOCATOR, HERE, SET | {UNCACHED: "0"}, "warn", (f"unset {UNCACHED}",)),
     ("preloaded libraries", HERE, {"LD_PRELOAD": "/x/libjemalloc.so"}, "ok", ()),
     ("preloaded libraries", HERE, {"LD_PRELOAD": TMS}, "warn", ("torch_memory_saver", "LD_PRELOAD")),
+    (REGISTERED, HERE, UNHOOKED, "ok", ("keeps them off its tags", "install turns it off")),
+    (REGISTERED, HERE, UNHOOKED | {GRAPH_REGISTER: "0"}, "ok", ("registers no buffers",)),
+    (REGISTERED, HERE, UNHOOKED | {GRAPH_REGISTER: "1"}, "warn", ("drop-ins", "or set it to 0")),
+    *[(REGISTERED, HERE, UNHOOKED | {name: "1"}, "warn", (f"unset {name}",)) for name in ALLOCATOR_HOOKS],
     ("open files", HERE, {LIMITS: answer((4095, 1 << 20))}, "warn", ("up to 4095", "1048576", "ulimit -n 65536")),
     ("open files", HERE, {LIMITS: answer((256, 1024))}, "warn", ("256", "hard limit 1024", "docker run --ulimit")),
     ("open files", HERE, {LIMITS: answer((256, NONE))}, "warn", ("hard limit unlimited", "ulimit -n 65536")),

@@ -19,6 +19,7 @@ from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.errors import StateError
+from memsaver.foreign import GRAPH_REGISTER
 from tests.helpers.memsaver.savers import ROOT, python
 
 NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")
@@ -165,7 +166,8 @@ print("end")
 
 
 @pytest.fixture
-def clean() -> Iterator[None]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(GRAPH_REGISTER, "0")  # install sets it
     assert not set(NAMES) & set(sys.modules)
     yield
     compat.uninstall()

@@ -31,7 +31,7 @@ def test_python_error(device: str) -> None:
     with allocator.use_memory_pool():
         kept = torch.full((40 << 20,), 1, dtype=torch.uint8)
     allocator.sleep()
-    with allocator.use_memory_pool("other"):
+    with allocator.use_memory_pool("kv_cache"):
         other = torch.full((40 << 20,), 2, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="are missing") as caught:
         allocator.wake_up()
@@ -129,8 +129,6 @@ def test_sleeping_twice_keeps_what_was_saved(allocator: CuMemAllocator, device: 
     allocator.sleep("weights")
     allocator.sleep(())
     allocator.discard(("weights",))
-    with pytest.raises(StateError, match="'weights' is paused"), allocator.use_memory_pool("weights"):
-        pass
     allocator.wake_up()
     allocator.wake_up()
     assert bool((weights == 1).all())

@@ -1,0 +1,387 @@
+"""What vLLM's own callers need of ``vllm.device_allocator.cumem``, for 0.24.0 and 0.33.0.
+
+Read from the wheels of both versions on PyPI: vllm/device_allocator/cumem.py, and who calls it:
+device_allocator/__init__.py, sleep_mode_backend.py, compilation/cudagraph_pool.py,
+platforms/interface.py, v1/worker/gpu_worker.py, v1/worker/workspace.py,
+v1/worker/lora_model_runner_mixin.py and v1/executor/abstract.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from memsaver import compat
+from memsaver.allocator import cuda_hook
+from memsaver.compat.savers import Savers
+from memsaver.compat.torch_memory_saver import TorchMemorySaver
+from memsaver.compat.vllm import CuMemAllocator, cumem_available
+from memsaver.errors import StateError
+from memsaver.foreign import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from tests.helpers.memory import process_bytes
+from tests.helpers.memsaver.savers import python
+
+Scribble = Callable[[int], None]
+NBYTES = 4 << 20
+
+OLD, NEW = "0.24.0", "0.33.0"
+SIGNATURES = {
+    ("get_instance", OLD): "()",
+    ("use_memory_pool", OLD): "(self, tag=None)",
+    ("sleep", OLD): "(self, offload_tags=None)",
+    ("wake_up", OLD): "(self, tags=None)",
+    ("get_current_usage", OLD): "(self)",
+    ("discard", NEW): "(self, tags)",
+    ("cudagraph_pool", NEW): "(self)",
+    ("release_pools", NEW): "(self)",
+    ("close", NEW): "(self)",
+}
+"""The method, the first of the two versions that has it: its parameters, in both alike."""
+
+
+@pytest.mark.parametrize(("name", "version"), SIGNATURES, ids=lambda word: str(word))
+def test_signatures(name: str, version: str) -> None:
+    """Ours may have more parameters than vLLM's, by keyword."""
+    signature = inspect.signature(getattr(CuMemAllocator, name))
+    ours = [each for each in signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
+    plain = inspect.Signature([each.replace(annotation=each.empty) for each in ours])
+    assert str(plain) == SIGNATURES[name, version]
+
+
+def test_attributes() -> None:
+    assert cumem_available is True
+    assert CuMemAllocator.default_tag == CuMemAllocator(Savers()).current_tag == "default"
+    assert CuMemAllocator.get_instance() is CuMemAllocator.instance
+
+
+class Worker:
+    """The calls of vLLM's GPU worker, in its order; weights, cache and the rest are a tensor each."""
+
+    def __init__(self, allocator: CuMemAllocator, version: str, device: str) -> None:
+        self.allocator, self.version, self.device = allocator, version, device
+        self.plain = self.make(1)
+        assert allocator.get_current_usage() == 0  # vLLM's worker asserts it before it loads
+        with allocator.use_memory_pool(tag="weights"):
+            self.weights = self.make(2)
+        if version == OLD:
+            with allocator.use_memory_pool(tag="kv_cache"):
+                self.cache = self.make(3)
+            return
+        with allocator.use_memory_pool(tag="runtime"):  # initialize_kv_cache
+            self.runtime = self.make(4)
+            with allocator.use_memory_pool(tag="kv_cache"):
+                assert allocator.current_tag == "kv_cache"
+                self.cache = self.make(3)
+            assert allocator.current_tag == "runtime"
+            self.later = self.make(5)
+        self.grow_workspace(NBYTES)
+
+    def make(self, value: int) -> torch.Tensor:
+        return torch.full((NBYTES,), value, dtype=torch.uint8, device=self.device)
+
+    def grow_workspace(self, nbytes: int) -> None:
+        self.workspace = torch.empty(0)
+        with self.allocator.use_memory_pool(tag="workspace"):
+            self.workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def sleep(self, level: int) -> None:
+        offload: tuple[str, ...] = ("weights",) if level == 1 else ()
+        if self.version == NEW:
+            offload += ("runtime", "cudagraph")
+        self.allocator.sleep(offload_tags=offload)
+
+
+def awake(savers: Savers) -> set[str]:
+    return {tag for tag, now in savers.current().report().tags.items() if now.state == "active"}
+
+
+def holds(tensor: torch.Tensor, value: int) -> bool:
+    return bool((tensor == value).all())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_a_worker_sleeps_and_wakes_in_stages(
+    allocator: CuMemAllocator, savers: Savers, version: str, level: int, device: str, scribble: Scribble
+) -> None:
+    worker = Worker(allocator, version, device)
+    others = set() if version == OLD else {"runtime", "workspace"}
+    nbytes = (2 if version == OLD else 5) * NBYTES
+    assert awake(savers) == {"weights", "kv_cache", *others}
+    assert allocator.get_current_usage() == nbytes
+    for _ in range(2):
+        worker.sleep(level)
+        scribble(64 << 20)
+        assert awake(savers) == set()
+        assert allocator.get_current_usage() == nbytes, "asleep or not"
+        allocator.wake_up(["weights"])
+        assert awake(savers) == {"weights", *others}
+        assert holds(worker.weights, 2) == (level == 1)
+        worker.weights.fill_(2)  # level 2: loaded again, in place
+        allocator.wake_up(["kv_cache"])
+        worker.cache.fill_(3)
+        assert holds(worker.weights, 2) and holds(worker.plain, 1)
+        if version == NEW:
+            assert holds(worker.runtime, 4) and holds(worker.later, 5), "kept at every level"
+            worker.workspace.fill_(6)
+    worker.sleep(level)
+    allocator.wake_up(None)
+    allocator.wake_up(None)
+    assert holds(worker.weights.fill_(7), 7) and holds(worker.cache.fill_(8), 8)
+
+
+def test_only_weights_and_cache_wait_to_be_named(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+    worker = Worker(allocator, NEW, device)
+    worker.sleep(1)
+    allocator.wake_up([])
+    assert awake(savers) == {"runtime", "workspace"}
+    assert holds(worker.runtime, 4)
+    worker.workspace.fill_(6)
+    with allocator.use_memory_pool("runtime"):  # an adapter that is loaded meanwhile
+        adapter = worker.make(9)
+    worker.grow_workspace(2 * NBYTES)
+    allocator.wake_up(["kv_cache"])
+    worker.cache.fill_(3)
+    worker.sleep(1)
+    allocator.wake_up()
+    assert holds(worker.weights, 2) and holds(adapter, 9)
+
+
+def test_the_cache_is_given_back_between_steps(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+    """vLLM 0.33: release_kv_cache_memory while all else is awake, then sleep, then the stages."""
+    worker = Worker(allocator, NEW, device)
+    allocator.discard(("kv_cache",))
+    assert awake(savers) == {"weights", "runtime", "workspace"}
+    assert holds(worker.weights, 2) and holds(worker.runtime, 4)
+    worker.sleep(1)
+    allocator.wake_up(["weights"])
+    allocator.discard("kv_cache")
+    assert holds(worker.weights, 2)
+    allocator.wake_up(["kv_cache"])
+    assert holds(worker.cache.fill_(3), 3)
+
+
+def test_what_is_made_on_a_sleeping_tag_is_awake(
+    allocator: CuMemAllocator, savers: Savers, device: str, scribble: Scribble
+) -> None:
+    with allocator.use_memory_pool("weights"):
+        first = torch.full((NBYTES,), 1, dtype=torch.uint8, device=device)
+    allocator.sleep("weights")
+    scribble(64 << 20)
+    with allocator.use_memory_pool("weights"):
+        assert allocator.current_tag == "weights"
+        second = torch.full((NBYTES,), 2, dtype=torch.uint8, device=device)
+    assert holds(second, 2)
+    allocator.sleep(())  # the second is discarded, the first's content is kept
+    assert awake(savers) == set()
+    scribble(64 << 20)
+    with allocator.use_memory_pool("weights"):
+        third = torch.full((NBYTES,), 3, dtype=torch.uint8, device=device)
+    assert allocator.get_current_usage() == 3 * NBYTES
+    awake_now = awake(savers)
+    allocator.wake_up(["kv_cache"])
+    assert awake(savers) == awake_now and holds(third, 3)
+    allocator.wake_up(["weights"])
+    assert holds(first, 1) and holds(third, 3)
+    assert not holds(second, 2) and holds(second.fill_(2), 2)
+    with allocator.use_memory_pool("weights"):
+        fourth = torch.full((NBYTES,), 4, dtype=torch.uint8, device=device)
+    allocator.sleep("weights")
+    scribble(64 << 20)
+    allocator.wake_up(["weights"])
+    assert all(holds(tensor, value) for value, tensor in enumerate((first, second, third, fourth), 1))
+
+
+def test_released_pools_leave_what_lives(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+    """As the worker does when it ends, in a process that goes on."""
+    allocator.release_pools()
+    worker = Worker(allocator, NEW, device)
+    allocator.release_pools()
+    allocator.close()
+    assert holds(worker.weights, 2) and holds(worker.runtime, 4)
+    worker.sleep(1)
+    allocator.release_pools()
+    allocator.wake_up()
+    assert holds(worker.weights, 2) and holds(worker.runtime, 4)
+    del worker
+    allocator.release_pools()
+    assert allocator.get_current_usage() == savers.current().report().committed_bytes == 0
+    assert holds(Worker(allocator, NEW, device).weights, 2)
+
+
+class FakePool:
+    numbers = iter(range(1, 100))
+
+    def __init__(self) -> None:
+        self.id = (0, next(self.numbers))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An allocator whose saver is a fake with pools: for the choice of the pool, without a GPU."""
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    monkeypatch.setattr(cuda_hook, "pools", [])
+    saver = SimpleNamespace(device=torch.device("cuda", 0), tags=[], paused=set())
+
+    def mem_pool(tag: str) -> FakePool:
+        saver.tags.append(tag)
+        return FakePool()
+
+    saver.mem_pool, saver.is_paused, saver.trim = mem_pool, saver.paused.__contains__, lambda: None
+
+    class Fakes:
+        """One saver's."""
+
+        def current(self) -> Any:
+            return saver
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([saver])
+
+    fakes: Any = Fakes()
+    return SimpleNamespace(allocator=CuMemAllocator(fakes), saver=saver)
+
+
+def test_graphs_of_all_sizes_are_captured_into_one_pool(graphs: Any) -> None:
+    allocator, saver = graphs.allocator, graphs.saver
+    handles = []
+    for _ in range(3):
+        with allocator.cudagraph_pool() as handle:
+            assert allocator.current_tag == "cudagraph"
+            handles.append(handle)
+    assert allocator.current_tag == "default" and len(set(handles)) == 1
+    assert saver.tags == ["cudagraph"]
+    saver.paused.add("cudagraph")
+    with allocator.cudagraph_pool() as other:
+        assert other != handles[0], "the first one's memory is asleep"
+    saver.paused.clear()
+    with allocator.cudagraph_pool() as again:
+        assert again == handles[0]
+    allocator.release_pools()
+    dropped: list[Any] = cuda_hook.pools
+    assert {pool.id for pool in dropped} == {other, again}
+    allocator.release_pools()
+    with allocator.cudagraph_pool() as new:
+        assert new not in (other, again)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_graph_pool_needs_a_gpu(allocator: CuMemAllocator) -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device"), allocator.cudagraph_pool():
+        pass
+    assert allocator.current_tag == "default"
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No variable about registration; what a test sets, or has set, is gone after it."""
+    for name in (GRAPH_REGISTER, *ALLOCATOR_HOOKS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.fixture
+def two_ranks(unset: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    unset.setattr(dist, "is_initialized", lambda: True)
+    unset.setattr(dist, "get_world_size", lambda: 2)
+    unset.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    return unset
+
+
+def test_graphs_on_a_tag_are_not_registered(graphs: Any, two_ranks: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 sets the variable to 0 with its offloaded graphs, and only warns of another value."""
+    for value in (None, "1"):
+        if value is not None:
+            two_ranks.setenv(GRAPH_REGISTER, value)
+        with pytest.raises(StateError, match=GRAPH_REGISTER), graphs.allocator.cudagraph_pool():
+            pass
+    assert graphs.saver.tags == [] and graphs.allocator.current_tag == "default"
+    two_ranks.setenv(GRAPH_REGISTER, "0")
+    with graphs.allocator.cudagraph_pool():
+        pass
+
+
+@pytest.mark.parametrize("name", ["torch_memory_saver", "vllm.device_allocator.cumem"])
+def test_installing_turns_registration_off(name: str, unset: pytest.MonkeyPatch) -> None:
+    """For graphs outside of tags, too: a collective of theirs may work on a tag's buffer."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(compat.uninstall)
+        compat.install(name)
+        assert os.environ[GRAPH_REGISTER] == "0"
+        unset.setenv(GRAPH_REGISTER, "1")
+        compat.install(name)
+        assert os.environ[GRAPH_REGISTER] == "1", "the user's word counts"
+
+
+def test_installing_after_a_group_is_made_promises_nothing(two_ranks: pytest.MonkeyPatch) -> None:
+    """NCCL has read the variable by then; captures on a tag are refused as before."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(compat.uninstall)
+        compat.install("vllm.device_allocator.cumem")
+        assert GRAPH_REGISTER not in os.environ
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_HOOKS)
+def test_tags_get_no_segments_that_torch_registers(name: str, unset: pytest.MonkeyPatch) -> None:
+    unset.setenv(name, "Yes")
+    savers = Savers(lambda: torch.device("cuda", 0))
+    for place in (CuMemAllocator(savers).use_memory_pool, TorchMemorySaver(savers).region):
+        with pytest.raises(StateError, match=f"{name} is set"), place():
+            pass
+    Savers(lambda: torch.device("cpu")).current().close()
+
+
+def test_a_process_ends_well_while_its_graphs_and_tags_sleep(device: str) -> None:
+    code = f"""
+import memsaver.compat, torch
+memsaver.compat.install("vllm.device_allocator.cumem")
+from vllm.device_allocator.cumem import CuMemAllocator
+allocator = CuMemAllocator.get_instance()
+with allocator.use_memory_pool("weights"):
+    a = torch.ones(100000, device={device!r})
+if {device!r} != "cpu":
+    graph = torch.cuda.CUDAGraph()
+    with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool):
+        b = a * 2
+allocator.sleep(("weights", "cudagraph"))
+print("end")
+"""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    assert python(code, **hidden) == "end"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_graphs_sleep_and_replay(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
+    with allocator.use_memory_pool("weights"):
+        weight = torch.eye(1024, device=device)
+    given = torch.ones(128, 1024, device=device)
+    (given @ weight).add_(1)  # loads the kernels
+    graphs, found = [], []
+    for rows in (128, 64):
+        graphs.append(torch.cuda.CUDAGraph())
+        with allocator.cudagraph_pool() as pool, torch.cuda.graph(graphs[-1], pool=pool):
+            found.append(given[:rows] @ weight + 1)
+    torch.cuda.empty_cache()
+    before = process_bytes(device)
+    for _ in range(2):
+        allocator.sleep(("weights", "runtime", "cudagraph"))
+        assert process_bytes(device) < before
+        scribble(64 << 20)
+        allocator.wake_up(["weights"])  # which brings the graphs' memory back, too
+        given.random_()
+        for graph, result in zip(graphs, found, strict=True):
+            graph.replay()
+            assert torch.equal(result, given[: len(result)] + 1)
+    allocator.release_pools()  # graphs that live keep theirs
+    graphs[0].replay()
+    assert torch.equal(found[0], given + 1)
