@@ -1,4 +1,14 @@
-"""One tag's memory on one device: an address range for life, and the extents behind it while the tag is active."""
+"""One tag's memory on one device: an address range for life, and the extents behind it while the tag is active.
+
+A tag's states, and the methods that lead from one to the next. No other file assigns a tag's fields.
+
+| state | behind the addresses | leaves it by |
+|---|---|---|
+| active | the tag's own extents | `freeze` to frozen |
+| frozen | the same, and nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
+| paused | nothing | `end_resume` to active, `borrow` to borrowed |
+| borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
+"""
 
 from __future__ import annotations
 
@@ -16,7 +26,7 @@ from memsaver.allocator import shim
 from memsaver.backends.base import Backend
 from memsaver.backup import Backup
 from memsaver.backup.retained import Retained
-from memsaver.checksums import Checksums
+from memsaver.checksums import Checksums, fingerprint
 from memsaver.errors import LeaseError
 from memsaver.signals import held
 
@@ -24,6 +34,16 @@ if TYPE_CHECKING:
     from memsaver.loan import Loan
 
 CONTENTS = ("discard", "host", "disk")
+_NEXT = {
+    ("active", "freeze"): "frozen",
+    ("frozen", "thaw"): "active",
+    ("frozen", "end_pause"): "paused",
+    ("paused", "end_resume"): "active",
+    ("paused", "borrow"): "borrowed",
+    ("borrowed", "freeze"): "borrowed",
+    ("borrowed", "thaw"): "borrowed",
+    ("borrowed", "end_pause"): "paused",
+}
 _Parts = tuple[Backend, "Reservation", int, "list[Loan]"]
 _forgotten: deque[_Parts] = deque()  # of arenas that nobody refers to, not given back yet
 
@@ -44,7 +64,7 @@ class Arena:
     """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
 
     The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's allocator callbacks use
-    it too. Methods change one thing each; the saver composes them into all-or-nothing operations.
+    it too. Methods change one thing each; `Switch` composes them into all-or-nothing operations.
     """
 
     def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
@@ -60,7 +80,7 @@ class Arena:
         if self.slot < 0:
             self.reservation.close()
             raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
-        self.paused = False
+        self._state = "active"
         self.committed_when_paused = 0
         self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
@@ -95,6 +115,13 @@ class Arena:
         """Bytes, from the first on, with memory behind them, the tag's own or borrowed."""
         loan = self.loan
         return self.stats.committed if loan is None else loan.nbytes
+
+    @property
+    def paused(self) -> bool:
+        return self._state == "paused"
+
+    def _step(self, name: str) -> None:
+        self._state = _NEXT[self._state, name]
 
     def require_own(self, what: str) -> None:
         """``LeaseError`` while the tag's pages are borrowed."""
@@ -149,14 +176,61 @@ class Arena:
         trimmed: int = shim.library().ms_trim(self.slot)
         return trimmed
 
+    def enter(self) -> None:
+        """A region of the tag is open from here on."""
+        self.open_regions += 1
+
+    def leave(self) -> None:
+        self.open_regions -= 1
+
     def freeze(self) -> None:
         """From here allocations fail and extents do not change; frees still work."""
+        self._step("freeze")
         shim.library().ms_set_state(self.slot, shim.PAUSED)
 
     def thaw(self) -> None:
-        """Not while its pages are borrowed: nothing is to grow behind them."""
+        """Undo `freeze`. Borrowed pages stay frozen: nothing is to grow behind them."""
+        self._step("thaw")
         if self.loan is None:
             shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
+        """Nothing is behind the tag any more.
+
+        Args:
+            own: the extents of the tag until now.
+            backup: where its content is kept.
+            whole: the next resume asks for one extent, unless the tag is elastic.
+        """
+        self._step("end_pause")
+        if self.loan is not None:
+            self.end_loan()  # what it had of its own, it has still
+            return
+        self.backup, self.version = backup, None
+        self.whole = whole and not self.elastic
+        self.committed_when_paused = sum(extent.nbytes for extent in own) + self.missing
+        self.missing = 0
+
+    def end_resume(self, missing: int = 0) -> None:
+        """Its memory is there again, but for ``missing`` bytes at the end, and so is its content."""
+        self.backup, self.sums, self.missing = None, None, missing
+        self._step("end_resume")
+        shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def in_pieces(self, elastic: bool = False) -> None:
+        """The next resume may take several extents. elastic: all later ones, too."""
+        self.whole = False
+        self.elastic |= elastic
+
+    def mark_clean(self, version: Hashable) -> None:
+        self.version = version
+
+    def note_time(self, op: str, seconds: float) -> None:
+        """How long its last operation took."""
+        if op == "pause":
+            self.last_pause_seconds = seconds
+        elif op in ("resume", "borrow"):
+            self.last_resume_seconds = seconds
 
     def live_ranges(self) -> tuple[tuple[int, int], ...]:
         """(offset, nbytes) of what is in use. Under torch's caching allocator: the live blocks inside its segments."""
@@ -189,8 +263,28 @@ class Arena:
         if self.backup is not None and self.sums is not None:
             self.sums.verify(self.bytes_at, self.committed_when_paused)
 
+    def take_sums(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note what is at these (offset, nbytes), for `verify`."""
+        self.sums = Checksums.take(self.tag, ranges, self.bytes_at)
+
+    def retain(self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]) -> Retained:
+        """Keep a backup of the content that its owner calls ``version``, for the next pause; its digest is begun."""
+        self.version = version
+        self.retained = Retained(backup, version, fingerprint(ranges, self.bytes_at))
+        self.retained.digest.start()
+        return self.retained
+
     def forget_retained(self) -> None:
         self.retained = None
+
+    def trade_content(self, other: Arena) -> None:
+        """Two tags have exchanged their extents: what is known of the content goes along.
+
+        Retained copies do not: they are numbered and checked by the place that the content has left.
+        """
+        self.version, other.version = other.version, self.version
+        for arena in (self, other):
+            arena.forget_retained()
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released.
@@ -211,7 +305,7 @@ class Arena:
         """Map another saver's pages behind the tag, which is paused and stays frozen."""
         self._map_loan(loan, undo)
         self._loans.append(loan)
-        self.paused = False
+        self._step("borrow")
 
     def _map_loan(self, loan: Loan, undo: contextlib.ExitStack) -> None:
         self.map(loan.extents, 0, undo, loan.ticket.writable)
@@ -228,6 +322,7 @@ class Arena:
     def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
         shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
+        self.missing = 0
 
     def map(
         self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack, writable: bool = True
@@ -246,10 +341,11 @@ class Arena:
     def shrink(self, keep: int) -> None:
         """Give back the extents after the first ``keep`` bytes, also where tensors lie. No peer has imported them."""
         shim.library().ms_shrink(self.slot, keep)
+        self.missing = 0
 
     def close(self) -> None:
         """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
-        self.freeze()
+        shim.library().ms_set_state(self.slot, shim.PAUSED)
         if self.loan is not None:
             self.unmap(contextlib.ExitStack())
             self.end_loan()

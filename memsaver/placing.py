@@ -42,7 +42,7 @@ class Placing(SaverCore):
             raise
         finally:
             with self._lock:
-                arena.open_regions -= 1
+                arena.leave()
             self._settle(arena, before)
 
     def empty(
@@ -82,7 +82,7 @@ class Placing(SaverCore):
 
     def _commit_pieces(self, arena: Arena, nbytes: int) -> None:
         """Put memory behind the next ``nbytes`` of a tag, in pieces, which it keeps to."""
-        arena.whole, arena.elastic = False, True
+        arena.in_pieces(elastic=True)
         end = self.backend.round_up(arena.stats.top + nbytes)
         before = arena.stats.committed
         if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
@@ -115,7 +115,8 @@ class Placing(SaverCore):
         with held(), self._lock:
             self._require_open()
             arena = self._tags.open(tag, content)
-            arena.open_regions += enter
+            if enter:
+                arena.enter()
         return arena
 
     def _forget(self, arena: Arena) -> None:

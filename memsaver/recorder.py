@@ -33,6 +33,7 @@ class Recorder:
 
     def record(self, op: str, arena: Arena, seconds: float) -> None:
         """One operation on one tag, which has ended."""
+        arena.note_time(op, seconds)
         event = Event(
             time=time.time(),
             seconds=seconds,

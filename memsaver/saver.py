@@ -75,7 +75,6 @@ class MemorySaver(Aliasing):
             lost = self._switch.pause(arenas, saved, release, to, streams)
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
-                arena.last_pause_seconds = seconds
                 self._recorder.record("pause", arena, seconds)
             if lost is not None:
                 raise lost
@@ -100,7 +99,6 @@ class MemorySaver(Aliasing):
                     raise self._shortage(f"resume({names})", arenas, short.cause) from None
             seconds = (time.perf_counter() - started) / max(1, len(arenas))
             for arena in arenas:
-                arena.last_resume_seconds = seconds
                 self._recorder.record("resume", arena, seconds)
 
     def _resume_most(self, arenas: list[Arena], at_least: int) -> bool:
@@ -132,7 +130,6 @@ class MemorySaver(Aliasing):
                 more = into.committed_when_paused - out.stats.committed
                 raise self._shortage(f"swap({pause!r}, {resume!r})", [into], short.cause, max(0, more)) from None
             seconds = time.perf_counter() - started
-            out.last_pause_seconds = into.last_resume_seconds = seconds
             self._recorder.record("pause", out, seconds)
             self._recorder.record("resume", into, seconds)
 
@@ -146,7 +143,7 @@ class MemorySaver(Aliasing):
         anew before each pause; the copy stays in host memory meanwhile, unless another tag needs the room.
         """
         with self._lock:
-            self._active(tag, "mark_clean").version = version
+            self._active(tag, "mark_clean").mark_clean(version)
 
     def save(self, tag: str, version: Hashable) -> Waitable | None:
         """Begin to copy an active tag's content to host memory, behind the work that is queued on the current stream.

@@ -9,8 +9,6 @@ from memsaver.arena import Arena
 from memsaver.backends.base import Backend
 from memsaver.backup import Backup, DiskBackup, HostBackup
 from memsaver.backup.host import Waitable
-from memsaver.backup.retained import Retained
-from memsaver.checksums import Checksums, fingerprint
 from memsaver.errors import HostMemoryError
 
 
@@ -30,7 +28,7 @@ class Saving:
             try:
                 backup.save(self._backend, arena.address)
             except BaseException:
-                arena.retained = None
+                arena.forget_retained()
                 raise
         return backup
 
@@ -41,15 +39,13 @@ class Saving:
             retained = None
         ranges = arena.saved_ranges()  # while the check runs
         if self._checksums:
-            arena.sums = Checksums.take(arena.tag, ranges, arena.bytes_at)
+            arena.take_sums(ranges)
         if retained is not None and retained.holds(ranges):
             return retained.backup, False
-        arena.retained = None
+        arena.forget_retained()
         backup = self._new_backup(ranges, content)
         if arena.version is not None:
-            arena.retained = Retained(backup, arena.version, fingerprint(ranges, arena.bytes_at))
-            arena.retained.digest.start()
-            arena.retained.settle()
+            arena.retain(backup, arena.version, ranges).settle()
         return backup, True
 
     def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
@@ -67,17 +63,19 @@ class Saving:
         """Of active tags: True if there was one."""
         found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
         for arena in found:
-            arena.retained = None
+            arena.forget_retained()
         return bool(found)
 
     def start(self, arena: Arena, version: Hashable) -> Waitable | None:
         """Copy an active tag's content to the host while work goes on that does not write it."""
         ranges = arena.saved_ranges()
-        arena.retained = None
+        arena.forget_retained()
         backup = self._new_backup(ranges, "host")
         assert isinstance(backup, HostBackup)
-        arena.retained = Retained(backup, version, fingerprint(ranges, arena.bytes_at))
-        arena.retained.digest.start()
-        arena.retained.copying = backup.start_save(self._backend, arena.address)
-        arena.version = version
-        return arena.retained.copying
+        retained = arena.retain(backup, version, ranges)
+        try:
+            retained.copying = backup.start_save(self._backend, arena.address)
+        except BaseException:
+            arena.forget_retained()
+            raise
+        return retained.copying

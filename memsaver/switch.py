@@ -111,15 +111,7 @@ class Switch:
 
     def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
         for arena in arenas:
-            arena.paused = True
-            if arena.loan is not None:
-                arena.end_loan()  # what it had of its own, it has still
-                continue
-            arena.backup = backups.get(arena.tag)
-            arena.version = None
-            arena.whole = whole and not arena.elastic
-            arena.committed_when_paused = sum(extent.nbytes for extent in extents[arena.tag]) + arena.missing
-            arena.missing = 0
+            arena.end_pause(extents[arena.tag], backups.get(arena.tag), whole)
 
     def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
         if streams is None:
@@ -175,14 +167,15 @@ class Switch:
             undo.pop_all()
         self._pool.keep(left)
         self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
-        self._settle_resumed([into])
+        into.end_resume()
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
         """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
         self._check_room(out, into)
         saved = [(out, content)] if content != "discard" else []
         self.pause([out], saved, "driver", None, None)
-        out.whole = into.whole = False
+        out.in_pieces()
+        into.in_pieces()
         try:
             self.resume([into])
         except BaseException as error:
@@ -218,9 +211,8 @@ class Switch:
                 one.put(from_other, undo)
                 other.put(from_one, undo)
             undo.pop_all()
-        one.version, other.version = other.version, one.version
+        one.trade_content(other)
         for arena in (one, other):
-            arena.forget_retained()  # it is numbered and checked by the place that the content has left
             arena.thaw()
 
     def borrow(self, arena: Arena, loan: Loan) -> None:
@@ -268,15 +260,12 @@ class Switch:
                 return False
             arena.put(extents, undo)
             undo.pop_all()
-        arena.missing = arena.committed_when_paused - got
-        arena.paused = False
-        arena.thaw()
+        arena.end_resume(arena.committed_when_paused - got)
         return True
 
     def resize(self, arena: Arena, nbytes: int) -> None:
         """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises ``ShortOfMemory``."""
         committed = arena.stats.committed
-        arena.missing = 0
         if nbytes < committed:
             self.wait_unleased([arena])
             self._revoke([e for e in shim.extents(arena.slot) if e.offset + e.nbytes > nbytes])
@@ -313,7 +302,8 @@ class Switch:
             for arrival in arrivals:
                 arrival.finish()
             undo.pop_all()
-        self._settle_resumed(arenas)
+        for arena in arenas:
+            arena.end_resume()
 
     def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Arrival:
         """Memory for all of the tag; what is saved on the host is on its way while the driver clears the rest."""
@@ -323,12 +313,6 @@ class Switch:
             arrival.put(self._pool.make(min(arrival.missing, LARGEST), undo, arena.whole))
         arrival.put(self._pool.make(arrival.missing, undo, arena.whole))
         return arrival
-
-    def _settle_resumed(self, arenas: Sequence[Arena]) -> None:
-        for arena in arenas:
-            arena.backup, arena.sums = None, None
-            arena.paused = False
-            arena.thaw()
 
 
 def _flat(extents: Extents) -> list[shim.Extent]:

@@ -128,6 +128,17 @@ def test_saved_ahead_of_the_pause(device: str) -> None:
     assert int(tensor.sum()) == 0
 
 
+def test_a_copy_that_failed_is_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, tensor = fresh(device)
+    expected = tensor.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.backend, "start_copy", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            saver.save("params", version=1)
+    assert cycle(saver, 1)[0] == tensor.nbytes
+    assert torch.equal(tensor, expected)
+
+
 def test_a_retained_copy_gives_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, tensor = fresh(device)
     other = saver.empty(4 * MIB, torch.uint8, tag="other", content="host").fill_(1)
