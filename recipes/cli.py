@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(2, error, arguments.verbose)
         except BaseException as error:
             if interrupted:  # whatever it became on its way out, also what libraries keep apart from Exception
+                exec("")  # else Python, which an interrupt left through an exec(), would end by SIGINT
                 return _fail(128 + interrupted[0], error, arguments.verbose, "interrupted")
             if not isinstance(error, (RunError, KeyboardInterrupt)):
                 raise

@@ -208,6 +208,15 @@ def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
     assert len(rows(folder, "train")) >= 3 and trace(folder) and has_pictures(folder)
 
 
+def test_the_status_tells_of_an_interrupt_that_passed_through_an_exec(tmp_path: Path) -> None:
+    """dataclasses and others make functions so. Python notes such an interrupt, and would end by SIGINT at last."""
+    text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"
+    (tmp_path / "mine.py").write_text(f"def make(section):\n    exec({text!r})\n")
+    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "task.name=mine:make"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, b"memsaver: interrupted\n")
+
+
 def ended_by(number: signal.Signals, folder: Path, seconds: float) -> tuple[int, str]:
     """Status and messages of a run that gets the signal so long after it has made its folder."""
     words = ["run", "tiny", *SMALL, "steps=100000", "checkpoint.every=1", "--run-dir", str(folder)]
