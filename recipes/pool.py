@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memsaver.rounding import round_up
 from recipes.config import Recipe
@@ -22,7 +22,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
     import torch
 
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    weights, kept = _weight_bytes(recipe, model, dtype), _kept(recipe, model, dtype)
+    weights, kept = rank_weights(recipe, model, dtype), rank_kept(recipe, model.hf_config, dtype)
     tokens = recipe.engine.kv_tokens
     if tokens is None:
         tokens = _share(recipe, device, kept, weights)
@@ -36,22 +36,22 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
     return f"{free}engine.kv_tokens={tokens}"
 
 
-def _kept(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> KVLayout:
-    """What one rank keeps of a token."""
+def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
+    """What one rank keeps of a token. config: transformers'. RecipeError where the engine cannot."""
     from kvcache import layout
     from rollout.model.ranks import rank_layout
 
     stored = recipe.engine.kv_cache_dtype
     try:
-        kept = layout(model.hf_config, stored, dtype)
+        kept = layout(config, stored, dtype)
     except ValueError as error:
         key = f"engine.kv_cache_dtype={stored}"
         raise RecipeError(f"{key}: {one_line(error)}; set engine.kv_cache_dtype=auto") from None
     return rank_layout(kept, recipe.engine.tensor_parallel_size)
 
 
-def _weight_bytes(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one rank."""
+def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes of one rank's weights; all take the same. RecipeError for ranks that cannot be."""
     from rollout.model.ranks import rank_groups
     from rollout.weights import arena_nbytes
 

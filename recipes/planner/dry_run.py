@@ -29,6 +29,7 @@ from recipes.monitor import Monitor
 from recipes.peaks import Peaks
 from recipes.planner.attention import planned_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout
+from recipes.planner.layers import repeated_layers
 from recipes.planner.log import replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.preparation import Setup
@@ -40,7 +41,6 @@ from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
-_AROUND = 2, 3  # layers before and after the one that stands for the rest; neighbours prefetch for each other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,21 +150,20 @@ def dry_run(
     all_layers: bool = False,
     staged: bool = True,
 ) -> DryRun:
-    """fields: of the model's config. all_layers: trace every layer; otherwise some, and repeat one for the rest.
-    staged: see `PlannedRollout`."""
-    layers = fields["num_hidden_layers"]
-    before, after = _AROUND
-    pattern = fields.get("first_k_dense_replace", 0) + before
-    traced = layers if all_layers else min(layers, pattern + 1 + after)
+    """fields: of the model's config. all_layers: trace every layer; otherwise some, and repeat a
+    period of them. staged: see `PlannedRollout`."""
+    first, period, copies = (0, 1, 0) if all_layers else repeated_layers(fields)
+    traced = fields["num_hidden_layers"] - copies * period
     few = _with_layers(fields, traced)
-    readings, first = _trace(recipe, few, PlannedRollout(engine, staged), prompt_tokens, workspace_bytes)
+    rollout = PlannedRollout(engine, staged)
+    readings, before = _trace(recipe, few, rollout, prompt_tokens, workspace_bytes)
     sizes = readings.saver.sizes()
-    if more := layers - traced:
-        larger = _built(recipe, _with_layers(fields, traced + 1), prompt_tokens)
-        sizes = {tag: nbytes + more * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
+    if copies:
+        larger = _built(recipe, _with_layers(fields, traced + period), prompt_tokens)
+        sizes = {tag: nbytes + copies * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
-    torch_use = replay(with_layers(readings.device.log.entries, pattern, more))
-    return DryRun(readings.peaks(sizes, torch_use, first), sizes)
+    torch_use = replay(with_layers(readings.device.log.entries, first, period, copies))
+    return DryRun(readings.peaks(sizes, torch_use, before), sizes)
 
 
 def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:

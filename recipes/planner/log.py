@@ -1,8 +1,9 @@
-"""What a process asks of torch's allocator, in order; and how a model of more equal layers would ask.
+"""What a process asks of torch's allocator, in order; and how one with more layers would ask.
 
-A trace of few layers is cut into blocks: a layer's forward, a layer's backward, and what is between. One layer in the
-middle is the pattern of all that are left out: its blocks are repeated, and what they name of their neighbours is taken
-from the neighbours of each copy.
+A trace of few layers is cut into blocks: a layer's forward, a layer's backward, and what is
+between. A layer in the middle, or several where layers alternate, are the pattern of all that are
+left out: their blocks are repeated, and what they name of their neighbours is taken from the
+neighbours of each copy.
 """
 
 from __future__ import annotations
@@ -58,32 +59,33 @@ class Log:
         self.entries.append(Entry(self.block, what, key, nbytes, stream))
 
 
-def with_layers(entries: list[Entry], pattern: int, more: int) -> Iterator[Entry]:
-    """The entries of a model with `more` layers like the one that has number `pattern`."""
-    runs = [(block, list(group)) for block, group in groupby(entries, key=lambda entry: entry.block)]
-    for block, group in runs:
-        _, kind, layer = block
-        if not kind:
-            for entry in group:
-                yield from _between(entry, pattern, more)
-        elif layer != pattern:
-            shift = more if layer > pattern else 0
-            yield from (_shifted(entry, shift) for entry in group)
-        else:
-            copies = range(more + 1) if kind == "forward" else range(more, -1, -1)
-            for shift in copies:
-                yield from (_shifted(entry, shift) for entry in group)
+def with_layers(entries: list[Entry], first: int, period: int, copies: int) -> Iterator[Entry]:
+    """The entries of a model whose `period` layers from `first` on come `copies` times more."""
+    pattern, shifts = range(first, first + period), range(0, (copies + 1) * period, period)
+
+    def part(entry: Entry) -> Hashable:
+        number, kind, layer = entry.block
+        return (number, kind) if kind and layer in pattern else entry.block
+
+    for _, group in groupby(entries, key=part):
+        together = list(group)
+        block = together[0].block
+        if kind := block[1]:
+            ways = _shifts_of(block, pattern, shifts)
+            for shift in ways if kind == "forward" else reversed(ways):
+                yield from (_shifted(entry, shift) for entry in together)
+        else:  # what frees something of the pattern from outside frees that of every copy
+            for entry in together:
+                ways = _shifts_of(entry.key[0], pattern, shifts)
+                yield from (_shifted(entry, shift) for shift in ways)
 
 
-def _between(entry: Entry, pattern: int, more: int) -> Iterator[Entry]:
-    """What frees something of the pattern, outside of the layers, frees that of every copy."""
-    (number, kind, layer), count = entry.key
-    if not kind or layer < pattern:
-        yield entry
-        return
-    for shift in range(more + 1) if layer == pattern else (more,):
-        key = ((number, kind, layer + shift), count)
-        yield Entry(entry.block, entry.what, key, entry.nbytes, entry.stream)
+def _shifts_of(block: Block, pattern: range, shifts: range) -> range:
+    """By how many layers a block moves: in the pattern all ways, behind it the furthest."""
+    _, kind, layer = block
+    if not kind or layer < pattern.start:
+        return shifts[:1]
+    return shifts if layer in pattern else shifts[-1:]
 
 
 def _shifted(entry: Entry, shift: int) -> Entry:

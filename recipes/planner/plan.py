@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config import Recipe
+from recipes.config import FieldError, Recipe
 from recipes.config.shapes import random_model_fields
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
@@ -135,7 +135,10 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
         raise RecipeError(f"--gpu :{devices}: machines have 8 GPUs each; give a multiple of 8, or fewer")
     cluster = dataclasses.replace(recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node)
     driver = "ray" if devices > 1 else recipe.driver
-    return dataclasses.replace(recipe, cluster=cluster, driver=driver)
+    try:
+        return dataclasses.replace(recipe, cluster=cluster, driver=driver)
+    except FieldError as error:
+        raise RecipeError(f"--gpu :{devices}: {error}") from None
 
 
 def _stage(stage: str, entry: Mapping[str, Any], gpu: Gpu, saved: Mapping[str, int], per_machine: int) -> StagePlan:

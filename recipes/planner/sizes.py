@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
 
-from kvcache import KVLayout, layout
 from memsaver.rounding import round_up
 from recipes.config import Recipe
-from recipes.errors import RecipeError, one_line
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import Gpu
+from recipes.planner.layers import meta_model
 from recipes.planner.tracing import PAGE
-from rollout.model.ranks import rank_layout
+from recipes.pool import rank_kept, rank_weights
+from rollout.model.loading import load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
 
 
 def engine_sizes(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int) -> tuple[EngineSizes, int, int]:
     """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
-    config, parameters = _model(fields)
+    model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     size = recipe.engine.tensor_parallel_size
-    kept = _kept(recipe, config, dtype)
-    weights = parameters * dtype.itemsize // size
+    weights = _weights(recipe, model, dtype)
+    kept = rank_kept(recipe, model.config, dtype)
     states = (recipe.engine.max_running + 1) * kept.state_bytes
     tokens = recipe.engine.kv_tokens
     page = recipe.engine.page_size
@@ -48,23 +49,17 @@ def engine_sizes(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens
     return sizes, tokens, kept.bytes_per_token
 
 
-def _model(fields: dict[str, Any]) -> tuple[Any, int]:
-    """The config, and the number of parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rest = dict(fields)
-    config = AutoConfig.for_model(rest.pop("model_type"), **rest)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return config, sum(param.numel() for param in model.parameters())
-
-
-def _kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    try:
-        kept = layout(config, recipe.engine.kv_cache_dtype, dtype)
-        return rank_layout(kept, recipe.engine.tensor_parallel_size) if kept.pool == "mha" else kept
-    except ValueError as error:
-        raise RecipeError(f"engine: {one_line(error)}") from None
+def _weights(recipe: Recipe, model: Any, dtype: torch.dtype) -> int:
+    """What the engine takes on one rank; of a model that it does not compute, a rank's share."""
+    model.config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        try:
+            known = load_model_config(folder)
+        except ValueError:
+            parameters = sum(param.numel() for param in model.parameters())
+            return parameters * dtype.itemsize // recipe.engine.tensor_parallel_size
+    return rank_weights(recipe, known, dtype)
 
 
 def _graphs(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype) -> int:

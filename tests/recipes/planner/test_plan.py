@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from recipes.planner.command import plan_of
 from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import MIB, find_gpu
+from recipes.planner.layers import repeated_layers
 from recipes.planner.log import Log, replay, with_layers
 
 Capture = pytest.CaptureFixture[str]
@@ -21,6 +23,13 @@ Capture = pytest.CaptureFixture[str]
 SIZES = EngineSizes(weights=4 * MIB, kv_cache=6 * MIB, cuda_graph=2 * MIB, idle=4 * MIB, generating=40 * MIB)
 FIELDS = {"model_type": "qwen2", "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 700}
 FIELDS |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+HYBRID = FIELDS | {"model_type": "qwen3_next", "num_experts": 0, "head_dim": 32}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+LATENT = FIELDS | {"model_type": "deepseek_v3", "num_key_value_heads": 8}
+TP = "engine.tensor_parallel_size"
+PAIR = ["tiny", "driver=ray", "cluster.n_gpus_per_node=2", f"{TP}=2"]
+FULL, LINEAR = "full_attention", "linear_attention"
 # Most MiB of the device, by stage, in each of these on lent machines (2026-11-22; docs/benchmarks.md).
 MEASURED = [
     "qwen2.5-0.5b cycle.keep=[] --gpu h100-80gb",
@@ -44,22 +53,45 @@ MEASURED_MIB = {
 }
 
 
+def hybrid(*kinds: str) -> dict[str, Any]:
+    return HYBRID | {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("fields", "words"),
     [
-        ["trainer.activation_checkpointing=true", "lora.rank=8"],
-        pytest.param([], marks=pytest.mark.extended),  # the measured figures guard this, too
+        (FIELDS, ["trainer.activation_checkpointing=true", "lora.rank=8"]),
+        (hybrid(*[FULL, LINEAR] * 5, FULL), ["sampling.max_tokens=20"]),
+        pytest.param(FIELDS, [], marks=pytest.mark.extended),  # the measured figures guard this, too
+        pytest.param(HYBRID | {"num_hidden_layers": 20}, [], marks=pytest.mark.extended),
     ],
-    ids=["adapters, computed anew", "plain"],
+    ids=["adapters, computed anew", "alternating", "plain", "one of four is full"],
 )
-def test_one_layer_in_place_of_many_gives_what_all_of_them_give(words: list[str]) -> None:
+def test_few_layers_give_what_all_of_them_give(fields: dict[str, Any], words: list[str]) -> None:
     recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "sampling.max_tokens=200", *words])
     given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
-    few = dry_run(recipe, FIELDS, SIZES, **given)
-    every = dry_run(recipe, FIELDS, SIZES, **given, all_layers=True)
+    assert repeated_layers(fields)[2] > 0, "nothing is repeated"
+    few = dry_run(recipe, fields, SIZES, **given)
+    every = dry_run(recipe, fields, SIZES, **given, all_layers=True)
     assert few.stages == every.stages
     assert few.tags == every.tags
     assert few.stages["update_actor"]["torch"]["trainer"] > few.stages["compute_log_prob"]["torch"]["trainer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "traced"),
+    [
+        (FIELDS | {"num_hidden_layers": 28}, 6),
+        (LATENT | {"num_hidden_layers": 61, "first_k_dense_replace": 3}, 9),
+        (HYBRID | {"num_hidden_layers": 48}, 16),
+        (HYBRID, 8),
+        (hybrid(*[LINEAR] * 3, FULL, *[LINEAR] * 15, FULL), 20),
+    ],
+    ids=["all alike", "three differ", "one of four is full", "too few", "no period"],
+)
+def test_how_many_layers_are_traced(fields: dict[str, Any], traced: int) -> None:
+    _, period, copies = repeated_layers(fields)
+    assert fields["num_hidden_layers"] - period * copies == traced
 
 
 def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure() -> None:
@@ -73,7 +105,7 @@ def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure() -> None:
             log.enter("backward", layer)
             log.add("free", (((1, "forward", layer - 1), 0) if layer == 3 else key))
     with pytest.raises(ValueError, match="not alike"):
-        replay(with_layers(log.entries, 2, 3))
+        replay(with_layers(log.entries, 2, 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +161,9 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
         (["tiny", "--gpu", "h1000"], "--gpu h1000: must be one of h100-80gb"),
         (["tiny", "--gpu", "h100-80gb:0"], "--gpu h100-80gb:0"),
         (["tiny", "--gpu", "h100-80gb:12"], "give a multiple of 8"),
+        (["qwen2.5-32b-8xh100", "--gpu", "h100-80gb:1"], f"--gpu :1: {TP}=2: does not divide"),
+        (["qwen2.5-7b-8xh100", f"{TP}=8"], f"choose a size that divides 28; set {TP}=1"),
+        ([*PAIR, f"model.config={json.dumps(HYBRID)}"], f"{TP}=2: tensor parallel needs plain"),
         (["tiny", "--into", "/nowhere"], "--into /nowhere: holds no run"),
         (["tiny", "--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 1"),
         ([], "plan: names no recipe"),

@@ -1,0 +1,71 @@
+"""The engine's side of a plan, against tensor-parallel engines on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import recipes
+from memsaver.rounding import round_up
+from recipes.config.shapes import shapes
+from recipes.models import describe_random_model, toy_tokenizer
+from recipes.planner.gpus import find_gpu
+from recipes.planner.sizes import engine_sizes
+from recipes.planner.tracing import PAGE
+from rollout import Engine
+from tests.helpers.ranks import results, start_ranks
+
+RANKS = 4
+GPU = find_gpu("h100-80gb")[0]
+# More ranks than KV heads, large ones: their copies are pages of 2 MiB. The vocabulary is padded.
+FIELDS: dict[str, Any] = {"vocab_size": 3001, "hidden_size": 512, "intermediate_size": 704}
+FIELDS |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1}
+FIELDS |= {"head_dim": 256, "tie_word_embeddings": False}
+KINDS = {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": FIELDS | {"model_type": "llama", "attention_bias": True},
+    "qwen3": FIELDS | {"model_type": "qwen3", "num_key_value_heads": 2},
+    "tied": FIELDS | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "sliding": FIELDS | {"model_type": "ministral", "num_key_value_heads": 2} | KINDS,
+}
+
+
+def taken(rank: int, folder: str) -> list[tuple[int, int]]:
+    """Bytes of this rank's weights, and of a token in its pool, for every model."""
+    found = []
+    for name in MODELS:
+        engine = Engine.from_pretrained(
+            f"{folder}/{name}",
+            load_weights=False,
+            kv_tokens=64,
+            tensor_parallel_size=RANKS,
+            group=dist.group.WORLD,
+        )
+        weights = engine.saver.report().tags["weights"].committed_bytes
+        found.append((weights, engine.cache.layout.bytes_per_token))
+    return found
+
+
+def planned(fields: dict[str, Any], size: int) -> tuple[int, int]:
+    words = ["driver=ray", f"cluster.n_gpus_per_node={size}", f"engine.tensor_parallel_size={size}"]
+    sizes, _, per_token = engine_sizes(recipes.load("tiny", words), fields, GPU, prompt_tokens=9)
+    return sizes.weights, per_token
+
+
+def test_weights_and_a_token_are_planned_as_the_fullest_rank_has_them(tmp_path: Path) -> None:
+    for name, fields in MODELS.items():
+        (tmp_path / name).mkdir()
+        describe_random_model(fields, toy_tokenizer([]), tmp_path / name)
+    ranks = results(start_ranks(taken, RANKS, tmp_path / "store", str(tmp_path)))
+    for name, *of_ranks in zip(MODELS, *ranks, strict=True):
+        weights, per_token = max(of_ranks)
+        assert planned(MODELS[name], RANKS) == (round_up(weights, PAGE), per_token), name
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_a_rank_of_a_model_that_the_engine_does_not_compute_has_its_share(shape: str) -> None:
+    whole, _ = planned(shapes()[shape], 1)
+    assert whole <= 8 * planned(shapes()[shape], 8)[0] < whole + 8 * PAGE
