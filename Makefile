@@ -13,7 +13,7 @@ BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync 
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/allocator/*.[ch])
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 
 setup: $(READY)
 
@@ -106,4 +106,4 @@ bench-gap:
 	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
 
 clean:
-	rm -rf .venv build dist site *.egg-info memsaver/allocator/_shim*.so
+	rm -rf .venv build dist site *.egg-info memsaver/native/_shim*.so

@@ -7,9 +7,9 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "memsaver.allocator._shim",
-            sorted(glob("memsaver/allocator/*.c")),
-            depends=sorted(glob("memsaver/allocator/*.h")),
+            "memsaver.native._shim",
+            sorted(glob("memsaver/native/*.c")),
+            depends=sorted(glob("memsaver/native/*.h")),
             libraries=["pthread"],
         )
     ]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from memsaver import MemorySaver
-from memsaver.places import place_of
+from memsaver.common.device_ids import place_of
 from rollout import Engine, SamplingParams
 from trainer_bridge import Cycle
 from trainer_bridge.session import WeightSync

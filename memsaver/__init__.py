@@ -5,6 +5,7 @@
 >>> saver.pause("kv_cache"); saver.resume("kv_cache")
 """
 
+from memsaver.common.timeline import Timeline
 from memsaver.errors import (
     BackendError,
     CompilerError,
@@ -16,11 +17,10 @@ from memsaver.errors import (
     StateError,
     TagError,
 )
-from memsaver.kept import KeptLeases
-from memsaver.lease import Lease, PoolTicket, Ticket, attach
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.saver import MemorySaver
-from memsaver.timeline import Timeline
+from memsaver.sharing.lease import Lease, PoolTicket, Ticket, attach
+from memsaver.sharing.lease_cache import KeptLeases
 
 __all__ = [
     "BackendError",

@@ -6,13 +6,13 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from memsaver.arena import Arena
+from memsaver.common.signals import held
 from memsaver.errors import StateError, format_bytes
 from memsaver.placing import Placing
-from memsaver.signals import held
+from memsaver.tag.arena import Arena
 
 if TYPE_CHECKING:
-    from memsaver.lease import Ticket
+    from memsaver.sharing.lease import Ticket
 
 
 class Aliasing(Placing):
@@ -52,9 +52,9 @@ class Aliasing(Placing):
         """
         with self._lock:
             self._borrower(tag, ticket)
-        from memsaver.backends.peer import peer_backend
-        from memsaver.lease import lease_extents
-        from memsaver.loan import Loan
+        from memsaver.sharing.lease import lease_extents
+        from memsaver.sharing.peer_backend import peer_backend
+        from memsaver.tag.borrowed import Loan
 
         started, ends = time.perf_counter(), contextlib.ExitStack()
         with held(), contextlib.ExitStack() as undo:

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memsaver import integrity
-from memsaver.allocator import shim
-from memsaver.arena import Arena
-from memsaver.backends.base import make_backend
 from memsaver.backup.disk_file import default_directory
+from memsaver.common.signals import held
 from memsaver.errors import StateError
-from memsaver.foreign import check_segments
-from memsaver.page_pool import PagePool
-from memsaver.recorder import Recorder
+from memsaver.native import shim
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
-from memsaver.shortage import PAGE_POOL, explain
-from memsaver.signals import held
-from memsaver.switch import Switch
-from memsaver.tags import Tags
-from memsaver.usage import TorchUse
+from memsaver.tag import integrity
+from memsaver.tag.arena import Arena
+from memsaver.tag.out_of_memory import PAGE_POOL, explain
+from memsaver.tag.recorder import Recorder
+from memsaver.tag.table import Tags
+from memsaver.tag.transaction import Switch
+from memsaver.vmm.backend import make_backend
+from memsaver.vmm.page_pool import PagePool
+from memsaver.vmm.registrations import check_segments
+from memsaver.vmm.torch_usage import TorchUse
 
 if TYPE_CHECKING:
-    from memsaver.backup.host_arena import HostArena
+    from memsaver.vmm.pinned_arena import HostArena
 
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from memsaver.arena import Arena
-from memsaver.backends.base import ShortOfMemory
+from memsaver.common.signals import Unbroken, held
 from memsaver.core import SaverCore
-from memsaver.signals import Unbroken, held
+from memsaver.tag.arena import Arena
+from memsaver.vmm.backend import ShortOfMemory
 
 
 class Placing(SaverCore):
@@ -97,16 +97,16 @@ class Placing(SaverCore):
         """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is on ``tag``."""
         if self.device.type != "cuda":
             raise ValueError("mem_pool needs a CUDA device; on the CPU use region() or empty()")
-        from memsaver.allocator import cuda_hook
+        from memsaver.native import cuda_hook
 
         return cuda_hook.new_pool(self._open_for_use(tag, content).slot)
 
     def _hook(self, arena: Arena) -> contextlib.AbstractContextManager[None]:
         if self.device.type == "cuda":
-            from memsaver.allocator import cuda_hook
+            from memsaver.native import cuda_hook
 
             return cuda_hook.allocate_from(arena.slot, self.device)
-        from memsaver.allocator import cpu_hook
+        from memsaver.native import cpu_hook
 
         return cpu_hook.allocate_from(arena.slot)
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from memsaver.alias import Aliasing
-from memsaver.arena import Arena
-from memsaver.backends.base import ShortOfMemory
-from memsaver.backup import reading
+from memsaver.backup import saved_content as reading
 from memsaver.errors import StateError
-from memsaver.tags import check_content
+from memsaver.tag.arena import Arena
+from memsaver.tag.table import check_content
+from memsaver.vmm.backend import ShortOfMemory
 
 if TYPE_CHECKING:
-    from memsaver.backup.host import Waitable
-    from memsaver.lease import PoolTicket, Ticket
-    from memsaver.share import ShareServer
+    from memsaver.backup.on_host import Waitable
+    from memsaver.sharing.lease import PoolTicket, Ticket
+    from memsaver.sharing.server import ShareServer
 
 
 class MemorySaver(Aliasing):
@@ -211,7 +211,7 @@ class MemorySaver(Aliasing):
             arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
             kept = self._pool.extents if tag is None else []
             if arenas and self.device.type == "cuda":
-                from memsaver.allocator import cuda_hook
+                from memsaver.native import cuda_hook
 
                 cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
             return self._switch.trim(arenas, kept)
@@ -233,7 +233,7 @@ class MemorySaver(Aliasing):
 
     def _sharing(self) -> ShareServer:
         if self._switch.server is None:
-            from memsaver.share import ShareServer
+            from memsaver.sharing.server import ShareServer
 
             self._switch.server = ShareServer(self._lock, self._pool, self._arena)
             weakref.finalize(self, self._switch.server.close)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver.ops.hash import hash_text
+from memsaver.common.hash import hash_text
 from recipes.models import decode
 from recipes.preparation import Setup
 from recipes.tasks import Problem, Score, Task

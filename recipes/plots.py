@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from memsaver.files import replaced
+from memsaver.common.files import replaced
 from recipes.history import Levels, Span, format_seconds, kind_of, levels, one_step, smooth, stages_between, wake_up
 from recipes.live import beside_the_task
 

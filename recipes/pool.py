@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes.config import Recipe
 from recipes.errors import RecipeError, one_line
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes.config import LoraSection, ModelSection, Recipe
 from recipes.config.shapes import random_model_fields
 from recipes.config.sides import LORA_MODULES

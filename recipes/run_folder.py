@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsaver.files import replace_text
-from memsaver.timeline import Timeline
+from memsaver.common.files import replace_text
+from memsaver.common.timeline import Timeline
 from recipes.config import Recipe
 from recipes.environment import describe_environment
 from recipes.errors import RecipeError, RunError, one_line

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from memsaver.ops.hash import hash_text
+from memsaver.common.hash import hash_text
 from recipes.config import TaskSection
 from recipes.errors import RecipeError, one_line
 

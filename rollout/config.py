@@ -6,8 +6,8 @@ from typing import get_args
 import torch
 
 from kvcache import kv_dtype
-from memsaver.ops.dispatch import Impl
-from memsaver.rounding import round_up
+from memsaver.common.dispatch import Impl
+from memsaver.common.rounding import round_up
 from rollout.double_sparsity import DoubleSparsity
 from rollout.tiers import KVTiers
 

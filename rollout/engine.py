@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
-from memsaver.places import place_of
-from memsaver.signals import deliver, held
-from memsaver.usage import empty_torch_cache
+from memsaver.common.device_ids import place_of
+from memsaver.common.signals import deliver, held
+from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout.cache import Cache
 from rollout.config import EngineConfig
 from rollout.graphs import DecodeGraphs, ladder

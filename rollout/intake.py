@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from memsaver.ops.hash import splitmix64_int
+from memsaver.common.hash import splitmix64_int
 from rollout.beam import BeamGroup, check_vocabulary
 from rollout.model.config import ModelConfig
 from rollout.samples import Sample

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memsaver import StateError
-from memsaver.foreign import on_a_tag
-from memsaver.rounding import round_up
+from memsaver.common.plain import all_gather_plain
+from memsaver.common.rounding import round_up
+from memsaver.vmm.registrations import on_a_tag
 from rollout.errors import RankError
-from rollout.plain import all_gather_plain
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
 _STAGING_BYTES = 32 << 20

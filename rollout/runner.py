@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcache.allocators.base import to_device
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 from rollout.cache import Cache
 from rollout.graphs import DecodeGraphs
 from rollout.model.config import ModelConfig

@@ -181,7 +181,10 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """What lies where, for who plans to write it. place: the device of the pages (`memsaver.places.place_of`)."""
+    """What lies where, for who plans to write it.
+
+    place: the device of the pages (`memsaver.common.device_ids.place_of`).
+    """
 
     manifest: Manifest
     place: str
@@ -237,7 +240,7 @@ class PackedBox:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writers say they wrote. digest: memsaver.ops.digest over every slice. nbytes: parameters, no padding.
+    """What the writers say they wrote. digest: memsaver.common.digest over every slice. nbytes: parameters, no padding.
     Both are over the offer's `names` only, where it has some."""
 
     version: int

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import BytesDigest
-from memsaver.ops.segments import Segment
-from memsaver.ops.strided import grids, row_major
-from memsaver.rounding import round_up
+from memsaver.common.digest import BytesDigest
+from memsaver.common.rounding import round_up
+from memsaver.common.segments import Segment
+from memsaver.common.strided import grids, row_major
 from rollout.model.params import Group, Param
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice

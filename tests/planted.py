@@ -34,43 +34,43 @@ BUGS = [
     # ------------------------------------------------------------------ memsaver
     Bug(
         "a refused pause leaves the tag frozen (missing undo)",
-        "memsaver/switch.py",
+        "memsaver/tag/transaction.py",
         "                undo.callback(arena.thaw)\n            self._drain(streams)",
         "            self._drain(streams)",
     ),
     Bug(
         "two processes resume at once (lock left out)",
-        "memsaver/switch.py",
+        "memsaver/tag/transaction.py",
         "with self._device_lock:  # else two processes could take half",
         "if True:  # else two processes could take half",
     ),
     Bug(
         "a discarded tag keeps its version (stale version)",
-        "memsaver/switch.py",
+        "memsaver/tag/transaction.py",
         "            arena.version = None\n            arena.whole",
         "            arena.whole",
     ),
     Bug(
         "a kept copy that ends past the tag's memory counts as its content (off by one extent)",
-        "memsaver/backup/retained.py",
+        "memsaver/backup/clean_copy.py",
         "offset + nbytes > committed for",
         "offset > committed for",
     ),
     Bug(
         "extents that a peer hands over in vain stay charged (missing undo)",
-        "memsaver/page_pool.py",
+        "memsaver/vmm/page_pool.py",
         "            undo.callback(shim.discharge, backend.phys, nbytes)\n",
         "",
     ),
     Bug(
         "a piece of exactly the right size is left out (off by one)",
-        "memsaver/page_pool.py",
+        "memsaver/vmm/page_pool.py",
         "if rest >= size:",
         "if rest > size:",
     ),
     Bug(
         "a forked child believes that it holds its parent's lock",
-        "memsaver/device_lock.py",
+        "memsaver/vmm/device_lock.py",
         "        self._close()\n        self._start_afresh()",
         "        self._close()",
     ),
@@ -231,7 +231,7 @@ def plant(bug: Bug, tree: Path) -> None:
 def copy_of(tree: Path, folder: Path) -> Path:
     """The files that git knows, and the built shim."""
     listed = subprocess.run(["git", "ls-files"], cwd=tree, capture_output=True, text=True, check=True).stdout.split()
-    shims = [str(path.relative_to(tree)) for path in tree.glob("memsaver/allocator/_shim*.so")]
+    shims = [str(path.relative_to(tree)) for path in tree.glob("memsaver/native/_shim*.so")]
     for name in [name for name in [*listed, *shims] if (tree / name).is_file()]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tree / name, folder / name)

@@ -16,8 +16,8 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 
 # Import of the key is allowed only in files that start with one of these paths.
 ALONE = {
-    "cuda": ["memsaver/backends/cuda.py"],
-    "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
+    "cuda": ["memsaver/vmm/cuda.py"],
+    "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
     "ray": [
         "rollout/actor.py",
         *(f"trainer_bridge/{name}.py" for name in ("actor", "coordinator", "placement", "remote")),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.usage import empty_torch_cache
+from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, process_bytes

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.files import replace_text
-from memsaver.ops.digest import Digest, Part
-from rollout.plain import all_gather_plain
+from memsaver.common.digest import Digest, Part
+from memsaver.common.files import replace_text
+from memsaver.common.plain import all_gather_plain
 from trainer_bridge import checkpoint
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.derived import LowRank

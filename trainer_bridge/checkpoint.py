@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from memsaver.files import replace_text, sync
-from memsaver.libc import exchange_names
+from memsaver.common.files import replace_text, sync
+from memsaver.common.libc import exchange_names
 
 _VALUES = "values.json"
 _BEFORE = ".before"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
 
 
@@ -42,7 +42,7 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
 
 
 def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """(parameter, number of its first element) of each: what `memsaver.ops.digest.Digest` takes."""
+    """(parameter, number of its first element) of each: what `memsaver.common.digest.Digest` takes."""
     numbers = {piece.name: piece.index_base for piece in layout.slices}
     return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

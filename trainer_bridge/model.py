@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from memsaver.ops.hash import hash_text
+from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.boxes import Box
 from trainer_bridge.checkpoint_files import CheckpointFiles, check_directory

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import Digest
+from memsaver.common.digest import Digest
 from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, Manifest
 from trainer_bridge.consensus import Alone, Consensus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from memsaver.ops.strided import grids, row_major
+from memsaver.common.strided import grids, row_major
 from trainer_bridge.ops.cast_copy import Placement
 from trainer_bridge.plan import Copy, torch_dtype
 

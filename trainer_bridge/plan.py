@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.boxes import Box, Ints, dot
 from trainer_bridge.dtypes import itemsize

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.boxes import Ints, dot
 from trainer_bridge.dtypes import itemsize

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from memsaver.common.device_ids import place_of
 from memsaver.errors import StateError
-from memsaver.places import place_of
 from rollout.protocols import SyncTarget
 from trainer_bridge.consensus import Consensus, group_consensus
 from trainer_bridge.derived import LowRank

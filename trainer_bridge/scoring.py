@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollout.plain import all_gather_plain
+from memsaver.common.plain import all_gather_plain
 from trainer_bridge.batch import MicroBatch, SequenceBatch, deal, pad
 from trainer_bridge.model import reshard
 

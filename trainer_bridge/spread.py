@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from trainer_bridge.boxes import Box, Ints, dot, uncovered, whole
 from trainer_bridge.sources import SourceShard
 

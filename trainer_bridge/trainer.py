@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.errors import StateError
-from memsaver.usage import empty_torch_cache
+from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout.protocols import SyncTarget
 from trainer_bridge import checkpoint
 from trainer_bridge.adapters import Adapters

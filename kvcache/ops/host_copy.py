@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 
 
 @dataclass(frozen=True)

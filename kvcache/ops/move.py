@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 
 
 def move_rows(parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Tensor, impl: Impl = "auto") -> None:

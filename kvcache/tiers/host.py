@@ -15,7 +15,7 @@ from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
 from kvcache.tiers.memory import host_memory
 from kvcache.tiers.transfer import Clock, Transfer
-from memsaver.ops.dispatch import Impl
+from memsaver.common.dispatch import Impl
 
 Layout = Literal["layer_first", "page_first"]
 _RECENT = 64  # transfers kept for who measures

@@ -9,11 +9,11 @@ import weakref
 import torch
 
 from memsaver import HostMemoryError
-from memsaver.backends.base import make_pinner
-from memsaver.backup import host_pages
-from memsaver.backup.host_pages import HUGE_PAGE, Pinner
+from memsaver.common.host_limits import available_memory
 from memsaver.errors import format_bytes
-from memsaver.host_limits import available_memory
+from memsaver.vmm import pinned_pages as host_pages
+from memsaver.vmm.backend import make_pinner
+from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
 _SHARE = 0.8  # of the memory that is available: others want some, too
 

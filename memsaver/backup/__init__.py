@@ -1,6 +1,6 @@
 """Where the content of paused tags is kept."""
 
-from memsaver.backup.disk import DiskBackup
-from memsaver.backup.host import HostBackup
+from memsaver.backup.on_disk import DiskBackup
+from memsaver.backup.on_host import HostBackup
 
 Backup = HostBackup | DiskBackup

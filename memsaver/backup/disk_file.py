@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from memsaver.common.rounding import round_up
 from memsaver.errors import BackendError, format_bytes
-from memsaver.rounding import round_up
 
 BLOCK = 4096  # bytes: what direct I/O wants addresses, offsets and lengths to be multiples of
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)

@@ -11,7 +11,7 @@ import importlib
 import sys
 
 from memsaver.errors import StateError
-from memsaver.foreign import keep_graphs_unregistered
+from memsaver.vmm.registrations import keep_graphs_unregistered
 
 _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from memsaver.foreign import check_capture
 from memsaver.saver import MemorySaver
+from memsaver.vmm.registrations import check_capture
 
 Handle = tuple[int, int]
 Key = tuple[object, ...]  # (device, tag, the caller's handle), or (our own handle,)
@@ -63,6 +63,6 @@ class GraphPools:
 
 def drop(pool: torch.cuda.MemPool) -> None:
     """Where pools of ended regions are dropped: torch aborts when one is dropped while another is in use."""
-    from memsaver.allocator import cuda_hook
+    from memsaver.native import cuda_hook
 
     cuda_hook.retire(pool)

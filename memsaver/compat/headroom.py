@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from memsaver.common.signals import Unbroken
 from memsaver.errors import OutOfMemory
 from memsaver.saver import MemorySaver
-from memsaver.signals import Unbroken
 
 
 @dataclass

@@ -18,8 +18,8 @@ import torch
 
 from memsaver.compat.graphs import drop
 from memsaver.compat.savers import Savers
-from memsaver.foreign import check_capture
 from memsaver.saver import MemorySaver
+from memsaver.vmm.registrations import check_capture
 
 __all__ = ["CuMemAllocator", "cumem_available"]
 

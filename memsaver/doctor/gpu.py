@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from memsaver.backends.base import make_backend
 from memsaver.doctor.check import CUDA_TORCH, Finding, Probe, Target, one_line
 from memsaver.doctor.software import REPORT, TAG, cycle, regions, round_trip, version
 from memsaver.errors import BackendError, format_bytes
 from memsaver.saver import MemorySaver
+from memsaver.vmm.backend import make_backend
 
 LIBCUDA = "libcuda.so.1"
 LIBNVML = "libnvidia-ml.so.1"

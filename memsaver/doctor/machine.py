@@ -7,9 +7,9 @@ import resource
 import socket
 from pathlib import Path
 
+from memsaver.common.host_limits import container_memory, meminfo
 from memsaver.doctor.check import Finding, Probe, Target
 from memsaver.errors import format_bytes
-from memsaver.host_limits import container_memory, meminfo
 
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 

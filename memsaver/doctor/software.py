@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from memsaver import foreign
-from memsaver.allocator import build, shim
-from memsaver.backends.base import Backend
 from memsaver.doctor.check import Finding, Probe, Status, Target, one_line
 from memsaver.errors import CompilerError, TagError, format_bytes
+from memsaver.native import build, shim
 from memsaver.saver import MemorySaver
+from memsaver.vmm import registrations as foreign
+from memsaver.vmm.backend import Backend
 
 PYTHONS = (3, 11), (3, 13)  # first and last
 TORCH = (2, 11)

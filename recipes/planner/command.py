@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memsaver.files import replace_text
+from memsaver.common.files import replace_text
 from recipes.config import Recipe
 from recipes.errors import RecipeError, writable
 from recipes.loading import find_recipe, load

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memsaver import Usage
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes.config import Recipe
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.monitor import Monitor

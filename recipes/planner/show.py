@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memsaver.common.files import replaced
 from memsaver.errors import format_bytes
-from memsaver.files import replaced
 from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan
 

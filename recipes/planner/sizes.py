@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes.config import Recipe
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import EngineSizes

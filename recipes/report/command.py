@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memsaver.files import replace_text
+from memsaver.common.files import replace_text
 from recipes.errors import RecipeError, one_line, writable
 from recipes.report.reading import read_run
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Union
 import torch
 from torch import Tensor
 
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 
 if TYPE_CHECKING:
     from rollout.ops.attention_triton import TritonPlan

@@ -8,7 +8,7 @@ has it.
 import torch
 from torch import Tensor
 
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto", *, zero_centred: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
-from memsaver.ops.dispatch import Impl, use_triton
+from memsaver.common.dispatch import Impl, use_triton
 from rollout.model.rotary import RotaryTables, apply_rotary
 
 

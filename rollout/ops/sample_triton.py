@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memsaver.ops.hash import GOLDEN, MUL1, MUL2
+from memsaver.common.hash import GOLDEN, MUL1, MUL2
 
 _BLOCK = 2048  # vocabulary entries of a program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
@@ -50,7 +50,7 @@ def uniform(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _splitmix64(x):  # type: ignore[no-untyped-def]
-    """`memsaver.ops.hash.splitmix64` of a uint64."""
+    """`memsaver.common.hash.splitmix64` of a uint64."""
     x = (x + 1) * _GOLDEN
     x = (x ^ (x >> 30)) * _MUL1
     x = (x ^ (x >> 27)) * _MUL2

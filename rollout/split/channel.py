@@ -6,8 +6,8 @@ import contextlib
 import selectors
 from collections.abc import Iterator, Sequence
 
+from memsaver.common.plain import Forged
 from rollout.errors import PeerLostError
-from rollout.plain import Forged
 from rollout.split.line import Line
 from rollout.split.messages import PLAIN, Closed, Hello, Message
 

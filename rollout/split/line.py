@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rollout.plain import Forged, seal, unseal
+from memsaver.common.plain import Forged, seal, unseal
 
 Address = str | tuple[str, int]
 """A path (one host) or (host, port)."""

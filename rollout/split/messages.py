@@ -1,4 +1,4 @@
-"""What the ranks of a prefill and a decode engine tell each other. Plain data (`rollout.plain`)."""
+"""What the ranks of a prefill and a decode engine tell each other. Plain data (`memsaver.common.plain`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.staging import Watermark
-from memsaver.lease import Ticket
-from rollout.plain import Plain
+from memsaver.common.plain import Plain
+from memsaver.sharing.lease import Ticket
 from rollout.types import SamplingParams
 
 

@@ -14,7 +14,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.imports import imports
+from memsaver.sharing.import_table import imports
 from tests.helpers.memory import family_bytes, memory_maps, open_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, until
@@ -28,7 +28,7 @@ THEIRS = [0, 1, 1, 2, 2, 3, 3]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause under a lease gives up at once."""
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
 
 
 class World:

@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.checksums import Checksums
+from memsaver.backup.checksums import Checksums
 from memsaver.debug import Find, PausedGuard, paused_tag
 from tests.helpers.memsaver.savers import at_once
 

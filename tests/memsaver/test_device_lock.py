@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver import device_lock as module
-from memsaver.device_lock import DeviceLock, device_lock
 from memsaver.errors import BackendError, LockTimeout, MemSaverError
+from memsaver.vmm import device_lock as module
+from memsaver.vmm.device_lock import DeviceLock, device_lock
 from tests.helpers.memsaver.savers import MIB, at_once
 from tests.helpers.peers import Peer
 
@@ -307,7 +307,7 @@ def test_whatever_maps_unmaps_or_makes_memory_holds_the_devices_lock(
 ) -> None:
     """The host has no such lock: this one only counts."""
     lock, calls = CountedLock(), 0
-    monkeypatch.setattr("memsaver.switch.device_lock", lambda key: lock)
+    monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
     saver = MemorySaver("cpu")
     tensors = [saver.empty(4 * MIB, torch.uint8, tag=tag, elastic=tag == "c") for tag in "abc"]
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver import host_limits
-from memsaver.allocator import build
-from memsaver.backends.base import make_backend
+from memsaver.common import host_limits
 from memsaver.doctor import PROBES as ALL
 from memsaver.doctor import Check, examine, gpu, machine, software
 from memsaver.doctor.check import Finding, Probe, Target, choose_target, run_probe
 from memsaver.doctor.printing import report
-from memsaver.foreign import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.native import build
+from memsaver.vmm.backend import make_backend
+from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
 
@@ -196,7 +196,8 @@ SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
 UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
-HOOK = "memsaver.allocator.cpu_hook.allocate_from"
+REFILL = "memsaver.tag.refill.Arrival.fill"
+HOOK = "memsaver.native.cpu_hook.allocate_from"
 MISSING, REFUSED = raises(ModuleNotFoundError("no such module")), raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
 NO_DRIVER = {"memsaver.doctor.gpu.LIBCUDA": "libno-such-driver.so.1"}
@@ -243,7 +244,13 @@ CASES: list[Case] = [
     ("passing files between processes", HERE, DROPPED, "fail", ("did not arrive", "SCM_RIGHTS")),
     ("CUDA driver", HERE, NO_DEVICE, "skip", ("no NVIDIA driver",)),
     ("CUDA driver", HERE, NO_DRIVER | {"memsaver.doctor.gpu.DEVICE_FILE": Path(os.devnull)}, "fail", ("--gpus all",)),
-    ("pause and resume on the CPU", HERE, {"memsaver.arrival.Arrival.fill": answer(None)}, "fail", ("back changed",)),
+    (
+        "pause and resume on the CPU",
+        HERE,
+        {REFILL: answer(None)},
+        "fail",
+        ("back changed",),
+    ),
     ("regions on the CPU", HERE, {HOOK: lambda slot: contextlib.nullcontext()}, "fail", ("not on its tag",)),
 ]
 

@@ -11,7 +11,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.imports import imports
+from memsaver.sharing.import_table import imports
 from tests.helpers.memory import family_bytes, settled_fds
 from tests.helpers.memsaver.savers import MIB
 
@@ -72,7 +72,7 @@ def test_content_goes_over_and_addresses_stay(world: World, device: str) -> None
 
 @pytest.mark.parametrize("tag", ["old", "new"])
 def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
     saver = world.saver
     saver.empty(100, tag="small").zero_()
     for other, kind, said in (
@@ -95,7 +95,7 @@ def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytes
         saver.exchange("old", "new")
     saver.resume(tag)
     world.fill()
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
     timer = threading.Timer(0.2, memsaver.attach(saver.share(tag)).close)
     timer.start()
     saver.exchange("old", "new")  # waits for the lease, which ends

@@ -11,7 +11,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.backends.peer import peer_backend
+from memsaver.sharing.peer_backend import peer_backend
 from tests.helpers.memory import open_fds, process_bytes
 from tests.helpers.memsaver.savers import connections, every_call, until
 

@@ -12,7 +12,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.imports import imports
+from memsaver.sharing.import_table import imports
 from tests.helpers.memory import machine_bytes, memfd_bytes, open_fds, settled_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import ERROR, MIB, until
@@ -146,7 +146,7 @@ def test_a_silent_peer_is_named_and_nothing_changes(
     os.kill(other.pid, signal.SIGSTOP)
     until(lambda: _has_stopped(other.pid))
     with monkeypatch.context() as patch:
-        patch.setattr("memsaver.share.REVOKE_SECONDS", 0.3)
+        patch.setattr("memsaver.sharing.server.REVOKE_SECONDS", 0.3)
         with pytest.raises(memsaver.LeaseError, match=f"process {other.pid} does not let go of 1 extents"):
             saver.pause()
     assert not saver.is_paused("kv") and bool((mine == 7).all())

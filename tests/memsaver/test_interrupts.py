@@ -15,7 +15,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.kept import KeptLeases
+from memsaver.sharing.lease_cache import KeptLeases
 from tests.helpers.alarms import interrupted
 from tests.helpers.effort import rounds
 from tests.helpers.memory import family_bytes, settled_fds

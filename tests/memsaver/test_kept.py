@@ -16,8 +16,8 @@ import torch
 
 import memsaver
 from memsaver import KeptLeases, Lease, LeaseError, MemorySaver, StateError, Ticket
-from memsaver.backends.peer import peer_backend
-from memsaver.imports import imports
+from memsaver.sharing.import_table import imports
+from memsaver.sharing.peer_backend import peer_backend
 from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, until
@@ -29,7 +29,7 @@ SIZE = 4 * MIB
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a lease without need, or does not give an idle one back, is found out on any machine."""
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
 
 
 class World:
@@ -128,7 +128,7 @@ def test_one_in_use_is_waited_for_and_then_ends(world: World, monkeypatch: pytes
     assert world.saver.is_paused("weights")
     world.saver.resume()
     world.tensor.fill_(1)
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
     with world.kept.use(world.ticket) as lease:
         with pytest.raises(LeaseError, match="leased: 'weights' by process"):
             world.saver.pause("weights")
@@ -200,14 +200,14 @@ def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
 
 def test_a_recall_that_overtakes_the_lease_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner grants a lease, and pauses before it is mapped."""
-    original, pausing = memsaver.lease.import_all, threading.Thread(target=world.saver.pause)
+    original, pausing = memsaver.sharing.lease.import_all, threading.Thread(target=world.saver.pause)
 
     def import_all(*arguments: Any) -> None:
         pausing.start()
         time.sleep(0.1)
         original(*arguments)
 
-    monkeypatch.setattr(memsaver.lease, "import_all", import_all)
+    monkeypatch.setattr(memsaver.sharing.lease, "import_all", import_all)
     with world.kept.use(world.ticket):
         pass
     pausing.join()

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.allocator import build
-from memsaver.libc import libc
+from memsaver.common.libc import libc
+from memsaver.native import build
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.savers import MIB, at_once, python
 from tests.helpers.peers import Peer

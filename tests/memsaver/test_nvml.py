@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver.backends import nvml
+from memsaver.vmm import nvml
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 GIB = 1 << 30

@@ -13,11 +13,11 @@ import torch
 
 import memsaver
 from memsaver import KeptLeases, LeaseError, Ticket
-from memsaver.backends import peer
-from memsaver.backends.base import Backend
-from memsaver.backends.host import HostBackend
-from memsaver.ops.digest import digest
-from memsaver.places import device_key
+from memsaver.common.device_ids import device_key
+from memsaver.common.digest import digest
+from memsaver.sharing import peer_backend as peer
+from memsaver.vmm.backend import Backend
+from memsaver.vmm.memfd import HostBackend
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer
@@ -141,7 +141,7 @@ def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.Monke
     def there(key: str) -> Backend:
         return backend  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(memsaver.lease, "peer_backend", there)
+    monkeypatch.setattr(memsaver.sharing.lease, "peer_backend", there)
     said = []
     for call in range(1, 10):
         backend.inject_fault(call, 2)

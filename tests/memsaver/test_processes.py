@@ -21,8 +21,8 @@ import torch
 
 import memsaver
 from memsaver import KeptLeases, MemorySaver
-from memsaver.imports import imports
-from memsaver.owner import owners
+from memsaver.sharing.client import owners
+from memsaver.sharing.import_table import imports
 from tests.helpers.effort import rounds
 from tests.helpers.memory import (
     machine_bytes,

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import MemorySaver, lease, rpc
-from memsaver.imports import imports
-from memsaver.owner import Owner, owners
+from memsaver import MemorySaver
+from memsaver.sharing import lease, rpc
+from memsaver.sharing.client import Owner, owners
+from memsaver.sharing.import_table import imports
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, not_in_vain, until
@@ -191,7 +192,7 @@ def test_a_lease_that_comes_too_late_is_given_back(saver: MemorySaver, monkeypat
     with busy(saver), pytest.raises(memsaver.LeaseError, match=r"gave no answer for 0.1 s"):
         memsaver.attach(ticket)
     monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
-    monkeypatch.setattr("memsaver.share.BUSY_SECONDS", 0.1)  # it refuses before its peer gives up
+    monkeypatch.setattr("memsaver.sharing.server.BUSY_SECONDS", 0.1)  # it refuses before its peer gives up
     with busy(saver), pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"):
         memsaver.attach(ticket)
     with memsaver.attach(ticket) as again:  # its answer comes after the late one

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import MemorySaver, switch
-from memsaver.arena import Arena
-from memsaver.imports import imports
+from memsaver import MemorySaver
+from memsaver.sharing.import_table import imports
+from memsaver.tag import transaction as switch
+from memsaver.tag.arena import Arena
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB
 

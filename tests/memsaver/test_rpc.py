@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from memsaver import rpc
-from memsaver.share import Handler
+from memsaver.sharing import rpc
+from memsaver.sharing.server import Handler
 from tests.helpers.memory import open_fds
 from tests.helpers.memsaver.savers import until
 

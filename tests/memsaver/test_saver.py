@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from tests.helpers.memory import family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import rpc
-from memsaver.owner import owners
+from memsaver.sharing import rpc
+from memsaver.sharing.client import owners
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, connections, shared, until
@@ -40,11 +40,11 @@ def test_a_peer_reads_and_writes_the_same_pages(device: str, monkeypatch: pytest
             monkeypatch.context() as patch,
             pytest.raises(memsaver.LeaseError, match=f"'t' by process {peer.pid}"),
         ):
-            patch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+            patch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
             saver.pause("t")
         assert not saver.is_paused("t") and saver.report().tags["t"].leases >= 1
         peer.detach()
-        monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 60.0)
+        monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
         saver.pause("t")  # what it keeps without using it comes back
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 import memsaver
-from memsaver import switch
+from memsaver.tag import transaction as switch
 from tests.helpers.effort import rounds
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import until

@@ -92,9 +92,9 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     (shim,) = names - sources(tracked)
-    assert shim.startswith("memsaver/allocator/_shim.") and shim.endswith(".so")
+    assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
     assert names >= sources(tracked)
-    assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml", "memsaver/allocator/cpu_hook.cpp"} <= names
+    assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml", "memsaver/native/cpu_hook.cpp"} <= names
 
 
 def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import recipes
 from kvcache import layout
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes import run
 from recipes.config import Recipe
 from recipes.config.schema import leaves

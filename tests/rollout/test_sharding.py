@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.ops.dispatch import Impl
+from memsaver.common.dispatch import Impl
 from rollout import weights as weights_module
 from rollout.model.params import one
 from rollout.model.sharding import Split, decoder_splits, shard_groups

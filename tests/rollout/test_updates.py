@@ -39,7 +39,7 @@ NOT_OPEN = "no weight update is open"
 
 @pytest.fixture
 def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.3)  # what is refused waits for so long
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3)  # what is refused waits for so long
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 

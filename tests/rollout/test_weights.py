@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
-from memsaver.ops.digest import digest
+from memsaver.common.digest import digest
 from rollout import weights as weights_module
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memsaver.ops.digest import digest
-from memsaver.ops.dispatch import Impl
-from memsaver.ops.strided import grids, row_major
+from memsaver.common.digest import digest
+from memsaver.common.dispatch import Impl
+from memsaver.common.strided import grids, row_major
 from tests.helpers.digests import by_definition, element
 from trainer_bridge.ops import cast_copy as cast_copy_module
 from trainer_bridge.ops.cast_copy import CastCopy, Placement, all_finite, cast_copy

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.staging.heads import HeadSlice
+from memsaver.common.plain import Forged, Plain, seal, unseal
 from rollout.meeting import Seat
-from rollout.plain import Forged, Plain, seal, unseal
 from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.hooked import KEY
 from tests.helpers.trainer_bridge.targets import in_threads

@@ -42,7 +42,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A park under a loan gives up at once."""
-    monkeypatch.setattr("memsaver.switch.LEASE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
 
 
 def tokens_of(rollout: Any) -> list[list[int]]:

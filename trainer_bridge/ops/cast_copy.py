@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import digest
-from memsaver.ops.dispatch import Impl, use_triton
-from memsaver.ops.segments import Segment, SegmentTable
-from memsaver.ops.strided import blocks
+from memsaver.common.digest import digest
+from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.segments import Segment, SegmentTable
+from memsaver.common.strided import blocks
 
 CHUNK = 1 << 20  # elements cast at once: bounds the temporary
 CHUNK_CUDA = 1 << 22

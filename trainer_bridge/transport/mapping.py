@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import memsaver
-from memsaver.places import device_key
+from memsaver.common.device_ids import device_key
 from rollout.types import WeightOffer
 from trainer_bridge.transport.ipc import IpcTicket
 
@@ -16,7 +16,7 @@ from trainer_bridge.transport.ipc import IpcTicket
 def obstacle(place: str, target: str) -> str | None:
     """Why this process, whose device is at `place`, cannot map pages at `target`; None: it can.
 
-    Places as of `memsaver.places.place_of`; one without a host is on this one. Of a GPU that is hidden here
+    Places as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a GPU that is hidden here
     (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, mine), (other, theirs) = _split(place), _split(target)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from rollout.types import PackedBox
 from trainer_bridge.plan import Copy
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcache.tiers import Transfer
-from memsaver.ops.dispatch import Impl
+from memsaver.common.dispatch import Impl
 from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.params import Group
 from rollout.model.rotary import RotaryTables

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import memsaver
-from memsaver.places import place_of
+from memsaver.common.device_ids import place_of
 from rollout import Engine
 from rollout.meeting import open_store
 from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import memsaver
-from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket, rpc
-from memsaver.imports import imports
+from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket
+from memsaver.sharing import rpc
+from memsaver.sharing.import_table import imports
 from tests.helpers.memory import open_fds
 from tests.helpers.memsaver.savers import not_in_vain
 from tests.helpers.peers import Peer

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver import MemorySaver, Ticket, integrity
+from memsaver import MemorySaver, Ticket
+from memsaver.tag import integrity
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
-from memsaver.ops.digest import digest
-from memsaver.ops.strided import row_major
+from memsaver.common.digest import digest
+from memsaver.common.strided import row_major
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy

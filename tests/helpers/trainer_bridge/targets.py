@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from memsaver.places import place_of
+from memsaver.common.device_ids import place_of
 from rollout.boxes import write_boxes
 from rollout.types import (
     CommitReceipt,

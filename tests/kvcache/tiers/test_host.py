@@ -13,7 +13,7 @@ from kvcache.ops import host_copy
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from kvcache.tiers import memory as memory_module
 from memsaver import HostMemoryError
-from memsaver.ops.dispatch import Impl
+from memsaver.common.dispatch import Impl
 from tests.helpers.effort import pairwise
 from tests.helpers.kvcache import pools
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.backup import disk, disk_file
+from memsaver.backup import disk_file
+from memsaver.backup import on_disk as disk
 from memsaver.backup.ranges import cut, joined
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver import BackendError, HostMemoryError
-from memsaver.backup import host_arena as module
-from memsaver.backup.host import HostBackup
-from memsaver.backup.host_arena import UNIT, HostArena, Piece
-from memsaver.backup.host_pages import HUGE_PAGE
+from memsaver.backup.on_host import HostBackup
+from memsaver.vmm import pinned_arena as module
+from memsaver.vmm.pinned_arena import UNIT, HostArena, Piece
+from memsaver.vmm.pinned_pages import HUGE_PAGE
 
 MIB = 1 << 20
 

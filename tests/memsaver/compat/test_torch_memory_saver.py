@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.allocator import cuda_hook
 from memsaver.compat.graphs import GraphPools
 from memsaver.compat.headroom import headroom
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError
+from memsaver.native import cuda_hook
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import ERROR, large
 

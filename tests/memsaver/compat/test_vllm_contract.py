@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from memsaver import compat
-from memsaver.allocator import cuda_hook
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator, cumem_available
 from memsaver.errors import StateError
-from memsaver.foreign import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.native import cuda_hook
+from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import python
 

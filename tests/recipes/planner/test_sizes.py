@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import recipes
-from memsaver.rounding import round_up
+from memsaver.common.rounding import round_up
 from recipes.config.shapes import shapes
 from recipes.models import describe_random_model, toy_tokenizer
 from recipes.planner.gpus import find_gpu

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from memsaver.timeline import Timeline
+from memsaver.common.timeline import Timeline
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.report.command import write_report

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from memsaver.common.plain import Forged
 from rollout.errors import PeerLostError
-from rollout.plain import Forged
 from rollout.split import accept, dial
 from rollout.split.channel import Peers
 from rollout.split.line import Address, Line

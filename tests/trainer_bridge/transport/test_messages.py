@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver.ops.strided import row_major
+from memsaver.common.strided import row_major
 from rollout.boxes import write_boxes
 from trainer_bridge.ops.cast_copy import CastCopy
 from trainer_bridge.placements import placements

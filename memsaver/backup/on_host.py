@@ -1,0 +1,81 @@
+"""Content of a paused tag in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from memsaver.backup.ranges import Ranges, joined
+from memsaver.common.rounding import round_up
+from memsaver.vmm.backend import Backend
+from memsaver.vmm.pinned_arena import HostArena
+
+_ALIGNMENT = 64
+Run = tuple[int, int, int]
+"""(offset in the tag, host address, nbytes)"""
+
+
+class Waitable(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class HostBackup:
+    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena that are given back when it dies."""
+
+    def __init__(self, ranges: Ranges, arena: HostArena) -> None:
+        self.ranges = tuple(ranges)
+        self.nbytes = sum(nbytes for _, nbytes in ranges)
+        self._pieces = arena.take(sum(_aligned(nbytes) for _, nbytes in joined(ranges)))
+        self.host_bytes, self.disk_bytes = self.nbytes, 0
+        weakref.finalize(self, arena.give, self._pieces).atexit = False
+
+    def save(self, backend: Backend, base: int) -> None:
+        """From the tag, whose arena begins at ``base``; returns when it is done."""
+        backend.copy(self._out(base))
+
+    def start_save(self, backend: Backend, base: int) -> Waitable | None:
+        """The same, after what is queued on the current stream, and without waiting; None: it is done."""
+        return backend.start_copy(self._out(base))
+
+    def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
+        """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
+        found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
+        return [_view(address, size, self) for address, size in found]
+
+    def _out(self, base: int) -> list[tuple[int, int, int]]:
+        return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
+
+    def runs(self) -> Iterator[Run]:
+        """What is contiguous in the tag, and one piece of the arena, in order of the tag."""
+        pieces = iter(self._pieces)
+        host, room = 0, 0
+        for offset, nbytes in joined(self.ranges):
+            while nbytes:
+                if not room:
+                    host, room = next(pieces)
+                size = min(nbytes, room)
+                yield offset, host, size
+                offset, nbytes = offset + size, nbytes - size
+                host, room = host + _aligned(size), room - _aligned(size)
+
+    def part(self, first: int, nbytes: int) -> Iterator[Run]:
+        """What of the runs lies in these bytes of the tag."""
+        for offset, host, size in self.runs():
+            start, end = max(offset, first), min(offset + size, first + nbytes)
+            if start < end:
+                yield start, host + start - offset, end - start
+
+
+def _aligned(nbytes: int) -> int:
+    """So that every range begins where a tensor may."""
+    return round_up(nbytes, _ALIGNMENT)
+
+
+def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]  # the memory stays as long as a tensor looks at it
+    return torch.frombuffer(buffer, dtype=torch.uint8)

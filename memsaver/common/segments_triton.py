@@ -1,0 +1,133 @@
+"""The kernel behind `SegmentTable`: copy with a cast, and the digest of the bits stored, in one pass over memory."""
+
+import torch
+import triton
+import triton.language as tl
+
+from memsaver.common.hash import GOLDEN, MASK64, MUL32
+from memsaver.common.segments import Kind, Launch
+
+ROWS = 1024  # vectors of 16 bytes a block
+WARPS = 8  # each thread has four vectors in flight: on an H100 2 to 3 % faster than two
+_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+GOLDEN_KEY = tl.constexpr(GOLDEN)
+STEP = tl.constexpr(2 * GOLDEN & MASK64)  # from one element's key to the next one's
+_MASK64 = tl.constexpr(MASK64)
+_MUL32 = tl.constexpr(MUL32)
+
+
+def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int | None) -> None:
+    """Start rows `first` to `last` (excluded) of a launch, targets counted from address `base`: a program for each, or
+    so many programs for all."""
+    from memsaver.common.grids_triton import run_grids
+
+    looping = programs is not None
+    size = min(programs, last - first) if programs is not None else last - first
+    arguments = (launch.rows, launch.partials, base, first, last)
+    constants = instance(launch.kind, looping)
+    with torch.cuda.device_of(launch.rows):
+        if launch.kind.grid:
+            run_grids[(size,)](launch.shapes, *arguments, **constants, num_warps=WARPS)
+        else:
+            run_segments[(size,)](*arguments, **constants, num_warps=WARPS)
+
+
+def instance(kind: Kind, looping: bool = False) -> dict[str, object]:
+    """Compile-time arguments of the kernels. Without a cast the elements are moved as integers, NaN and all."""
+    width = kind.target.itemsize
+    source, target = _BITS[width], _BITS[width]
+    if kind.source is not None and kind.source != kind.target:
+        source, target = _FLOATS[kind.source], _FLOATS[kind.target]
+    return {
+        "SOURCE": source,
+        "TARGET": target,
+        "BITS": _BITS[width],
+        "COPY": kind.source is not None,
+        "ALIGNED": kind.aligned,
+        "VECTOR": 16 // width if kind.aligned else 1,
+        "BLOCK": ROWS,
+        "LOOPING": looping,
+    }
+
+
+@triton.jit
+def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`memsaver.common.digest` of uint32 bits; key: uint64, its k."""
+    if WIDTH == 32:
+        bits = bits ^ (bits >> 16)
+    high = (key >> 32).to(tl.uint32)
+    x = (bits ^ high) * _MUL32
+    x = x ^ (x >> 13)
+    return x.to(tl.uint64) * (key.to(tl.uint32) ^ (high & 0xFFFFFFFE)).to(tl.uint64)
+
+
+@triton.jit
+def move(  # type: ignore[no-untyped-def]
+    source, target, inside, key,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64 [rows], of each first."""
+    if COPY:
+        values = tl.load(source, mask=inside)
+        if SOURCE != TARGET:
+            values = values.to(tl.float32).to(TARGET)
+        tl.store(target, values, mask=inside)
+    else:
+        values = tl.load(target, mask=inside)
+    column = tl.arange(0, VECTOR)[None, :]
+    keys = key[:, None] + column.to(tl.uint64) * STEP
+    hashes = _hash(values.to(BITS, bitcast=True).to(tl.uint32), keys, BITS.primitive_bitwidth)
+    if inside is not None:
+        hashes = tl.where(inside, hashes, 0)
+    return tl.sum(hashes, 1)
+
+
+@triton.jit
+def _run(  # type: ignore[no-untyped-def]
+    rows, partials, base, program,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of the table: whole blocks first, then what is left of one."""
+    source = tl.load(rows + program * 4)
+    target = tl.load(rows + program * 4 + 1) + base
+    count = tl.load(rows + program * 4 + 2).to(tl.int32)
+    index = tl.load(rows + program * 4 + 3)
+    if ALIGNED:
+        source, target, count = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(count, 16)
+    source = source.to(tl.pointer_type(SOURCE))
+    target = target.to(tl.pointer_type(TARGET))
+    if ALIGNED:  # the hint does not survive the cast
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    row = tl.arange(0, BLOCK)
+    at = row[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    # carried from block to block: constants of each element would fill the registers
+    key = (index * 2 + 1).to(tl.uint64) * GOLDEN_KEY + row.to(tl.uint64) * (VECTOR * STEP & _MASK64)
+    sums = tl.zeros((BLOCK,), tl.uint64)
+    done = 0
+    while done + BLOCK * VECTOR <= count:
+        sums += move(source + done + at, target + done + at, None, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+        key += BLOCK * VECTOR * STEP & _MASK64
+        done += BLOCK * VECTOR
+    if done < count:
+        inside = at < count - done
+        sums += move(source + done + at, target + done + at, inside, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+    tl.store(partials + program, tl.sum(sums, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["partials", "base", "first", "last"])
+def run_segments(  # type: ignore[no-untyped-def]
+    rows, partials, base, first, last,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
+):  # fmt: skip
+    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as many as there are."""
+    program = (tl.program_id(0) + first).to(tl.int64)
+    if LOOPING:
+        while program < last:
+            _run(rows, partials, base, program, SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK)
+            program += tl.num_programs(0)
+    else:
+        _run(rows, partials, base, program, SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK)

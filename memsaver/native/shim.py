@@ -1,0 +1,306 @@
+"""ctypes view of ``shim.h``: the one table of physical memory, extents and blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from memsaver.native import build
+
+HOST, CUDA = 0, 1
+ACTIVE, PAUSED = 0, 1
+E_LIMIT, E_DRIVER, E_RESERVATION, E_PAUSED, E_TABLE, E_FORKED = range(1, 7)
+NO_LIMIT = 2**63
+_RECENT = 1024
+
+
+class Operation(enum.IntEnum):
+    """A call of the driver or the kernel."""
+
+    CREATE = 0
+    RELEASE = 1
+    MAP = 2
+    SET_ACCESS = 3
+    UNMAP = 4
+    RESIZE = 5
+    COPY = 6
+    EXPORT = 7
+    IMPORT = 8
+    RESERVE = 9
+    UNRESERVE = 10
+    SYNCHRONIZE = 11
+
+
+_size = ctypes.c_size_t
+
+
+class Cause(ctypes.Structure):
+    """Why a call failed: code (E_*), the driver's own number, bytes asked for and bytes missing."""
+
+    _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int), ("requested", _size), ("missing", _size)]
+    code: int
+    driver: int
+    requested: int
+    missing: int
+
+
+class _Extent(ctypes.Structure):
+    _fields_ = [("handle", ctypes.c_uint64), ("id", ctypes.c_uint64), ("offset", _size), ("nbytes", _size)]
+    _fields_ += [("shared", ctypes.c_int)]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [("offset", _size), ("nbytes", _size), ("requested", _size)]
+
+
+class Stats(ctypes.Structure):
+    """An arena at one moment; sizes in bytes."""
+
+    _names = ("base", "reserved", "committed", "top", "live", "extents", "blocks", "frees")
+    _fields_ = [*((name, _size) for name in _names), ("state", ctypes.c_int)]
+    base: int
+    reserved: int
+    committed: int
+    top: int
+    live: int
+    extents: int
+    blocks: int
+    frees: int  # so far
+    state: int
+
+
+class Call(ctypes.Structure):
+    """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error number (0: none)."""
+
+    _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size), ("operation", ctypes.c_int), ("error", ctypes.c_int)]
+    ns: int
+    nbytes: int
+    operation: int
+    error: int
+
+
+class Calls(ctypes.Structure):
+    """All calls of one operation."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
+    calls: int
+    failed: int
+    nbytes: int
+    ns: int
+
+
+class _Transfer(ctypes.Structure):
+    _fields_ = [("to", ctypes.c_uint64), ("source", ctypes.c_uint64), ("nbytes", _size)]
+
+
+class Driver(ctypes.Structure):
+    """Entry points of the CUDA driver for calls made under torch's allocator lock."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy")]
+    _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of physical memory.
+
+    handle: memfd or CUDA handle, of this process. id: the piece's own, in every process. offset: in the arena. nbytes:
+    its size. shared: other processes have imported it.
+    """
+
+    handle: int
+    id: int
+    offset: int
+    nbytes: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A live allocation: offset in the arena and bytes asked for."""
+
+    offset: int
+    nbytes: int
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ms_phys_new": (ctypes.c_void_p, [ctypes.c_int, _size, _size, ctypes.POINTER(Driver)]),
+    "ms_phys_free": (None, [ctypes.c_void_p]),
+    "ms_phys_committed": (_size, [ctypes.c_void_p]),
+    "ms_phys_limit": (_size, [ctypes.c_void_p]),
+    "ms_phys_set_limit": (None, [ctypes.c_void_p, _size]),
+    "ms_create": (
+        ctypes.c_int,
+        [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
+    ),
+    "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
+    "ms_export": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)]),
+    "ms_import": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]),
+    "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
+    "ms_discharge": (None, [ctypes.c_void_p, _size]),
+    "ms_mark_shared": (None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int]),
+    "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
+    "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
+    "ms_copy": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Transfer), _size, ctypes.c_void_p]),
+    "ms_forked": (ctypes.c_int, [ctypes.c_void_p]),
+    "ms_pool_put": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
+    "ms_pool_drop": (_size, [ctypes.c_void_p, _size]),
+    "ms_record": (None, [ctypes.c_void_p, ctypes.c_int, _size, ctypes.c_uint64, ctypes.c_int]),
+    "ms_get_calls": (None, [ctypes.c_void_p, ctypes.POINTER(Calls)]),
+    "ms_get_recent": (_size, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Call)]),
+    "ms_inject": (ctypes.c_long, [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]),
+    "ms_fault": (ctypes.c_int, [ctypes.c_void_p]),
+    "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
+    "ms_arena_free": (ctypes.c_int, [ctypes.c_int]),
+    "ms_alloc": (ctypes.c_void_p, [ctypes.c_int, _size]),
+    "ms_free": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p]),
+    "ms_find": (ctypes.c_int, [ctypes.c_void_p]),
+    "ms_get_stats": (None, [ctypes.c_int, ctypes.POINTER(Stats)]),
+    "ms_get_cause": (None, [ctypes.c_int, ctypes.POINTER(Cause), ctypes.c_int]),
+    "ms_get_extents": (_size, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+    "ms_get_blocks": (_size, [ctypes.c_int, ctypes.POINTER(_Block), _size]),
+    "ms_set_extents": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+    "ms_set_state": (None, [ctypes.c_int, ctypes.c_int]),
+    "ms_trim": (_size, [ctypes.c_int]),
+    "ms_shrink": (_size, [ctypes.c_int, _size]),
+    "ms_extend": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded shim, one per process."""
+    lib = ctypes.CDLL(str(build.shim_library()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def path() -> str:
+    """File of the loaded shim, for ``CUDAPluggableAllocator``."""
+    return library()._name
+
+
+def stats(slot: int) -> Stats:
+    out = Stats()
+    library().ms_get_stats(slot, ctypes.byref(out))
+    return out
+
+
+def cause(slot: int, clear: bool = False) -> Cause:
+    """The last failure of an allocation in this slot (code 0: none)."""
+    out = Cause()
+    library().ms_get_cause(slot, ctypes.byref(out), int(clear))
+    return out
+
+
+def extents(slot: int) -> list[Extent]:
+    return _read(library().ms_get_extents, slot)
+
+
+def set_extents(slot: int, items: Sequence[Extent]) -> None:
+    if library().ms_set_extents(slot, _array(items), len(items)):
+        raise MemoryError("no host memory for the table of extents")
+
+
+def create(phys: int, nbytes: int) -> Extent | Cause:
+    """A new extent, or why there is none."""
+    out, cause = _Extent(), Cause()
+    if library().ms_create(phys, nbytes, ctypes.byref(out), ctypes.byref(cause)):
+        return cause
+    return _extent(out)
+
+
+def extend(slot: int, items: Sequence[Extent]) -> None:
+    """Enter extents that are mapped at the end of the arena."""
+    if library().ms_extend(slot, _array(items), len(items)):
+        raise MemoryError("no host memory for the table of extents")
+
+
+def charge(phys: int, nbytes: int) -> Cause | None:
+    """Count bytes that another saver made; the cause when the limit does not allow them."""
+    cause = Cause()
+    return cause if library().ms_charge(phys, nbytes, ctypes.byref(cause)) else None
+
+
+def discharge(phys: int, nbytes: int) -> None:
+    library().ms_discharge(phys, nbytes)
+
+
+def mark_shared(phys: int, ids: Sequence[int], shared: bool) -> None:
+    """Note whether other processes have imported these extents, wherever they are."""
+    library().ms_mark_shared(phys, (ctypes.c_uint64 * len(ids))(*ids), len(ids), int(shared))
+
+
+def calls(phys: int) -> dict[Operation, Calls]:
+    """What all driver calls so far have summed up to, by operation."""
+    array = (Calls * len(Operation))()
+    library().ms_get_calls(phys, array)
+    return dict(zip(Operation, array, strict=True))
+
+
+def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
+    """(number of calls so far, those after number ``seen``, the latest 1,024 at most)."""
+    last, array = ctypes.c_uint64(seen), (Call * _RECENT)()
+    count = library().ms_get_recent(phys, ctypes.byref(last), array)
+    return last.value, list(array[:count])
+
+
+def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
+    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error number, 0 for none."""
+    array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
+    error: int = library().ms_copy(phys, array, len(transfers), stream)
+    return error
+
+
+def pool_put(phys: int, items: Sequence[Extent]) -> None:
+    if library().ms_pool_put(phys, _array(items), len(items)):
+        raise MemoryError("no host memory for the page pool's table")
+
+
+def pool_take(phys: int, nbytes: int) -> list[Extent]:
+    """Kept extents, large ones first, that together have at most ``nbytes``."""
+    capacity = library().ms_pool_get(phys, None, 0)
+    array = (_Extent * capacity)()
+    return [_extent(item) for item in array[: library().ms_pool_take(phys, nbytes, array, capacity)]]
+
+
+def pool_drop(phys: int, nbytes: int) -> int:
+    """Release kept extents of at least ``nbytes``, if there are, to the driver; bytes released."""
+    dropped: int = library().ms_pool_drop(phys, nbytes)
+    return dropped
+
+
+def pool(phys: int) -> list[Extent]:
+    return _read(library().ms_pool_get, phys)
+
+
+def _read(get: Callable[..., int], owner: int) -> list[Extent]:
+    count = get(owner, None, 0)
+    array = (_Extent * count)()
+    count = min(count, get(owner, array, count))
+    return [_extent(item) for item in array[:count]]
+
+
+def _extent(item: _Extent) -> Extent:
+    return Extent(item.handle, item.id, item.offset, item.nbytes, bool(item.shared))
+
+
+def _array(items: Sequence[Extent]) -> ctypes.Array[_Extent]:
+    return (_Extent * len(items))(*[_Extent(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items])
+
+
+def blocks(slot: int) -> list[Block]:
+    """Live blocks in order of offset."""
+    count = library().ms_get_blocks(slot, None, 0)
+    array = (_Block * count)()
+    count = min(count, library().ms_get_blocks(slot, array, count))
+    return [Block(item.offset, item.requested) for item in array[:count]]

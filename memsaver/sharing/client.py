@@ -1,0 +1,87 @@
+"""The peer's connections to owners of memory, and what owners ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memsaver.errors import MemSaverError
+from memsaver.sharing import rpc
+from memsaver.sharing.import_table import imports
+
+if TYPE_CHECKING:
+    from memsaver.sharing.lease_cache import Kept
+
+
+_CONNECT_SECONDS = 5.0
+
+
+class Owner:
+    """The connection of this process to one saver, here or in another process; one for all leases of it.
+
+    ``granting``: held from asking for a lease until what came with it is imported, for the next answer builds on that.
+    ``kept``: by number, the leases that the owner may ask for back.
+    """
+
+    def __init__(self, socket_name: str) -> None:
+        self._socket_name = socket_name
+        self.granting = threading.Lock()
+        self.kept: dict[int, Kept] = {}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS))
+        try:
+            connection.connect("\0" + socket_name)  # waits where strangers fill the queue of one that is stopped
+            _, uid = rpc.credentials(connection)
+            if uid != os.getuid():  # who would not answer; or who has taken a dead saver's name, to be told tokens
+                raise rpc.Refused(f"its saver is user {uid}'s, this process is user {os.getuid()}'s")
+        except BaseException:
+            connection.close()
+            raise
+        self.endpoint = rpc.Endpoint(connection, self._serve, self._gone, "memsaver-peer", self._late)
+        self.endpoint.start()
+
+    def _gone(self) -> None:
+        imports.drop_owner(self)
+        with _lock:
+            if owners.get(self._socket_name) is self:
+                del owners[self._socket_name]
+        with contextlib.suppress(MemSaverError):  # the next use tries again
+            self._recall(list(self.kept))
+
+    def _late(self, answer: dict[str, Any]) -> None:
+        """Give back a lease that nobody waits for any longer; what came with it, the next one asks for."""
+        if "lease" in answer:
+            self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
+
+    def _serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        assert op in ("recall", "revoke") and not fds
+        if op == "recall":
+            self._recall(arguments["leases"])
+            return {}, []
+        if mapped := imports.drop(arguments["ids"]):
+            raise rpc.Refused(f"{len(mapped)} extents are mapped by a lease")
+        return {}, []
+
+    def _recall(self, numbers: Sequence[int]) -> None:
+        """Those that are not here yet, the owner asks for again; others have ended."""
+        for number in numbers:
+            if kept := self.kept.get(number):
+                kept.lease.bind_thread()
+                kept.recall()
+
+
+owners: dict[str, Owner] = {}
+_lock = threading.Lock()
+
+
+def owner_of(socket_name: str) -> Owner:
+    """The process's connection to that saver, made anew when it was lost. OSError: nobody listens."""
+    with _lock:
+        owner = owners.get(socket_name)
+        if owner is None or owner.endpoint.closed:
+            owner = owners[socket_name] = Owner(socket_name)
+        return owner

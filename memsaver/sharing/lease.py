@@ -1,0 +1,303 @@
+"""The peer's side of sharing: leases of owners' tags, extents handed over to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from memsaver.common.signals import held
+from memsaver.errors import BackendError, LeaseError
+from memsaver.native import shim
+from memsaver.sharing import rpc
+from memsaver.sharing.client import Owner, owner_of
+from memsaver.sharing.import_table import Import, imports
+from memsaver.sharing.peer_backend import peer_backend
+from memsaver.tag.arena import Reservation
+from memsaver.tag.borrowed import endings
+from memsaver.vmm.backend import Backend
+from memsaver.vmm.device_lock import device_lock
+
+TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Permission to map one tag; plain data to be sent to the peer. Good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    tag: str
+    device_key: str
+    writable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTicket:
+    """Permission to hand extents over to a saver; plain data, good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    device_key: str
+    pid: int
+
+
+class Lease:
+    """A tag of another saver, mapped at an address of this process.
+
+    On GPUs the one that is current now can use the address, and no other; tensors say that they are on it. If it is not
+    the tag's, the two must reach each other; the tag's may be hidden, and this process has no context there.
+    Tensors from ``tensor`` dangle after ``close``; a lease that nobody closes ends with itself and the last of them.
+    Errors: ``LeaseError`` when the owner refuses or is gone, or the current GPU does not reach the tag's.
+    """
+
+    def __init__(self, ticket: Ticket, kept: bool = False) -> None:
+        """kept: the owner may ask for it back; ``KeptLeases`` is who answers."""
+        self.ticket = ticket
+        self._backend = peer_backend(ticket.device_key)
+        with held(), contextlib.ExitStack() as undo:
+            grant = lease_extents(ticket, self._backend, undo, kept)
+            self.owner, self.number, extents = grant.owner, grant.number, grant.extents
+            self.nbytes = sum(extent.nbytes for extent in extents)
+            reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
+            undo.callback(reservation.close)
+            self._address = reservation.address
+            with device_lock(ticket.device_key), contextlib.ExitStack() as mapped:
+                for extent in extents:
+                    address = self._address + extent.offset
+                    self._backend.map(address, extent.nbytes, extent.handle, ticket.writable)
+                    mapped.callback(self._backend.unmap, address, extent.nbytes)
+                if self.nbytes:
+                    self._open_access()
+                mapped.pop_all()
+            self._mapped = _Mapped(self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all())
+            pid = os.getpid()
+            weakref.finalize(self, _drop, self._mapped, pid, endings(pid)).atexit = False
+
+    def _open_access(self) -> None:
+        try:
+            self._backend.set_access(self._address, self.nbytes)
+        except BackendError as error:
+            if self._backend.device_key == self.ticket.device_key:
+                raise
+            raise LeaseError(
+                f"no lease of tag {self.ticket.tag!r}: {self._backend.device} does not reach the memory of "
+                f"{self.ticket.device_key} ({error}); use GPUs that reach each other (nvidia-smi topo -p2p r)"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        return self._mapped.closed
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
+        """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self.closed:
+            raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
+        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
+            last = byte_offset + nbytes
+            raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=self._backend.device)
+        return self._backend.window(self._address + byte_offset, nbytes, self).view(dtype).view(shape)
+
+    @held()
+    def close(self) -> None:
+        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
+
+        May be tried again when the driver refused (``BackendError``).
+        """
+        if not self.closed:
+            self.synchronize()
+            self.end()
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device that maps it."""
+        self._backend.synchronize()
+
+    def end(self) -> None:
+        """``close`` without waiting: no work uses the pages any longer."""
+        self._mapped.end()
+
+    def bind_thread(self) -> None:
+        """Before ``end`` in a thread of our own."""
+        self._backend.bind_thread()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Mapped:
+    """What a lease holds, apart from it, for a finalizer."""
+
+    def __init__(
+        self, backend: Backend, device_key: str, address: int, nbytes: int, undo: contextlib.ExitStack
+    ) -> None:
+        """undo: of the rest, when nothing is mapped any more."""
+        self.closed = False
+        self._backend, self._device_key, self._address, self._nbytes = backend, device_key, address, nbytes
+        self._undo = undo
+
+    @held()
+    def end(self) -> None:
+        if not self.closed:
+            with device_lock(self._device_key):
+                if self._nbytes:
+                    self._backend.unmap(self._address, self._nbytes)
+            self.closed = True
+            self._undo.close()
+
+    def end_dropped(self) -> None:
+        """In a thread of our own, of a lease that nobody closed."""
+        if not self.closed:
+            self._backend.bind_thread()
+            self._backend.synchronize()
+            self.end()
+
+
+def _drop(mapped: _Mapped, pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """For a finalizer: it may run under any lock, so another thread talks to the owner."""
+    if os.getpid() == pid and not mapped.closed:
+        endings.put(mapped.end_dropped)
+
+
+def attach(ticket: Ticket) -> Lease:
+    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second address)."""
+    return Lease(ticket)
+
+
+class Grant(NamedTuple):
+    """A lease as its owner knows it: its number there, and the tag's extents by this process's handles."""
+
+    owner: Owner
+    number: int
+    extents: list[shim.Extent]
+
+
+def lease_extents(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False) -> Grant:
+    """A lease of the tag: its extents as they lie there, until ``undo`` (empty) unwinds."""
+    with _explained(ticket):
+        owner = owner_of(ticket.socket_name)
+    ask = partial(_ask, owner, ticket, backend, undo, kept)
+    with owner.granting:
+        number, granted, forgotten = ask()
+        if lost := imports.missing([extent_id for extent_id, _, _ in granted]):
+            forgotten += lost  # with an answer that came too late
+            undo.close()
+            number, granted, _ = ask()
+    ids = [extent_id for extent_id, _, _ in granted]
+    handles = imports.pin(ids)
+    undo.callback(imports.unpin, ids)
+    extents = [shim.Extent(handle, *extent, shared=True) for handle, extent in zip(handles, granted, strict=True)]
+    return Grant(owner, number, extents)
+
+
+def _ask(
+    owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool
+) -> tuple[int, list[tuple[int, int, int]], list[int]]:
+    """The lease's number; (id, offset, nbytes) of its extents, which are imported then; and which of them the owner
+    wrongly believes to be here: to be told when the lease ends."""
+    with _explained(ticket):
+        answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token, kept=kept)
+    fresh = [(extent_id, nbytes) for extent_id, _, nbytes, new in answer["extents"] if new]
+    forgotten = [extent_id for extent_id, _ in fresh]
+    undo.callback(_end_lease, owner, answer["lease"], forgotten)
+    import_all(fresh, fds, backend, owner, forgotten)
+    extents = [(extent_id, offset, nbytes) for extent_id, offset, nbytes, _ in answer["extents"]]
+    return answer["lease"], extents, forgotten
+
+
+def import_all(
+    extents: Sequence[tuple[int, int]], fds: Sequence[int], backend: Backend, owner: Owner, left: list[int]
+) -> None:
+    """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they succeed."""
+    pending = list(fds)
+    try:
+        if len(extents) != len(fds):  # the kernel leaves out those that would pass the limit of open files
+            raise LeaseError(f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files")
+        for extent_id, nbytes in extents:
+            handle = backend.import_fd(pending.pop(0))
+            imports.add(extent_id, Import(handle, nbytes, backend, owner))
+            left.remove(extent_id)
+    finally:
+        rpc.close_all(pending)
+
+
+def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
+    """forgotten: ids that the owner believes this process to have, but it has not."""
+    with contextlib.suppress(rpc.Closed, TimeoutError, rpc.Refused):  # an owner that is gone needs no telling
+        owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
+
+
+def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) -> None:
+    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become imports.
+
+    Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known what became of them.
+    """
+    _giving[threading.get_ident()] = time.monotonic()
+    try:
+        with explained("the memory was not handed over", "the saver to hand it to"):
+            owner = owner_of(to.socket_name)
+            wanted = [(extent.id, extent.nbytes) for extent in extents]
+            answer, _ = owner.endpoint.call("offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted)
+        with imports.arriving([extent.id for extent in extents]):
+            _give(owner, extents, to, backend, answer["need"])
+            for extent in extents:
+                imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
+    finally:
+        del _giving[threading.get_ident()]
+
+
+_giving: dict[int, float] = {}  # by thread: when its hand-over began
+
+
+def gives_for(seconds: float) -> bool:
+    """Whether a hand-over of this process has waited for its receiver that long."""
+    return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
+
+
+def _give(owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]) -> None:
+    """need: ids of those that the receiver has not imported."""
+    fds: list[int] = []
+    wanted = [(extent.id, extent.nbytes) for extent in extents]
+    try:
+        for extent in extents:
+            if extent.id in need:
+                fds.append(backend.export_fd(extent.handle))
+        owner.endpoint.call("give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need)
+    except rpc.Refused as error:
+        raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
+    except (rpc.Closed, TimeoutError) as error:
+        raise Lost(str(error)) from error
+    finally:
+        rpc.close_all(fds)
+
+
+class Lost(Exception):
+    """The peer fell silent while extents changed hands: it may own them, so the giver must not."""
+
+
+def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:
+    return explained(f"no lease of tag {ticket.tag!r}", f"the owner of tag {ticket.tag!r}")
+
+
+@contextlib.contextmanager
+def explained(what: str, who: str) -> Iterator[None]:
+    try:
+        yield
+    except rpc.Refused as error:
+        raise LeaseError(f"{what}: {error}") from error
+    except (OSError, TimeoutError) as error:
+        raise LeaseError(f"{what}: {who} does not answer ({error}); is its process alive?") from error

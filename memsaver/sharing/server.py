@@ -1,0 +1,305 @@
+"""The owner's side of sharing: who may map which tag, who does, and who has imported which extent.
+
+The owner listens on an abstract unix socket (nothing in the file system to leave behind). A connection must come from
+the same user, a request must carry the token of a ticket. What a connection was granted ends with it, so a dead peer
+holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from memsaver.common.signals import deliver
+from memsaver.errors import LeaseError
+from memsaver.native import shim
+from memsaver.sharing import rpc
+from memsaver.sharing.import_table import imports
+from memsaver.sharing.lease import TIMEOUT_SECONDS, PoolTicket, Ticket, gives_for
+from memsaver.tag.arena import Arena
+from memsaver.vmm.page_pool import PagePool
+
+REVOKE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
+BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
+_CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
+_SCARCE_SECONDS = 0.1
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection of a peer process: the extents it has imported, the leases it holds (number -> tag), and which of
+    them it may keep mapped while it does not use them."""
+
+    endpoint: rpc.Endpoint = field(init=False)
+    imported: set[int] = field(default_factory=set)
+    leases: dict[int, str] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+
+
+class ShareServer:
+    """Grants leases and takes extents over, from threads of its own."""
+
+    def __init__(self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]) -> None:
+        """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it, held weakly, so
+        that the threads here do not keep a saver alive that nobody else uses."""
+        self._lock = lock
+        self._pool = pool
+        self._find_arena = weakref.WeakMethod(find_arena)
+        self._tickets: dict[str, Ticket] = {}
+        self._links: list[Link] = []
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._pool_token = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + self._socket_name)
+        self._listener.listen()
+        threading.Thread(target=self._accept, name="memsaver-share", daemon=True).start()
+
+    def ticket(self, arena: Arena, writable: bool) -> Ticket:
+        """The same ticket for the same tag and right, however often it is asked for."""
+        for known in self._tickets.values():
+            if (known.tag, known.writable) == (arena.tag, writable):
+                return known
+        ticket = Ticket(
+            socket_name=self._socket_name,
+            token=secrets.token_hex(16),
+            tag=arena.tag,
+            device_key=arena.backend.device_key,
+            writable=writable,
+        )
+        self._tickets[ticket.token] = ticket
+        return ticket
+
+    def made(self, ticket: Ticket) -> bool:
+        """Is it of a tag of this saver?"""
+        return ticket.socket_name == self._socket_name
+
+    def pool_ticket(self, device_key: str) -> PoolTicket:
+        return PoolTicket(socket_name=self._socket_name, token=self._pool_token, device_key=device_key, pid=os.getpid())
+
+    def holders(self, tag: str) -> list[int]:
+        """Process ids that hold a lease of the tag."""
+        with self._changed:
+            return [link.endpoint.peer_pid for link in self._links for held in link.leases.values() if held == tag]
+
+    def wait_free(self, tags: list[str], timeout: float) -> None:
+        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who still holds one."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.recall(tags)
+            with self._changed:
+                held = [(t, link) for link in self._links for t in link.leases.values() if t in tags]
+                if not held:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    names = ", ".join(f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held)
+                    raise LeaseError(
+                        f"leased: {names}; close the Lease there, or pause what "
+                        f"borrowed the pages, before pausing (nothing was changed)"
+                    )
+                self._changed.wait(min(left, _AGAIN_SECONDS))
+            deliver()
+
+    def recall(self, tags: Sequence[str]) -> None:
+        """Peers end leases of the tags that they keep: at once, or with the use that is under way.
+
+        The caller may hold the saver's lock, but not the device's: peers, and this process as one, unmap meanwhile.
+        """
+        for link in list(self._links):
+            with self._changed:
+                wanted = [number for number in link.kept if link.leases[number] in tags]
+            if wanted:
+                with contextlib.suppress(rpc.Closed, rpc.Refused, TimeoutError):  # then the lease is still there
+                    link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
+
+    def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
+        """Have every peer release what it imported of these extents, which no lease maps.
+
+        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go then.
+        """
+        for link in list(self._links):
+            wanted = sorted(link.imported.intersection(ids))
+            if not wanted or link.endpoint.peer_pid == except_pid:
+                continue
+            try:
+                with contextlib.suppress(rpc.Closed):  # then the kernel has taken them
+                    link.endpoint.call("revoke", timeout=REVOKE_SECONDS, ids=wanted)
+            except (rpc.Refused, TimeoutError) as error:
+                pid = link.endpoint.peer_pid
+                raise LeaseError(
+                    f"process {pid} does not let go of {len(wanted)} extents: {error}; end it, or pause with "
+                    f"release='keep' (nothing was changed)"
+                ) from error
+            link.imported.difference_update(wanted)
+        if except_pid is None:
+            self._pool.mark_shared(ids, False)
+
+    def disown(self, ids: Iterable[int]) -> None:
+        """These extents have another owner now: who has imported them is no longer our affair."""
+        for link in list(self._links):
+            link.imported.difference_update(ids)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # a forked child closes its descriptor only
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for link in list(self._links):
+            link.endpoint.close()
+
+    # ---------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno not in (*_SCARCE, errno.ECONNABORTED):
+                    return  # closed
+                time.sleep(_SCARCE_SECONDS)
+                continue
+            if rpc.credentials(connection)[1] != os.getuid():
+                connection.close()  # a stranger costs no thread
+                continue
+            link = Link()
+            handler, gone = Handler(self, link), partial(self._gone, link)
+            link.endpoint = rpc.Endpoint(connection, handler, gone, "memsaver-owner", prompt=["unlease"])
+            with self._changed:
+                self._links.append(link)
+            try:
+                link.endpoint.start()
+            except RuntimeError:  # no thread to be had: this peer is turned away, later ones perhaps not
+                self._gone(link)
+                time.sleep(_SCARCE_SECONDS)
+
+    def _gone(self, link: Link) -> None:
+        with self._changed:
+            if link in self._links:
+                self._links.remove(link)
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- requests
+
+    def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
+        ticket = self._tickets.get(token)
+        if ticket is None:
+            raise rpc.Refused("unknown ticket")
+        with self._locked():  # no pause between looking and sending
+            find_arena = self._find_arena()
+            if find_arena is None:
+                raise rpc.Refused("the saver is gone")
+            arena = find_arena(ticket.tag)
+            if arena.paused:
+                raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
+            if arena.loan is not None:
+                raise rpc.Refused(f"tag {ticket.tag!r} has borrowed its pages; share them at their owner")
+            arena.backend.bind_thread()
+            extents = shim.extents(arena.slot)
+            fresh = [extent for extent in extents if extent.id not in link.imported]
+            fds: list[int] = []
+            try:
+                for extent in fresh:
+                    fds.append(arena.backend.export_fd(extent.handle))
+            except BaseException:
+                rpc.close_all(fds)
+                raise
+            new = {extent.id for extent in fresh}
+            self._pool.mark_shared(sorted(new), True)
+            link.imported |= new
+            number = next(self._numbers)
+            with self._changed:
+                link.leases[number] = ticket.tag
+                if kept:
+                    link.kept.add(number)
+        listed = [[extent.id, extent.offset, extent.nbytes, extent.id in new] for extent in extents]
+        return {"extents": listed, "lease": number}, fds
+
+    def unlease(self, link: Link, lease: int, forgotten: list[int]) -> rpc.Reply:
+        link.imported.difference_update(forgotten)
+        with self._changed:
+            link.leases.pop(lease, None)
+            link.kept.discard(lease)
+            self._changed.notify_all()
+        return {}, []
+
+    def offer(self, link: Link, token: str, extents: list[list[int]]) -> rpc.Reply:
+        self._check_pool_token(token)
+        with self._locked(link):
+            self._pool.check_room(sum(nbytes for _, nbytes in extents))
+        return {"need": imports.missing([extent_id for extent_id, _ in extents])}, []
+
+    def give(self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]) -> rpc.Reply:
+        """Take ownership of all or none; the giver keeps its handles, as imports."""
+        self._check_pool_token(token)
+        if len(fds) != len(need):  # the kernel leaves out those that would pass the limit of open files
+            raise rpc.Refused(f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there")
+        pending = dict(zip(need, fds, strict=True))
+        fds.clear()
+        try:
+            with self._locked(link), imports.unchanged():
+                self._pool.adopt([(extent_id, nbytes) for extent_id, nbytes in extents], pending)
+                link.imported.update(extent_id for extent_id, _ in extents)
+        finally:
+            rpc.close_all(list(pending.values()))
+        return {}, []
+
+    def _check_pool_token(self, token: str) -> None:
+        if token != self._pool_token:
+            raise rpc.Refused("unknown pool ticket")
+
+    @contextlib.contextmanager
+    def _locked(self, giver: Link | None = None) -> Iterator[None]:
+        """The saver's lock. What cannot have it in time is refused: its caller is not to give up and then be served.
+
+        Savers that hand over to each other, or in a ring, would wait for each other, for each holds its lock. So a
+        process that waits as a giver lets only those with a smaller number wait for itself.
+        """
+        deadline = time.monotonic() + BUSY_SECONDS
+        while not self._lock.acquire(timeout=0.05):
+            if giver is not None and giver.endpoint.peer_pid >= os.getpid() and gives_for(_CROSSING_SECONDS):
+                raise rpc.Refused(f"process {os.getpid()} hands memory over itself at this moment; try again")
+            if time.monotonic() > deadline:
+                raise rpc.Refused(f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+class Handler:
+    """Requests of one connection, by name."""
+
+    def __init__(self, server: ShareServer, link: Link) -> None:
+        self._operations: dict[str, Callable[..., rpc.Reply]] = {
+            "lease": server.lease,
+            "unlease": server.unlease,
+            "offer": server.offer,
+            "give": server.give,
+        }
+        self._link = link
+
+    def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        try:
+            if op not in self._operations:
+                raise rpc.Refused(f"unknown operation {op!r}")
+            if op == "give":
+                arguments["fds"] = fds  # those that it takes leave the list
+            return self._operations[op](self._link, **arguments)
+        finally:
+            rpc.close_all(fds)

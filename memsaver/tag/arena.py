@@ -1,0 +1,422 @@
+"""One tag's memory on one device: an address range for life, and the extents behind it while the tag is active.
+
+A tag's states, and the methods that lead from one to the next. No other file assigns a tag's fields.
+
+| state | behind the addresses | leaves it by |
+|---|---|---|
+| active | the tag's own extents | `freeze` to frozen |
+| frozen | the same, and nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
+| paused | nothing | `end_resume` to active, `borrow` to borrowed |
+| borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from memsaver.backup import Backup
+from memsaver.backup.checksums import Checksums, fingerprint
+from memsaver.backup.clean_copy import Retained
+from memsaver.common.signals import held
+from memsaver.errors import LeaseError
+from memsaver.native import shim
+from memsaver.vmm.backend import Backend
+
+if TYPE_CHECKING:
+    from memsaver.tag.borrowed import Loan
+
+CONTENTS = ("discard", "host", "disk")
+_NEXT = {
+    ("active", "freeze"): "frozen",
+    ("frozen", "thaw"): "active",
+    ("frozen", "end_pause"): "paused",
+    ("paused", "end_resume"): "active",
+    ("paused", "borrow"): "borrowed",
+    ("borrowed", "freeze"): "borrowed",
+    ("borrowed", "thaw"): "borrowed",
+    ("borrowed", "end_pause"): "paused",
+}
+_Parts = tuple[Backend, "Reservation", int, "list[Loan]"]
+_forgotten: deque[_Parts] = deque()  # of arenas that nobody refers to, not given back yet
+
+
+class Reservation:
+    """An address range without memory; ``close`` is its exact undo."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self._backend = backend
+        self.nbytes = nbytes
+        self.address = backend.reserve(nbytes)
+
+    def close(self) -> None:
+        self._backend.unreserve(self.address, self.nbytes)
+
+
+class Arena:
+    """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
+
+    The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's allocator callbacks use
+    it too. Methods change one thing each; `Switch` composes them into all-or-nothing operations.
+    """
+
+    def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
+        self.tag = tag
+        self.content = content
+        self.backend = backend
+        give_back_forgotten()
+        self.reservation = Reservation(backend, reserve_bytes)
+        base = self.reservation.address
+        self.slot: int = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+        if self.slot < 0 and gc.collect():  # savers that only cycles keep have slots, too
+            self.slot = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+        if self.slot < 0:
+            self.reservation.close()
+            raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
+        self._state = "active"
+        self.committed_when_paused = 0
+        self.sums: Checksums | None = None
+        self.missing = 0  # bytes at the end that the last resume had no memory for
+        self.whole = True  # resume with one extent: another tag is not to use it
+        self.elastic = False  # never with one extent
+        self.backup: Backup | None = None
+        self.version: Hashable | None = None  # what the owner calls the content, until the next pause
+        self.retained: Retained | None = None
+        self.open_regions = 0
+        self._settled_frees = 0
+        self.last_pause_seconds = 0.0
+        self.last_resume_seconds = 0.0
+        self._loans: list[Loan] = []  # one at most; the finalizer's, too
+        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot, self._loans)
+        self._finalizer.atexit = False
+
+    @property
+    def stats(self) -> shim.Stats:
+        return shim.stats(self.slot)
+
+    @property
+    def address(self) -> int:
+        return self.reservation.address
+
+    @property
+    def loan(self) -> Loan | None:
+        """Pages of another saver's tag, behind this one's addresses in place of its own."""
+        return next(iter(self._loans), None)
+
+    @property
+    def backed(self) -> int:
+        """Bytes, from the first on, with memory behind them, the tag's own or borrowed."""
+        loan = self.loan
+        return self.stats.committed if loan is None else loan.nbytes
+
+    @property
+    def paused(self) -> bool:
+        return self._state == "paused"
+
+    def _step(self, name: str) -> None:
+        self._state = _NEXT[self._state, name]
+
+    def require_own(self, what: str) -> None:
+        """``LeaseError`` while the tag's pages are borrowed."""
+        if (loan := self.loan) is not None:
+            raise LeaseError(
+                f"{what}: the pages of tag {self.tag!r} are borrowed, they are those of another saver's tag "
+                f"{loan.ticket.tag!r}; pause({self.tag!r}) gives them back (nothing was changed)"
+            )
+
+    def empty(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
+        self.settle_frees()
+        address = shim.library().ms_alloc(self.slot, nbytes)
+        if not address:
+            return None
+        tensor, owner = self.backend.view(address, nbytes)
+        weakref.finalize(owner, self._free, address).atexit = False  # so the tensor keeps the arena alive, too
+        return tensor
+
+    def _free(self, address: int) -> None:
+        shim.library().ms_free(self.slot, address)
+
+    def cause(self) -> shim.Cause:
+        """Why the last allocation failed (code 0: none did); clears it."""
+        return shim.cause(self.slot, clear=True)
+
+    @property
+    def resized(self) -> bool:
+        """Tensors reach beyond the memory that is there."""
+        return self.stats.top > self.stats.committed
+
+    def unused(self) -> list[shim.Extent]:
+        """Extents, or their ends, that a trim would give back."""
+        top = self.stats.top
+        return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
+
+    def settle_frees(self) -> None:
+        """Wait for work that may still use what was freed, on whatever stream: others get that memory from here on."""
+        if (frees := self.stats.frees) != self._settled_frees:
+            self.backend.synchronize()
+            self._settled_frees = frees
+
+    def trim(self) -> int:
+        """Give back the extents behind the unused tail; bytes given back. If paused: not to be put back any more."""
+        stats = self.stats
+        if self.paused:
+            self.committed_when_paused = min(self.committed_when_paused, self.backend.round_up(stats.top))
+            return 0
+        if stats.committed - stats.top < self.backend.granularity:
+            return 0
+        self.backend.synchronize()
+        trimmed: int = shim.library().ms_trim(self.slot)
+        return trimmed
+
+    def enter(self) -> None:
+        """A region of the tag is open from here on."""
+        self.open_regions += 1
+
+    def leave(self) -> None:
+        self.open_regions -= 1
+
+    def freeze(self) -> None:
+        """From here allocations fail and extents do not change; frees still work."""
+        self._step("freeze")
+        shim.library().ms_set_state(self.slot, shim.PAUSED)
+
+    def thaw(self) -> None:
+        """Undo `freeze`. Borrowed pages stay frozen: nothing is to grow behind them."""
+        self._step("thaw")
+        if self.loan is None:
+            shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
+        """Nothing is behind the tag any more.
+
+        Args:
+            own: the extents of the tag until now.
+            backup: where its content is kept.
+            whole: the next resume asks for one extent, unless the tag is elastic.
+        """
+        self._step("end_pause")
+        if self.loan is not None:
+            self.end_loan()  # what it had of its own, it has still
+            return
+        self.backup, self.version = backup, None
+        self.whole = whole and not self.elastic
+        self.committed_when_paused = sum(extent.nbytes for extent in own) + self.missing
+        self.missing = 0
+
+    def end_resume(self, missing: int = 0) -> None:
+        """Its memory is there again, but for ``missing`` bytes at the end, and so is its content."""
+        self.backup, self.sums, self.missing = None, None, missing
+        self._step("end_resume")
+        shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def in_pieces(self, elastic: bool = False) -> None:
+        """The next resume may take several extents. elastic: all later ones, too."""
+        self.whole = False
+        self.elastic |= elastic
+
+    def mark_clean(self, version: Hashable) -> None:
+        self.version = version
+
+    def note_time(self, op: str, seconds: float) -> None:
+        """How long its last operation took."""
+        if op == "pause":
+            self.last_pause_seconds = seconds
+        elif op in ("resume", "borrow"):
+            self.last_resume_seconds = seconds
+
+    def live_ranges(self) -> tuple[tuple[int, int], ...]:
+        """(offset, nbytes) of what is in use. Under torch's caching allocator: the live blocks inside its segments."""
+        blocks = [(block.offset, block.nbytes) for block in shim.blocks(self.slot)]
+        if self.backend.device.type != "cuda":
+            return tuple(blocks)
+        inside: dict[int, list[tuple[int, int]]] = {}
+        for segment in torch.cuda.memory_snapshot():
+            offset = segment["address"] - self.address
+            if 0 <= offset < self.reservation.nbytes:
+                inside[offset] = _live_blocks(segment, self.address)
+        return tuple(item for block in blocks for item in inside.get(block[0], [block]))
+
+    def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 ``[nbytes]`` where they are."""
+        return self.backend.view(self.address + offset, nbytes)[0]
+
+    def paused_at(self, address: int) -> bool:
+        """The address is this tag's, and there is no memory behind it. Takes no lock."""
+        offset = address - self.address
+        return 0 <= offset < self.reservation.nbytes and offset >= self.backed
+
+    def saved_ranges(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) of the live content, where there is memory behind it."""
+        end = self.stats.committed
+        return [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
+
+    def verify(self) -> None:
+        """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
+        if self.backup is not None and self.sums is not None:
+            self.sums.verify(self.bytes_at, self.committed_when_paused)
+
+    def take_sums(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note what is at these (offset, nbytes), for `verify`."""
+        self.sums = Checksums.take(self.tag, ranges, self.bytes_at)
+
+    def retain(self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]) -> Retained:
+        """Keep a backup of the content that its owner calls ``version``, for the next pause; its digest is begun."""
+        self.version = version
+        self.retained = Retained(backup, version, fingerprint(ranges, self.bytes_at))
+        self.retained.digest.start()
+        return self.retained
+
+    def forget_retained(self) -> None:
+        self.retained = None
+
+    def trade_content(self, other: Arena) -> None:
+        """Two tags have exchanged their extents: what is known of the content goes along.
+
+        Retained copies do not: they are numbered and checked by the place that the content has left.
+        """
+        self.version, other.version = other.version, self.version
+        for arena in (self, other):
+            arena.forget_retained()
+
+    def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
+        """Take all extents from behind the tag, in one call; they keep their content until they are released.
+
+        Returns those that are the tag's own.
+        """
+        extents, backed = shim.extents(self.slot), self.backed
+        if backed:
+            self.backend.unmap(self.address, backed)
+            if self.loan is None:
+                undo.callback(self.put, extents, contextlib.ExitStack())
+            else:
+                undo.callback(self._map_loan, self.loan, contextlib.ExitStack())
+        shim.set_extents(self.slot, [])
+        return extents
+
+    def borrow(self, loan: Loan, undo: contextlib.ExitStack) -> None:
+        """Map another saver's pages behind the tag, which is paused and stays frozen."""
+        self._map_loan(loan, undo)
+        self._loans.append(loan)
+        self._step("borrow")
+
+    def _map_loan(self, loan: Loan, undo: contextlib.ExitStack) -> None:
+        self.map(loan.extents, 0, undo, loan.ticket.writable)
+
+    def end_loan(self) -> None:
+        """Tell the owner of borrowed pages, which are unmapped by now."""
+        self._loans.pop().end()
+
+    def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
+        """Map extents, one after the other, from the tag's first byte on; the tag has none."""
+        shim.set_extents(self.slot, self.map(extents, 0, undo))
+        undo.callback(shim.set_extents, self.slot, [])
+
+    def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
+        """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
+        shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
+        self.missing = 0
+
+    def map(
+        self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack, writable: bool = True
+    ) -> list[shim.Extent]:
+        """Put extents behind the addresses from byte ``first`` on; as they are there, for the shim's table."""
+        placed, end = [], first
+        for extent in extents:
+            self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
+            undo.callback(self.backend.unmap, self.address + end, extent.nbytes)
+            placed.append(replace(extent, offset=end))
+            end += extent.nbytes
+        if end > first:
+            self.backend.set_access(self.address + first, end - first)
+        return placed
+
+    def shrink(self, keep: int) -> None:
+        """Give back the extents after the first ``keep`` bytes, also where tensors lie. No peer has imported them."""
+        shim.library().ms_shrink(self.slot, keep)
+        self.missing = 0
+
+    def close(self) -> None:
+        """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
+        shim.library().ms_set_state(self.slot, shim.PAUSED)
+        if self.loan is not None:
+            self.unmap(contextlib.ExitStack())
+            self.end_loan()
+        _decommit(self.backend, self.address, self.slot)
+        if not self.stats.blocks:
+            self._finalizer()  # else when the last tensor dies
+
+
+def _decommit(backend: Backend, address: int, slot: int) -> None:
+    committed = shim.stats(slot).committed
+    if committed:
+        backend.unmap(address, committed)
+    extents = shim.extents(slot)
+    shim.set_extents(slot, [])
+    for extent in extents:
+        backend.release(extent.handle, extent.nbytes)
+
+
+@held()
+def _give_back(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
+    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait, or where a region's
+    tensors live on."""
+    _forgotten.append((backend, reservation, slot, loans))
+    give_back_forgotten()
+
+
+def give_back_forgotten() -> None:
+    """Of the arenas that nobody refers to, those that no tensor lies on any more."""
+    _retry(list(_forgotten))
+
+
+@held()
+def _retry(items: Sequence[_Parts]) -> None:
+    for item in items:
+        if _may_end(item):
+            with contextlib.suppress(ValueError):  # finalizers run in any thread: another one took it
+                _forgotten.remove(item)
+                _undo(*item)
+    if _forgotten and _retry_on_host not in gc.callbacks:
+        gc.callbacks.append(_retry_on_host)
+
+
+def _retry_on_host(phase: str, info: object) -> None:
+    """When garbage is collected. Not on GPUs: waiting for one would break a graph that another thread captures."""
+    if phase == "stop":
+        _retry([item for item in _forgotten if item[0].device.type == "cpu"])
+        if not _forgotten:
+            with contextlib.suppress(ValueError):
+                gc.callbacks.remove(_retry_on_host)
+
+
+def _may_end(item: _Parts) -> bool:
+    backend, _, slot, _ = item
+    return not backend.capturing and (backend.forked or not shim.stats(slot).blocks)
+
+
+def _undo(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
+    if backend.forked:
+        return  # nothing of it came along
+    backend.synchronize()  # kernels that use it may be queued on any stream
+    while loans:
+        loans.pop().drop(backend, reservation.address)
+    _decommit(backend, reservation.address, slot)
+    if shim.library().ms_arena_free(slot) == 0:
+        reservation.close()
+
+
+def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
+    live, address = [], segment["address"]
+    for block in segment["blocks"]:
+        if block["state"].startswith("active"):
+            live.append((address - base, block["requested_size"]))
+        address += block["size"]
+    return live

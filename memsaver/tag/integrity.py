@@ -1,0 +1,42 @@
+"""Do the tables of extents, tags and page pool agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memsaver.native import shim
+from memsaver.sharing.import_table import imports
+from memsaver.tag.arena import Arena
+from memsaver.vmm.backend import Backend
+from memsaver.vmm.page_pool import PagePool
+
+
+def check(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
+    """``AssertionError`` where they do not."""
+    found, borrowed = [*pool.extents], set[int]()
+    for arena in arenas:
+        extents, end = shim.extents(arena.slot), 0
+        for extent in extents:
+            assert extent.offset == end, f"{arena.tag}: extents have a hole at {end}"
+            end += extent.nbytes
+        committed = arena.stats.committed
+        assert end == committed, f"{arena.tag}: {end} bytes of extents, {committed} committed"
+        assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
+        found += extents
+        if arena.loan is not None:
+            _check_loan(arena)
+            borrowed |= {extent.id for extent in arena.loan.extents}
+    total = sum(extent.nbytes for extent in found)
+    assert total == backend.committed_bytes, f"{total} bytes known, {backend.committed_bytes} made"
+    assert len(found) == len({extent.id for extent in found}), "an extent is in two places"
+    assert borrowed.isdisjoint(extent.id for extent in found), "an extent is borrowed from the saver itself"
+
+
+def _check_loan(arena: Arena) -> None:
+    loan, stats = arena.loan, arena.stats
+    assert loan is not None and not arena.paused, f"{arena.tag} is paused with borrowed pages"
+    assert not stats.committed, f"{arena.tag} has borrowed pages and {stats.committed} bytes of its own"
+    assert stats.state == shim.PAUSED, f"{arena.tag} could grow behind borrowed pages"
+    ends = [extent.offset + extent.nbytes for extent in loan.extents]
+    assert [0, *ends] == [*(extent.offset for extent in loan.extents), loan.nbytes], f"{arena.tag}: a hole in the loan"
+    assert imports.pinned([extent.id for extent in loan.extents]), f"{arena.tag}: the loan's extents are not held"

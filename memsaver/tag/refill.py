@@ -1,0 +1,49 @@
+"""A paused tag's memory coming back piece by piece, each filled while the next is fetched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from memsaver.backup.on_disk import DiskBackup
+from memsaver.backup.on_host import HostBackup, Waitable
+from memsaver.native import shim
+from memsaver.tag.arena import Arena
+from memsaver.vmm.backend import Backend
+
+
+class Arrival:
+    """Extents mapped behind a paused tag one after the other, each filled from the host as soon as it is there."""
+
+    def __init__(self, backend: Backend, into: Arena, undo: contextlib.ExitStack) -> None:
+        self._backend, self._into, self._undo = backend, into, undo
+        self._events: list[Waitable] = []
+        self.placed: list[shim.Extent] = []
+        self.missing = into.committed_when_paused
+
+    def put(self, extents: Sequence[shim.Extent]) -> None:
+        """Extents of at most ``missing`` bytes, behind those that are there."""
+        at = self._into.committed_when_paused - self.missing
+        self.placed += self._into.map(extents, at, self._undo)
+        nbytes = sum(extent.nbytes for extent in extents)
+        self.missing -= nbytes
+        if nbytes:
+            self.fill(at, nbytes)
+
+    def fill(self, at: int, nbytes: int) -> None:
+        if isinstance(self._into.backup, HostBackup):
+            runs = self._into.backup.part(at, nbytes)
+            transfers = [(self._into.address + to, host, size) for to, host, size in runs]
+            if (event := self._backend.start_copy(transfers, inward=True)) is not None:
+                self._events.append(event)
+                self._undo.callback(event.synchronize)  # before the unmapping
+
+    def finish(self) -> None:
+        """All content is there, and what debug mode knows of it holds."""
+        shim.set_extents(self._into.slot, self.placed)
+        self._undo.callback(shim.set_extents, self._into.slot, [])
+        for event in self._events:
+            event.synchronize()
+        if isinstance(self._into.backup, DiskBackup):
+            self._into.backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
+        self._into.verify()

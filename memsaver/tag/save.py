@@ -1,0 +1,81 @@
+"""Content on its way out of a tag: into host memory or a file, unless a copy that was kept still holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+from memsaver.backup import Backup, DiskBackup, HostBackup
+from memsaver.backup.on_host import Waitable
+from memsaver.errors import HostMemoryError
+from memsaver.tag.arena import Arena
+from memsaver.vmm.backend import Backend
+
+
+class Saving:
+    """Of one saver, which holds its lock around every call."""
+
+    def __init__(self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
+        """debug: note checksums of what is saved. disk_dir: for content "disk". tags: all of the saver's."""
+        self.disk_dir = disk_dir
+        self._backend = backend
+        self._checksums = debug
+        self._tags = tags
+
+    def save(self, arena: Arena, content: str) -> Backup:
+        backup, fresh = self.prepare(arena, content)
+        if fresh:
+            try:
+                backup.save(self._backend, arena.address)
+            except BaseException:
+                arena.forget_retained()
+                raise
+        return backup
+
+    def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
+        """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
+        retained = arena.retained
+        if retained is not None and not retained.begin_check(arena.version, content, arena.stats.committed):
+            retained = None
+        ranges = arena.saved_ranges()  # while the check runs
+        if self._checksums:
+            arena.take_sums(ranges)
+        if retained is not None and retained.holds(ranges):
+            return retained.backup, False
+        arena.forget_retained()
+        backup = self._new_backup(ranges, content)
+        if arena.version is not None:
+            arena.retain(backup, arena.version, ranges).settle()
+        return backup, True
+
+    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
+        """Room for it, before anything is copied; copies that are only retained give way."""
+        host = self._backend.host_arena
+        for last in (False, True):
+            try:
+                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
+            except HostMemoryError:
+                if last or not self._drop_retained():
+                    raise
+        raise AssertionError
+
+    def _drop_retained(self) -> bool:
+        """Of active tags: True if there was one."""
+        found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
+        for arena in found:
+            arena.forget_retained()
+        return bool(found)
+
+    def start(self, arena: Arena, version: Hashable) -> Waitable | None:
+        """Copy an active tag's content to the host while work goes on that does not write it."""
+        ranges = arena.saved_ranges()
+        arena.forget_retained()
+        backup = self._new_backup(ranges, "host")
+        assert isinstance(backup, HostBackup)
+        retained = arena.retain(backup, version, ranges)
+        try:
+            retained.copying = backup.start_save(self._backend, arena.address)
+        except BaseException:
+            arena.forget_retained()
+            raise
+        return retained.copying

@@ -1,0 +1,319 @@
+"""Take the memory of tags away and put it back: all of them or none, and nothing unmapped while work is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from memsaver.backup import Backup, HostBackup
+from memsaver.errors import BackendError, LeaseError
+from memsaver.native import shim
+from memsaver.tag.arena import Arena
+from memsaver.tag.refill import Arrival
+from memsaver.tag.save import Saving
+from memsaver.tag.swap import Swap, goes_piecewise
+from memsaver.vmm.backend import Backend, ShortOfMemory
+from memsaver.vmm.device_lock import device_lock
+from memsaver.vmm.page_pool import LARGEST, PagePool
+
+if TYPE_CHECKING:
+    from memsaver.sharing.lease import PoolTicket
+    from memsaver.sharing.server import ShareServer
+    from memsaver.tag.borrowed import Loan
+
+RELEASES = ("driver", "keep", "hand_over")
+LEASE_GRACE_SECONDS = 1.0
+
+Extents = Mapping[str, Sequence[shim.Extent]]
+
+
+class Switch:
+    """Of one saver, which holds its lock around every call. ``server``: set once the saver shares anything.
+
+    Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies, and waiting for
+    another process, are not.
+    """
+
+    def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
+        """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
+        of the saver's."""
+        self.saving = Saving(backend, debug, disk_dir, tags)
+        self.server: ShareServer | None = None
+        self._backend = backend
+        self._pool = pool
+        self._device_lock = device_lock(backend.device_key)
+
+    # ---------------------------------------------------------------- away
+
+    def check_release(self, release: str, to: PoolTicket | None) -> None:
+        if release not in RELEASES:
+            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
+        if (release == "hand_over") != (to is not None):
+            raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
+        if to is not None and to.device_key != self._backend.device_key:
+            raise ValueError(f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}")
+
+    def wait_unleased(self, arenas: Sequence[Arena]) -> None:
+        if self.server is not None:
+            self.server.wait_free([arena.tag for arena in arenas], LEASE_GRACE_SECONDS)
+
+    def recall(self, arenas: Sequence[Arena]) -> None:
+        """Leases that peers keep without using them end."""
+        if self.server is not None:
+            self.server.recall([arena.tag for arena in arenas])
+
+    def pause(
+        self,
+        arenas: Sequence[Arena],
+        saved: Sequence[tuple[Arena, str]],
+        release: str,
+        to: PoolTicket | None,
+        streams: Sequence[torch.cuda.Stream] | None,
+    ) -> LeaseError | None:
+        """saved: those whose content is kept, each with "host" or "disk".
+
+        What it raises has changed nothing; the error that it returns is to be raised when the tags' pause is recorded.
+        """
+        self.wait_unleased(arenas)
+        if release != "keep":
+            self._revoke([extent for arena in arenas for extent in shim.extents(arena.slot)], to)
+        with contextlib.ExitStack() as undo:
+            for arena in arenas:
+                arena.freeze()
+                undo.callback(arena.thaw)
+            self._drain(streams)
+            backups = {arena.tag: self.saving.save(arena, content) for arena, content in saved}
+            with self._device_lock:
+                extents = {arena.tag: arena.unmap(undo) for arena in arenas}
+                if to is None:
+                    undo.pop_all()  # nothing is left that may fail
+                    self._settle(arenas, extents, backups, whole=release == "driver")
+                    self._put_away(extents, release)
+                    return None
+            lost = self._hand_over(_flat(extents), to)
+            undo.pop_all()
+        self._settle(arenas, extents, backups, whole=False)
+        return lost
+
+    def _put_away(self, extents: Extents, release: str) -> None:
+        """To the driver, or into the page pool; the device lock is held."""
+        for items in extents.values():
+            if release == "driver":
+                self._pool.give_back(items)
+            elif self._pool.are_many(items):
+                self._pool.keep_remade(items)
+            else:
+                self._pool.keep(items)
+
+    def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
+        for arena in arenas:
+            arena.end_pause(extents[arena.tag], backups.get(arena.tag), whole)
+
+    def _drain(self, streams: Sequence[torch.cuda.Stream] | None) -> None:
+        if streams is None:
+            self._backend.synchronize()
+        for stream in streams or ():
+            stream.synchronize()
+
+    def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
+        """Peers let go of what they imported of these; the one that gets them keeps it."""
+        if self.server is not None and (ids := [extent.id for extent in extents if extent.shared]):
+            self.server.revoke(ids, None if to is None else to.pid)
+
+    def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
+        """The error to raise when all is done: the peer fell silent, and nobody knows what it has."""
+        from memsaver.sharing.lease import Lost, hand_over
+
+        lost = None
+        try:
+            hand_over(extents, to, self._backend)
+        except Lost as error:
+            lost = LeaseError(
+                f"the memory was given to process {to.pid}, which fell silent ({error}): the tags are paused, and what "
+                f"it did not take is the driver's again"
+            )
+            for extent in extents:
+                self._backend.release(extent.handle, 0)
+        shim.discharge(self._backend.phys, sum(extent.nbytes for extent in extents))
+        if self.server is not None:
+            self.server.disown([extent.id for extent in extents])
+        return lost
+
+    def swap(self, out: Arena, content: str, into: Arena) -> None:
+        """Pause one tag, its memory going to another that is resumed; what it raises has changed nothing."""
+        leaving = shim.extents(out.slot)
+        if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
+            self._swap_in_turn(out, content, into)
+            return
+        try:
+            self._swap_piecewise(out, content, into, leaving)
+        except ShortOfMemory:  # one after the other takes less at once
+            self._swap_in_turn(out, content, into)
+
+    def _swap_piecewise(self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]) -> None:
+        self.wait_unleased([out])
+        with contextlib.ExitStack() as undo:
+            out.freeze()
+            undo.callback(out.thaw)
+            self._drain(None)
+            backup, fresh = self.saving.prepare(out, content) if content == "host" else (None, False)
+            assert backup is None or isinstance(backup, HostBackup)
+            undo.callback(out.forget_retained)
+            left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
+            undo.pop_all()
+        self._pool.keep(left)
+        self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
+        into.end_resume()
+
+    def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
+        """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
+        self._check_room(out, into)
+        saved = [(out, content)] if content != "discard" else []
+        self.pause([out], saved, "driver", None, None)
+        out.in_pieces()
+        into.in_pieces()
+        try:
+            self.resume([into])
+        except BaseException as error:
+            self.resume([out])
+            if saved:
+                raise
+            raise BackendError(
+                f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); {out.tag!r} is "
+                f"active again, and its content, which swap was to discard, is undefined"
+            ) from error
+
+    def _check_room(self, out: Arena, into: Arena) -> None:
+        """``ShortOfMemory``, before content is gone that nobody saved, where even all of ``out`` is not enough."""
+        more = into.committed_when_paused - out.stats.committed - self._pool.held_bytes
+        if more > (free := self._backend.free_bytes):
+            raise ShortOfMemory(shim.Cause(shim.E_LIMIT, 0, into.committed_when_paused, more - free))
+
+    def exchange(self, one: Arena, other: Arena) -> None:
+        """Each gets the other's extents, and what is known of their content; what it raises has changed nothing."""
+        self.wait_unleased([one, other])
+        with contextlib.ExitStack() as undo:
+            for arena in (one, other):
+                arena.freeze()
+                undo.callback(arena.thaw)
+            if (first := one.stats.committed) != (second := other.stats.committed):
+                raise ValueError(
+                    f"exchange needs tags of one size: {one.tag!r} has {first} bytes, {other.tag!r} {second}; "
+                    f"resize() or trim() the larger (nothing was changed)"
+                )
+            self._drain(None)
+            with self._device_lock:
+                from_one, from_other = one.unmap(undo), other.unmap(undo)
+                one.put(from_other, undo)
+                other.put(from_one, undo)
+            undo.pop_all()
+        one.trade_content(other)
+        for arena in (one, other):
+            arena.thaw()
+
+    def borrow(self, arena: Arena, loan: Loan) -> None:
+        """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
+        with contextlib.ExitStack() as undo, self._device_lock:
+            arena.borrow(loan, undo)
+            undo.pop_all()
+
+    def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
+        """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
+        self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
+        with self._device_lock:
+            return sum(arena.trim() for arena in arenas) + self._pool.drop(sum(extent.nbytes for extent in kept))
+
+    def close(self, arenas: Sequence[Arena]) -> None:
+        """Give everything back, for good."""
+        self.wait_unleased(arenas)
+        if self.server is not None:
+            self.server.close()  # peers see that, and let go of what they imported
+            self.server = None
+        self._backend.synchronize()
+        with self._device_lock:
+            for arena in arenas:
+                arena.close()
+            self._pool.mark_shared([extent.id for extent in self._pool.extents], False)
+            self._pool.drop(self._pool.held_bytes)
+
+    # ---------------------------------------------------------------- back
+
+    def resume(self, arenas: Sequence[Arena]) -> None:
+        """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to give."""
+        try:
+            self._resume(arenas)
+        except ShortOfMemory:
+            self._reclaim()
+            self._resume(arenas)
+
+    def resume_most(self, arena: Arena, at_least: int) -> bool:
+        """As much of the tag as there is memory for; False, with nothing changed, when that is below ``at_least``."""
+        self._reclaim()
+        with contextlib.ExitStack() as undo, self._device_lock:
+            extents = self._pool.obtain_most(arena.committed_when_paused, undo)
+            got = sum(extent.nbytes for extent in extents)
+            if got < at_least:
+                return False
+            arena.put(extents, undo)
+            undo.pop_all()
+        arena.end_resume(arena.committed_when_paused - got)
+        return True
+
+    def resize(self, arena: Arena, nbytes: int) -> None:
+        """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises ``ShortOfMemory``."""
+        committed = arena.stats.committed
+        if nbytes < committed:
+            self.wait_unleased([arena])
+            self._revoke([e for e in shim.extents(arena.slot) if e.offset + e.nbytes > nbytes])
+            self._backend.synchronize()
+            with self._device_lock:
+                arena.shrink(nbytes)
+        else:
+            with contextlib.ExitStack() as undo, self._device_lock:
+                undo.callback(arena.thaw)
+                arena.freeze()  # nothing else grows the tag meanwhile
+                more = max(0, nbytes - arena.stats.committed)  # a region of another thread may have been faster
+                arena.extend(self._pool.obtain(more, undo), undo)
+                undo.pop_all()
+            arena.thaw()
+
+    def make_room(self) -> bool:
+        """Give up what the page pool keeps, also what peers have imported; False if there was nothing."""
+        if not (kept := self._pool.extents):
+            return False
+        with contextlib.suppress(LeaseError):
+            self.trim([], kept)
+        return True
+
+    def _reclaim(self) -> None:
+        """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its imports."""
+        with contextlib.suppress(LeaseError):
+            self._revoke(self._pool.extents)
+        self._backend.reclaim()
+
+    def _resume(self, arenas: Sequence[Arena]) -> None:
+        with contextlib.ExitStack() as undo:
+            with self._device_lock:  # else two processes could take half each of what is enough for one
+                arrivals = [self._bring(arena, undo) for arena in arenas]
+            for arrival in arrivals:
+                arrival.finish()
+            undo.pop_all()
+        for arena in arenas:
+            arena.end_resume()
+
+    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Arrival:
+        """Memory for all of the tag; what is saved on the host is on its way while the driver clears the rest."""
+        arrival = Arrival(self._backend, arena, undo)
+        arrival.put(self._pool.take(arrival.missing, undo))
+        if isinstance(arena.backup, HostBackup):
+            arrival.put(self._pool.make(min(arrival.missing, LARGEST), undo, arena.whole))
+        arrival.put(self._pool.make(arrival.missing, undo, arena.whole))
+        return arrival
+
+
+def _flat(extents: Extents) -> list[shim.Extent]:
+    return [extent for items in extents.values() for extent in items]

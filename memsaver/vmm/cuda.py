@@ -1,0 +1,189 @@
+"""GPU memory through CUDA's virtual memory management."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from memsaver.common.device_ids import device_key
+from memsaver.errors import BackendError
+from memsaver.native import shim
+from memsaver.native.shim import Operation
+from memsaver.vmm import dlpack, nvml
+from memsaver.vmm.backend import ShimBackend
+from memsaver.vmm.pinned_arena import HostArena
+
+_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _value(what: str, result: tuple[Any, ...]) -> Any:
+    code = result[0]
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"{what} failed: {_error_text(int(code))}")
+    return result[1] if len(result) > 1 else None
+
+
+def _error_text(code: int) -> str:
+    name = driver.cuGetErrorName(driver.CUresult(code))[1]
+    text = driver.cuGetErrorString(driver.CUresult(code))[1]
+    return f"{(name or b'?').decode()} ({(text or b'?').decode()})"
+
+
+def _allocation_prop(index: int) -> Any:
+    prop = driver.CUmemAllocationProp()
+    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = index
+    prop.requestedHandleTypes = _FD
+    return prop
+
+
+def _access_desc(index: int) -> Any:
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = index
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+class CudaPinner:
+    """Page-locks host memory, for every GPU of the process."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        _value("unpinning host memory", driver.cuMemHostUnregister(address))
+
+
+@cache
+def _host_arena() -> HostArena:
+    return HostArena(CudaPinner())
+
+
+class _Span:
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaBackend(ShimBackend):
+    """One GPU, known by its UUID."""
+
+    unit = 512  # the block size of torch's caching allocator
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._prop, self._access = _allocation_prop(index), _access_desc(index)
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()  # makes the primary context
+        granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
+        super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
+        properties = torch.cuda.get_device_properties(self.device)
+        self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self.device_key = device_key(self.device)
+        self.total_bytes = properties.total_memory // granularity * granularity
+
+    def _entry_points(self) -> shim.Driver:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
+        names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
+
+    def reserve(self, nbytes: int) -> int:
+        with self._call(Operation.RESERVE, nbytes):
+            return int(_value("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        with self._call(Operation.UNRESERVE, nbytes):
+            _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
+
+    def bind_thread(self) -> None:
+        """Make the device's primary context current in a thread of our own."""
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        with self._call(Operation.SYNCHRONIZE):
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def capturing(self) -> bool:
+        """Is this thread capturing a graph, so that waiting for the device would end it in an error?"""
+        return torch.cuda.is_current_stream_capturing()
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        owner = _Span(address, nbytes)
+        return torch.as_tensor(owner, device=self.device), owner
+
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps.
+
+        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for that, and copies,
+        where ``view`` is used.
+        """
+        return dlpack.tensor(address, nbytes, self.device.index, keeper)
+
+    @property
+    def host_arena(self) -> HostArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        code = self._queue_copy(transfers, self._copies[0])
+        self._copies[0].synchronize()
+        self._check("copy", code)
+
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> torch.cuda.Event:
+        """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
+        stream = self._copies[inward]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if code := self._queue_copy(transfers, stream):
+            stream.synchronize()  # what was queued before the one that failed: the caller unmaps its memory
+        self._check("copy", code)
+        return stream.record_event()
+
+    def _queue_copy(self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream) -> int:
+        """The driver's code; it takes a stream of the current device only."""
+        with torch.cuda.device(self.device):
+            return shim.copy(self.phys, transfers, stream.cuda_stream)
+
+    @property
+    def device_free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def cached_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def reclaim(self) -> None:
+        """Give torch's cached blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def other_holders(self) -> dict[str, int]:
+        """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch accounts for."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        cache = self.cached_bytes
+        own = self.committed_bytes + allocated + cache
+        rest = nvml.holders(self.device_key, max(0, total - free - own), own)
+        return {"torch's cache": cache, "torch's tensors": allocated, **rest}
+
+    def error_name(self, code: int) -> str:
+        return _error_text(code)

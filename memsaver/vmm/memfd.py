@@ -1,0 +1,134 @@
+"""Host memory: memfd extents mapped into a PROT_NONE reservation."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+
+from memsaver.common.host_limits import available_memory
+from memsaver.common.libc import MAP_FAILED, libc
+from memsaver.errors import BackendError
+from memsaver.native import shim
+from memsaver.native.shim import Operation
+from memsaver.vmm.backend import ShimBackend
+from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.workers import workers
+
+_MAP_NORESERVE = 0x4000
+
+
+_THREADS = min(8, os.cpu_count() or 1)
+_CHUNK = 8 << 20  # bytes: less is not worth another thread
+
+
+@cache
+def _host_arena() -> HostArena:
+    return HostArena(None)
+
+
+os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does not come along
+
+
+def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
+    """In chunks, dealt out to ``parts`` lists."""
+    out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    pieces = (
+        (to + at, source + at, min(_CHUNK, nbytes - at))
+        for to, source, nbytes in transfers
+        for at in range(0, nbytes, _CHUNK)
+    )
+    for number, piece in enumerate(pieces):
+        out[number % parts].append(piece)
+    return out
+
+
+class HostBackend(ShimBackend):
+    """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
+
+    unit = 64  # c10's alignment of CPU tensors
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__(shim.HOST, mmap.PAGESIZE, limit_bytes)
+        self.device = torch.device("cpu")
+        self.device_key = "cpu"
+        self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+    def reserve(self, nbytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        with self._call(Operation.RESERVE, nbytes):
+            address = libc().mmap(None, nbytes, 0, flags, -1, 0)
+            if address == MAP_FAILED:
+                raise BackendError(f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}")
+        return int(address)
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        if self.forked:
+            return  # the range was left out of the child, which may have something of its own there
+        with self._call(Operation.UNRESERVE, nbytes):
+            if libc().munmap(address, nbytes):
+                raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
+
+    def bind_thread(self) -> None:
+        """Nothing to bind: host calls need no context."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: CPU operations have ended when they return."""
+        with self._call(Operation.SYNCHRONIZE):
+            pass
+
+    @property
+    def capturing(self) -> bool:
+        """There are no graphs."""
+        return False
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        owner = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(owner, dtype=torch.uint8), owner
+
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps."""
+        tensor, owner = self.view(address, nbytes)
+        owner.keeper = keeper  # type: ignore[attr-defined]
+        return tensor
+
+    @property
+    def host_arena(self) -> HostArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """(to, from, nbytes) each, by several threads; done when it returns."""
+        groups = [group for group in _divided(transfers, _THREADS) if group]
+        if len(groups) == 1:
+            codes = [shim.copy(self.phys, groups[0])]
+        else:
+            codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
+        self._check("copy", max(codes, default=0))
+
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
+        """The same: nothing is queued on the host."""
+        self.copy(transfers)
+
+    @property
+    def device_free_bytes(self) -> int:
+        return available_memory()
+
+    def reclaim(self) -> None:
+        """Nothing cached outside the tags."""
+
+    def other_holders(self) -> dict[str, int]:
+        return {}
+
+    def error_name(self, code: int) -> str:
+        hint = ""
+        if code == errno.EMFILE:
+            hint = "; raise the limit of open files (ulimit -n)"
+        elif code == errno.ENOMEM:
+            hint = "; the machine or vm.max_map_count is exhausted"
+        return f"{errno.errorcode.get(code, code)} ({os.strerror(code)}){hint}"

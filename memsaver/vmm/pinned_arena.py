@@ -1,0 +1,155 @@
+"""The host memory that paused tags are saved in: one arena per process and kind, kept from pause to pause."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from memsaver.common.host_limits import available_memory
+from memsaver.common.rounding import round_up
+from memsaver.errors import BackendError, HostMemoryError, format_bytes
+from memsaver.vmm import pinned_pages as host_pages
+from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
+
+_SHARE = 0.8  # of the memory that is available: others want some, too
+UNIT = 4096  # bytes: what direct I/O asks for
+SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
+
+
+class Piece(NamedTuple):
+    """A part of the arena: where it starts, and how long it is."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass
+class _Segment:
+    """Memory pinned in one go. ``free``: its parts that nobody uses, in order, never adjacent."""
+
+    address: int
+    nbytes: int
+    free: list[Piece] = field(default_factory=list)
+
+
+class HostArena:
+    """Pieces of host memory, pinned once and used again and again. Thread-safe.
+
+    budget_bytes: the most that it may hold. None: it may take 0.8 of what machine and container have available when it
+    grows, 5 % of their memory being left to Ray's memory monitor.
+    """
+
+    def __init__(self, pinner: Pinner | None, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._pinner = pinner
+        self._segments: list[_Segment] = []
+        self._returned: deque[Piece] = deque()  # so that a finalizer, which may run anywhere, needs no lock
+        self._lock = threading.Lock()
+
+    @property
+    def committed_bytes(self) -> int:
+        return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._collect()
+            return self.committed_bytes - sum(piece.nbytes for segment in self._segments for piece in segment.free)
+
+    def take(self, nbytes: int, whole: bool = False) -> list[Piece]:
+        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may not grow so far.
+
+        whole: one piece. Each begins at, and has, a multiple of UNIT bytes.
+        """
+        taken: list[Piece] = []
+        with self._lock:
+            self._collect()
+            left = round_up(nbytes, UNIT)
+            try:
+                while left and (piece := self._take_free(left, whole)):
+                    taken.append(piece)
+                    left -= piece.nbytes
+                if left:
+                    taken += self._grow(left, whole)
+            except BaseException:
+                self.give(taken)
+                raise
+        return taken
+
+    def give(self, pieces: Sequence[Piece]) -> None:
+        """Pieces that are not needed any more. Takes no lock: finalizers call it."""
+        self._returned.extend(pieces)
+
+    def trim(self) -> int:
+        """Give memory that no saved content is in back to the system; bytes."""
+        with self._lock:
+            self._collect()
+            unused = [s for s in self._segments if sum(piece.nbytes for piece in s.free) == s.nbytes]
+            for segment in unused:
+                host_pages.give_back(segment.address, segment.nbytes, self._pinner)
+                self._segments.remove(segment)
+            return sum(segment.nbytes for segment in unused)
+
+    def _take_free(self, most: int, whole: bool) -> Piece | None:
+        """From the smallest free part that has it all, else the largest part, unless it must be ``whole``."""
+        parts = [(piece.nbytes, s, piece) for s in self._segments for piece in s.free]
+        enough = [part for part in parts if part[0] >= most]
+        if not parts or (whole and not enough):
+            return None
+        size, segment, piece = min(enough, key=lambda part: part[0]) if enough else max(parts, key=lambda part: part[0])
+        at, size = segment.free.index(piece), min(size, most)
+        rest = Piece(piece.address + size, piece.nbytes - size)
+        segment.free[at : at + 1] = [rest] if rest.nbytes else []
+        return Piece(piece.address, size)
+
+    def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
+        size = round_up(nbytes, HUGE_PAGE)
+        self._check_budget(size)
+        most = size if whole else SEGMENT
+        sizes = [min(most, size - at) for at in range(0, size, most)]
+        try:
+            addresses = host_pages.obtain(sizes, self._pinner)
+        except (MemoryError, BackendError) as error:
+            raise self._refusal(size, 0, str(error)) from error
+        made = [_Segment(address, each) for address, each in zip(addresses, sizes, strict=True)]
+        spare = size - nbytes
+        if spare:
+            made[-1].free.append(Piece(made[-1].address + made[-1].nbytes - spare, spare))
+        self._segments += made
+        return [Piece(s.address, s.nbytes - sum(piece.nbytes for piece in s.free)) for s in made]
+
+    def _check_budget(self, more: int) -> None:
+        if self.budget_bytes is not None:
+            left, why = self.budget_bytes - self.committed_bytes, f"the budget is {format_bytes(self.budget_bytes)}"
+        else:
+            available = available_memory()
+            left, why = int(_SHARE * available), f"{format_bytes(available)} are available, of which 0.8 may be taken"
+        if more > left:
+            raise self._refusal(more, more - left, why)
+
+    def _refusal(self, nbytes: int, missing: int, why: str) -> HostMemoryError:
+        message = (
+            f"{format_bytes(nbytes)} more of host memory are needed for saved content, which holds "
+            f"{format_bytes(self.committed_bytes)}: {why}. Resume a saved tag first, raise host_arena.budget_bytes, or "
+            f"pause with content='discard'; nothing was changed."
+        )
+        return HostMemoryError(message, nbytes, missing, {"saved content": self.committed_bytes})
+
+    def _collect(self) -> None:
+        while self._returned:
+            piece = self._returned.popleft()
+            segment = next(s for s in self._segments if 0 <= piece.address - s.address < s.nbytes)
+            segment.free = _merged(sorted([*segment.free, piece]))
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    out: list[Piece] = []
+    for piece in pieces:
+        if out and out[-1].address + out[-1].nbytes == piece.address:
+            out[-1] = Piece(out[-1].address, out[-1].nbytes + piece.nbytes)
+        else:
+            out.append(piece)
+    return out
