@@ -16,8 +16,8 @@ from memsaver import MemorySaver
 from memsaver.common.device_ids import place_of
 from rollout import Engine, SamplingParams
 from trainer_bridge import Cycle
-from trainer_bridge.session import WeightSync
-from trainer_bridge.sources import fsdp_shards
+from trainer_bridge.sync.shards import fsdp_shards
+from trainer_bridge.sync.weight_sync import WeightSync
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[1, 2, 3], [4, 5, 6]]

@@ -5,8 +5,8 @@
 Importing this package stays cheap: torch, transformers, ray and matplotlib are imported where they are used.
 """
 
-from recipes.config import Recipe
 from recipes.errors import RecipeError, RunError
-from recipes.loading import load
+from recipes.recipe import Recipe
+from recipes.recipe.loading import load
 
 __all__ = ["Recipe", "RecipeError", "RunError", "load"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from recipes.commands import COMMANDS
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.interrupts import interrupts
-from recipes.loading import packaged_recipes
+from recipes.recipe.loading import packaged_recipes
 
 EPILOG = """\
 examples:

@@ -93,7 +93,7 @@ def _fetch_arguments(parser: ArgumentParser) -> None:
 
 
 def _fetch(arguments: Namespace) -> int:
-    from recipes.fetch import fetch
+    from recipes.setup.fetch import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
     return 0
@@ -105,7 +105,7 @@ def _report_arguments(parser: ArgumentParser) -> None:
 
 
 def _report(arguments: Namespace) -> int:
-    from recipes.report.command import write_report
+    from recipes.watch.report.command import write_report
 
     print(write_report(arguments.run, arguments.out))
     return 0

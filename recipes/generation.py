@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver.common.hash import hash_text
-from recipes.models import decode
-from recipes.preparation import Setup
+from recipes.setup.models import decode
+from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from rollout import Rollout, SamplingParams
 from trainer_bridge import SequenceBatch

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from recipes.config import Recipe
 from recipes.generation import Samples, evaluate
-from recipes.monitor import Monitor
-from recipes.preparation import Setup
+from recipes.recipe import Recipe
+from recipes.setup.preparation import Setup
 from recipes.tasks import Score
+from recipes.watch.monitor import Monitor
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.tags import PARAMS, REFERENCE

@@ -27,9 +27,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, generate_sequences
 from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, spread_of, step_row
+from recipes.recipe import Recipe
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 

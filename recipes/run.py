@@ -10,20 +10,20 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from recipes.config import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line
 from recipes.grpo import GrpoLoop
-from recipes.live import make_view
-from recipes.loading import find_recipe, load
 from recipes.loop import Loop
-from recipes.monitor import Monitor
 from recipes.ppo import PpoLoop
-from recipes.preparation import Setup, prepare
-from recipes.run_folder import RunFolder, claimed
+from recipes.recipe import Recipe
+from recipes.recipe.loading import find_recipe, load
+from recipes.setup.preparation import Setup, prepare
+from recipes.watch.live import make_view
+from recipes.watch.monitor import Monitor
+from recipes.watch.run_folder import RunFolder, claimed
 from rollout import KVTiers
-from rollout.preemption import Preemption
+from rollout.serving.preemption import Preemption
 from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
-from trainer_bridge.remote import RemoteGroup
+from trainer_bridge.remote.group import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 # Of a run that is continued:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from memsaver.common.hash import hash_text
-from recipes.config import TaskSection
 from recipes.errors import RecipeError, one_line
+from recipes.recipe import TaskSection
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]

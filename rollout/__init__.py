@@ -1,11 +1,11 @@
 """A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights replaced in place."""
 
 from rollout.config import EngineConfig
-from rollout.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.protocols import Progress, Rollout, SyncTarget
-from rollout.tiers import KVTiers
+from rollout.serving.double_sparsity import DoubleSparsity, heavy_channels
+from rollout.serving.tier_config import KVTiers
 from rollout.types import (
     CommitReceipt,
     Completion,

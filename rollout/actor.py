@@ -9,8 +9,8 @@ import torch
 
 from memsaver import Event, MemorySaver, Report, Ticket, Usage
 from rollout.engine import Engine
-from rollout.meeting import Seat, join, open_store
 from rollout.protocols import Progress
+from rollout.rendezvous import Seat, join, open_store
 from rollout.types import (
     CommitReceipt,
     Completion,

@@ -8,8 +8,8 @@ import torch
 from kvcache import kv_dtype
 from memsaver.common.dispatch import Impl
 from memsaver.common.rounding import round_up
-from rollout.double_sparsity import DoubleSparsity
-from rollout.tiers import KVTiers
+from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.serving.tier_config import KVTiers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,19 +15,19 @@ from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.common.device_ids import place_of
 from memsaver.common.signals import deliver, held
 from memsaver.vmm.torch_usage import empty_torch_cache
-from rollout.cache import Cache
 from rollout.config import EngineConfig
-from rollout.graphs import DecodeGraphs, ladder
-from rollout.intake import Intake, for_each
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
-from rollout.runner import ModelRunner
-from rollout.samples import Sample, Stats, Step, names_of
-from rollout.scheduler import Scheduler
+from rollout.serving.graphs import DecodeGraphs, ladder
+from rollout.serving.intake import Intake, for_each
+from rollout.serving.kv_setup import Cache
+from rollout.serving.runner import ModelRunner
+from rollout.serving.samples import Sample, Stats, Step, names_of
+from rollout.serving.scheduler import Scheduler
 from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import (
     CommitReceipt,
@@ -40,8 +40,8 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
-from rollout.update import WeightUpdate, require_active
-from rollout.weights import WeightStore
+from rollout.weights.store import WeightStore
+from rollout.weights.update import WeightUpdate, require_active
 
 UNFINISHED = ("raise", "preempt", "abort")
 
@@ -306,7 +306,9 @@ class Engine:
 
     @held()
     def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
-        """Offer pages for version `version` to be written into; replaces an open update. See `rollout/update.py`.
+        """Offer pages for version `version` to be written into; replaces an open update.
+
+        See `rollout/weights/update.py`.
 
         shadow: pages beside those of `weights`, as many; the present version is served until the commit. Otherwise the
         pages of `weights`, which are undefined from here on, so that no request may hold keys of the old version.

@@ -25,7 +25,7 @@ beam_width samples; its tokens count anew when it is preempted."""
 
 
 class SyncTarget(Protocol):
-    """Whose weights can be replaced in place. See `Engine` for the contracts, `rollout/update.py` for the order."""
+    """Whose weights can be replaced in place. Contracts: `Engine`; order: `rollout/weights/update.py`."""
 
     def weight_layout(self) -> WeightLayout: ...
 

@@ -200,7 +200,7 @@ class WeightOffer:
 
     version: int
     manifest: Manifest
-    ticket: "Ticket | Any"  # of pages that are not a saver's: `trainer_bridge.transport.ipc.IpcTicket`
+    ticket: "Ticket | Any"  # of pages that are not a saver's: `trainer_bridge.sync.transport.ipc.IpcTicket`
     shadow: bool = False
     names: tuple[str, ...] | None = None
 

@@ -46,9 +46,9 @@ BUGS = [
     ),
     Bug(
         "a discarded tag keeps its version (stale version)",
-        "memsaver/tag/transaction.py",
-        "            arena.version = None\n            arena.whole",
-        "            arena.whole",
+        "memsaver/tag/arena.py",
+        "        self.backup, self.version = backup, None\n",
+        "        self.backup = backup\n",
     ),
     Bug(
         "a kept copy that ends past the tag's memory counts as its content (off by one extent)",
@@ -120,25 +120,25 @@ BUGS = [
     # ------------------------------------------------------------------ rollout
     Bug(
         "a committed double buffer leaves the old weights' prefixes in the cache (stale version)",
-        "rollout/update.py",
+        "rollout/weights/update.py",
         "            self._shadow.exchange()\n            self._on_new_weights()\n",
         "            self._shadow.exchange()\n",
     ),
     Bug(
         "top-k lets one token more in (off by one)",
-        "rollout/sampler.py",
+        "rollout/serving/sampler.py",
         "ordered.masked_fill(rank >= limit, 0.0)",
         "ordered.masked_fill(rank > limit, 0.0)",
     ),
     Bug(
         "the position is left out of the random numbers",
-        "rollout/sampler.py",
+        "rollout/serving/sampler.py",
         "for column in range(1, counters.shape[1]):",
         "for column in range(1, counters.shape[1] - 1):",
     ),
     Bug(
         "an aborted sample keeps its swapped pages on the host (missing undo)",
-        "rollout/scheduler.py",
+        "rollout/serving/scheduler.py",
         "            self.blocks.forget(sample.swapped)\n",
         "",
     ),
@@ -150,14 +150,14 @@ BUGS = [
     ),
     Bug(
         "a fork shares cached pages without a lock of its own (lock left out)",
-        "rollout/prefix.py",
+        "rollout/serving/prefix.py",
         "            self.cache.inc_lock_ref(self._held[child].node)\n",
         "",
     ),
     # ------------------------------------------------------------------ trainer_bridge
     Bug(
         "the lower bound clips above as well (swapped bounds)",
-        "trainer_bridge/losses.py",
+        "trainer_bridge/training/losses.py",
         "ratio.clamp(1 - eps_low, 1 + eps_high)",
         "ratio.clamp(1 - eps_high, 1 + eps_low)",
     ),
@@ -169,13 +169,13 @@ BUGS = [
     ),
     Bug(
         "one rank's failure alone lets the others go on (off by one)",
-        "trainer_bridge/consensus.py",
+        "trainer_bridge/sync/consensus.py",
         "    if failed:\n        raise SyncError(stage",
         "    if len(failed) > 1:\n        raise SyncError(stage",
     ),
     Bug(
         "a restore that fails counts as done (missing undo)",
-        "trainer_bridge/parking.py",
+        "trainer_bridge/training/offload.py",
         "        if self._saver is not None:\n            self._saver.resume(*self._memory(chosen))\n"
         "        self._parked -= set(chosen)",
         "        self._parked -= set(chosen)\n        if self._saver is not None:\n"
@@ -183,13 +183,13 @@ BUGS = [
     ),
     Bug(
         "the learning rate is that of the update before (off by one)",
-        "trainer_bridge/optimizer.py",
+        "trainer_bridge/training/optimizer.py",
         "config.learning_rate_after(done)",
         "config.learning_rate_after(max(0, done - 1))",
     ),
     Bug(
         "two ranks learn from the same sequences (swapped ranks)",
-        "trainer_bridge/batch.py",
+        "trainer_bridge/training/batch.py",
         "    mine = order[rank::world]\n",
         "    mine = order[rank // 2 :: world]\n",
     ),
@@ -208,7 +208,7 @@ BUGS = [
     ),
     Bug(
         "`latest` names a checkpoint that is still being written (swapped order)",
-        "recipes/run_folder.py",
+        "recipes/watch/run_folder.py",
         '        write(folder / f"step_{step}")\n        replace_text(folder / "latest", f"step_{step}\\n")\n',
         '        replace_text(folder / "latest", f"step_{step}\\n")\n        write(folder / f"step_{step}")\n',
     ),

@@ -17,11 +17,8 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 # Import of the key is allowed only in files that start with one of these paths.
 ALONE = {
     "cuda": ["memsaver/vmm/cuda.py"],
-    "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
-    "ray": [
-        "rollout/actor.py",
-        *(f"trainer_bridge/{name}.py" for name in ("actor", "coordinator", "placement", "remote")),
-    ],
+    "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/"],
+    "ray": ["rollout/actor.py", "trainer_bridge/coordinator.py", "trainer_bridge/remote/"],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "omegaconf": ["recipes/"],
     "torch.distributed.fsdp": ["trainer_bridge/"],

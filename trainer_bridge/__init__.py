@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from trainer_bridge.batch import SequenceBatch
 from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
+from trainer_bridge.training.batch import SequenceBatch
 
 if TYPE_CHECKING:
     from trainer_bridge.coordinator import open_inprocess, open_ray

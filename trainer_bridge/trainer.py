@@ -14,25 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver.errors import StateError
 from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout.protocols import SyncTarget
-from trainer_bridge import checkpoint
-from trainer_bridge.adapters import Adapters
-from trainer_bridge.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.consensus import Consensus
-from trainer_bridge.critic import Critic
-from trainer_bridge.lora import without_adapters
-from trainer_bridge.losses import kl_k3, ppo_clip, token_logprobs
-from trainer_bridge.model import base_params, build_model, reshard, trained_params
-from trainer_bridge.ops.cast_copy import OnPart
-from trainer_bridge.optimizer import build_optimizer, optimizer_step, set_steps
-from trainer_bridge.parking import Parking
-from trainer_bridge.processes import ensure_process_group, sum_ranks, use_device
-from trainer_bridge.publisher import Publisher
-from trainer_bridge.reference import Reference
-from trainer_bridge.scoring import score_tokens, token_logits
-from trainer_bridge.session import SyncReceipt
+from trainer_bridge.remote.processes import ensure_process_group, sum_ranks, use_device
+from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.sync.consensus import Consensus
+from trainer_bridge.sync.publisher import Publisher
+from trainer_bridge.sync.transport.routes import Transport
+from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
-from trainer_bridge.transport.routes import Transport
+from trainer_bridge.training import checkpoint
+from trainer_bridge.training.adapters import Adapters
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
+from trainer_bridge.training.critic import Critic
+from trainer_bridge.training.lora import without_adapters
+from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs
+from trainer_bridge.training.model import base_params, build_model, reshard, trained_params
+from trainer_bridge.training.offload import Parking
+from trainer_bridge.training.optimizer import build_optimizer, optimizer_step, set_steps
+from trainer_bridge.training.reference import Reference
+from trainer_bridge.training.scoring import score_tokens, token_logits
 
 if TYPE_CHECKING:
     from memsaver import Event, MemorySaver, Report, Usage

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from memsaver.common.files import replace_text
-from recipes.config import Recipe
 from recipes.errors import RecipeError, writable
-from recipes.loading import find_recipe, load
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.show import draw_plan, print_plan
-from recipes.preparation import described_model, longest_prompt
+from recipes.recipe import Recipe
+from recipes.recipe.loading import find_recipe, load
+from recipes.setup.preparation import described_model, longest_prompt
 from recipes.tasks import make_task
 
 DOES_NOT_FIT = 3

@@ -23,20 +23,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from memsaver import Usage
 from memsaver.common.rounding import round_up
-from recipes.config import Recipe
-from recipes.models import describe_random_model, toy_tokenizer
-from recipes.monitor import Monitor
-from recipes.peaks import Peaks
 from recipes.planner.attention import planned_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout
 from recipes.planner.layers import repeated_layers
 from recipes.planner.log import replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
-from recipes.preparation import Setup
+from recipes.recipe import Recipe
 from recipes.run import LOOPS, cycle_arguments, trainer_config
+from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
+from recipes.watch.monitor import Monitor
+from recipes.watch.peaks import Peaks
 from trainer_bridge import Cycle
-from trainer_bridge.session import SyncReceipt
+from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
@@ -240,8 +240,8 @@ def _without_memory(world: int) -> Iterator[None]:
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(FakeTensor, "tolist", _zeros),
             mock.patch("trainer_bridge.trainer.ensure_process_group", lambda device: False),
-            mock.patch("trainer_bridge.model.randomise_weights", lambda *_: None),  # slow, and of no weight
-            mock.patch("trainer_bridge.model._rebuild_buffers", _take_buffers),
+            mock.patch("trainer_bridge.training.model.randomise_weights", lambda *_: None),  # slow, and of no weight
+            mock.patch("trainer_bridge.training.model._rebuild_buffers", _take_buffers),
             mock.patch("trainer_bridge.trainer.init_device_mesh", lambda *args, **kwargs: mesh),  # reads real tensors
         ):
             yield

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config import GPUS
 from recipes.errors import RecipeError
+from recipes.recipe import GPUS
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config import FieldError, Recipe
-from recipes.config.shapes import random_model_fields
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
+from recipes.recipe import FieldError, Recipe
+from recipes.recipe.shapes import random_model_fields
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA

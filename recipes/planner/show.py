@@ -71,7 +71,7 @@ def _bar(stage: StagePlan, plan: Plan) -> Text:
 
 def draw_plan(plan: Plan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
-    from recipes.plots import OTHER_COLOURS, TAG_COLOURS, pyplot, tidy
+    from recipes.watch.plots import OTHER_COLOURS, TAG_COLOURS, pyplot, tidy
 
     parts = _parts(plan)
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.34 * len(plan.stages)))

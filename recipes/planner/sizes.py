@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from memsaver.common.rounding import round_up
-from recipes.config import Recipe
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import Gpu
 from recipes.planner.layers import meta_model
 from recipes.planner.tracing import PAGE
-from recipes.pool import rank_kept, rank_weights
+from recipes.recipe import Recipe
+from recipes.setup.pool import rank_kept, rank_weights
 from rollout.model.loading import load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured

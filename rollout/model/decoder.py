@@ -13,7 +13,7 @@ from rollout.model.mixers.base import Batch, Mixer
 from rollout.ops.activation import silu_mul
 from rollout.ops.norm import add_rms_norm, rms_norm
 from rollout.parallel import TensorParallel
-from rollout.weights import WeightStore
+from rollout.weights.store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)

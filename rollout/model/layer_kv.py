@@ -12,15 +12,15 @@ from torch import Tensor
 from kvcache import DoubleSparseTokenToKVPool, KVPool
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.pools.routed import RoutedKVPool
-from rollout.double_sparsity import DoubleSparsity
 from rollout.model.rotary import RotaryTables
 from rollout.ops.attention import AttentionPlan, StoredKV, TorchPlan, attend, torch_attention
 from rollout.ops.double_sparse import decode_sparse
 from rollout.ops.rotary import rotate, rotate_and_store
+from rollout.serving.double_sparsity import DoubleSparsity
 
 if TYPE_CHECKING:
-    from rollout.cache import Cache
     from rollout.ops.attention_triton import TritonPlan
+    from rollout.serving.kv_setup import Cache
 
 
 class LayerKV(ABC):

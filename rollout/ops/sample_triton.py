@@ -41,7 +41,7 @@ def sample_triton(logits: Tensor, temperature: Tensor, greedy: Tensor, counters:
 
 @triton.jit
 def uniform(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`rollout.sampler.uniform` of the row of counters at a pointer, bit for bit: fp64 in [0, 1) of 48 bits."""
+    """`rollout.serving.sampler.uniform` of the row of counters at a pointer, bit for bit: fp64 in [0, 1) of 48 bits."""
     state = _splitmix64(tl.load(counters).to(tl.uint64, bitcast=True))
     for column in tl.static_range(1, COUNTERS):
         state = _splitmix64(state ^ tl.load(counters + column).to(tl.uint64, bitcast=True))

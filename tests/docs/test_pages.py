@@ -11,7 +11,7 @@ import pytest
 
 from recipes.cli import parse
 from recipes.errors import RecipeError
-from recipes.loading import find_recipe, load
+from recipes.recipe.loading import find_recipe, load
 from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 from tests.helpers.docs.preludes import PRELUDES, prelude
 

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from trainer_bridge.actor import TrainerActor
-from trainer_bridge.session import SyncReceipt
+from trainer_bridge.remote.actor import TrainerActor
+from trainer_bridge.sync.weight_sync import SyncReceipt
 
 
 def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:

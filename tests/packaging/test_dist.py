@@ -94,7 +94,7 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     (shim,) = names - sources(tracked)
     assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
     assert names >= sources(tracked)
-    assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml", "memsaver/native/cpu_hook.cpp"} <= names
+    assert {"recipes/tiny.yaml", "recipes/recipe/shapes.yaml", "memsaver/native/cpu_hook.cpp"} <= names
 
 
 def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path) -> None:

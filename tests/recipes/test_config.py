@@ -9,7 +9,7 @@ import pytest
 
 import recipes
 from recipes.cli import main
-from recipes.config import TAGS
+from recipes.recipe import TAGS
 from trainer_bridge.cycle import KEEPABLE
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from recipes import fetch as fetching
 from recipes.cli import main
 from recipes.errors import RunError
-from recipes.fetch import Source, fetch, find_model, repair_tokenizer
-from recipes.loading import load
-from recipes.models import describe_random_model, toy_tokenizer
+from recipes.recipe.loading import load
+from recipes.setup import fetch as fetching
+from recipes.setup.fetch import Source, fetch, find_model, repair_tokenizer
+from recipes.setup.models import describe_random_model, toy_tokenizer
 
 CONTENT = bytes(range(256)) * 1000
 

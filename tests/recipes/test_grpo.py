@@ -16,8 +16,8 @@ import recipes
 from recipes.generation import evaluate, pick_problems, sampling_seed
 from recipes.grpo import compute_advantages
 from recipes.loop import logprob_gap
-from recipes.models import toy_tokenizer
 from recipes.ppo import whiten
+from recipes.setup.models import toy_tokenizer
 from recipes.tasks import Problem, Score, Task
 from rollout import Completion
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from recipes.live import LiveView, LogView, Pace, describe, sparkline
+from recipes.watch.live import LiveView, LogView, Pace, describe, sparkline
 from tests.helpers.recipes.folders import eval_row, train_row
 
 ROW = train_row(3)

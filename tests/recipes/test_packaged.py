@@ -12,12 +12,12 @@ import recipes
 from kvcache import layout
 from memsaver.common.rounding import round_up
 from recipes import run
-from recipes.config import Recipe
-from recipes.config.schema import leaves
-from recipes.config.shapes import shapes
-from recipes.loading import PACKAGE, load, recipe_text
-from recipes.models import describe_random_model, toy_tokenizer
-from recipes.preparation import prepare
+from recipes.recipe import Recipe
+from recipes.recipe.loading import PACKAGE, load, recipe_text
+from recipes.recipe.schema import leaves
+from recipes.recipe.shapes import shapes
+from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS
 from rollout.model.layout import parameter_groups
 from rollout.model.loading import load_model_config
@@ -129,7 +129,7 @@ def test_the_pool_holds_all_requests_that_run_at_once(
 ) -> None:
     """On GPUs of the size it names; what the rollout does not compute is refused by one line. Nothing is fetched."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("recipes.preparation.find_model", lambda name: described / name)
+    monkeypatch.setattr("recipes.setup.preparation.find_model", lambda name: described / name)
     for name, recipe in packaged.items():
         gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memsaver import MemorySaver, Usage
-from recipes.peaks import Peaks
+from recipes.watch.peaks import Peaks
 
 
 def usage(tags: dict[str, int], torch: int = 0, peak: int = 0, used: int | None = None) -> Usage:

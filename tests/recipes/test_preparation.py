@@ -11,14 +11,14 @@ import torch
 
 import recipes
 from kvcache import layout
-from recipes.models import describe_random_model, toy_tokenizer
-from recipes.preparation import Setup, prepare
 from recipes.run import engine_arguments, open_pair, trainer_config
+from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.preparation import Setup, prepare
 from rollout import KVTiers
 from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
 from rollout.model.ranks import rank_groups
-from rollout.weights import arena_nbytes
+from rollout.weights.store import arena_nbytes
 from trainer_bridge import LoraConfig
 
 GIB = 2**30
@@ -153,7 +153,7 @@ def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path: Path, m
     """A prompt takes as many tokens here as its problem has characters."""
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
-    monkeypatch.setattr("recipes.preparation.encode_prompt", lambda _, question, __: question.rpartition(": ")[2])
+    monkeypatch.setattr("recipes.setup.preparation.encode_prompt", lambda _, question, __: question.rpartition(": ")[2])
     real = [f"model.path={tmp_path}/model", "task.name=chain_sum", "task.partial_credit=0"]
     alone, beside = (
         prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run") for words in ([], ["eval.also_digits=[3]"])

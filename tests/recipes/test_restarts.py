@@ -11,10 +11,10 @@ import pytest
 
 from recipes.cli import main
 from recipes.errors import LostWorker, RunError
-from recipes.live import make_view
-from recipes.monitor import Monitor
 from recipes.run import start_run
-from recipes.run_folder import RunFolder
+from recipes.watch.live import make_view
+from recipes.watch.monitor import Monitor
+from recipes.watch.run_folder import RunFolder
 from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.trainer import Trainer

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
-from recipes.loading import load
-from recipes.report.reading import read_run
+from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
+from recipes.watch.report.reading import read_run
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import SMALL, MakeRun, has_pictures, rows, same_rows, trace
@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3]
     assert trace(folder) and has_pictures(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("recipes.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today")
+        patch.setattr("recipes.watch.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today")
         continue_run(folder)
     assert same_rows(folder, straight)
     assert "no pictures today" in capsys.readouterr().out.splitlines()

@@ -18,11 +18,11 @@ from matplotlib import pyplot
 
 import recipes
 from memsaver import Event
-from recipes import environment
-from recipes.models import toy_tokenizer
-from recipes.plots import draw_reward, evaluations_panel
 from recipes.run import continue_run, start_run
-from recipes.run_folder import RunFolder, claimed
+from recipes.setup.models import toy_tokenizer
+from recipes.watch import environment
+from recipes.watch.plots import draw_reward, evaluations_panel
+from recipes.watch.run_folder import RunFolder, claimed
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
 from tests.helpers.recipes.runs import PNG
@@ -223,7 +223,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
 
 
 def test_missing_matplotlib_is_a_sentence(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "recipes.plots", None)
+    monkeypatch.setitem(__import__("sys").modules, "recipes.watch.plots", None)
     monkeypatch.delattr(recipes, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from recipes.config import FieldError, TaskSection
 from recipes.errors import RecipeError
-from recipes.models import decode, encode_prompt, toy_tokenizer
+from recipes.recipe import FieldError, TaskSection
+from recipes.setup.models import decode, encode_prompt, toy_tokenizer
 from recipes.tasks import TOY_WORDS, Problem, Task, extract_number, is_held_out, make_task, signed_terms
 
 

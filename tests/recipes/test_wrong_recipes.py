@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.cli import main
-from recipes.config import Recipe, schema
-from recipes.loading import load
-from recipes.models import describe_random_model, toy_tokenizer
-from recipes.preparation import prepare
+from recipes.recipe import Recipe, schema
+from recipes.recipe.loading import load
+from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS
 from tests.helpers.recipes.wrong import (
     CONTRADICTIONS,

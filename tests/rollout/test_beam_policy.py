@@ -4,7 +4,7 @@ scores are right is told against transformers, in test_beam_search.py."""
 import pytest
 
 from rollout import SamplingParams
-from rollout.beam import BeamSearch
+from rollout.serving.beam import BeamSearch
 
 
 def search(width: int, stop_ids: set[int] | None = None, **fields: object) -> BeamSearch:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.preemption import LEAST_BYTES, LEAST_TOKENS, START, WINDOW, PreemptionCost, Rate, Victim
+from rollout.serving.preemption import LEAST_BYTES, LEAST_TOKENS, START, WINDOW, PreemptionCost, Rate, Victim
 
 MIB = 1 << 20
 

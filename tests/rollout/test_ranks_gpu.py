@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
-from rollout.graphs import ladder
+from rollout.serving.graphs import ladder
 from tests.helpers.memory import Scribbler, process_bytes
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks

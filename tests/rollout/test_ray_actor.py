@@ -13,8 +13,8 @@ from tests.helpers.models import save_tiny
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.rollout.updates import PROMPTS, TINY, expected, message, write
-from trainer_bridge.actor import RemoteRollout
-from trainer_bridge.remote import RemoteActor
+from trainer_bridge.remote.actor import RemoteRollout
+from trainer_bridge.remote.group import RemoteActor
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.ops import sample_triton
-from rollout.sampler import SamplingBatch, keep_top, sample, uniform
+from rollout.serving.sampler import SamplingBatch, keep_top, sample, uniform
 from tests.helpers.effort import some
 
 Row = tuple[float, int, float, tuple[int, int, int]]

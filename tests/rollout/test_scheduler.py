@@ -13,9 +13,9 @@ from kvcache import (
     RadixCache,
     ReqToTokenPool,
 )
-from rollout.prefix import PrefixBlocks
-from rollout.samples import Sample, Step
-from rollout.scheduler import Scheduler
+from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.samples import Sample, Step
+from rollout.serving.scheduler import Scheduler
 from rollout.types import SamplingParams
 from tests.helpers.kvcache.blocks import make_windowed
 

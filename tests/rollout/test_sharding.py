@@ -10,11 +10,11 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl
-from rollout import weights as weights_module
 from rollout.model.params import one
 from rollout.model.sharding import Split, decoder_splits, shard_groups
 from rollout.types import Manifest
-from rollout.weights import WeightStore, build_manifest
+from rollout.weights import store as weights_module
+from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
 
 

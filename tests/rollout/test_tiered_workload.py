@@ -14,7 +14,7 @@ import pytest
 
 from kvcache import ReqHandle
 from kvcache.tiers import WritePolicy
-from rollout.preemption import Swapped, Victim
+from rollout.serving.preemption import Swapped, Victim
 from tests.helpers.effort import rounds, some
 from tests.helpers.rollout.tiered_world import LAYERS, PAGES, PS, World
 

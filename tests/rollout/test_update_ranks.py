@@ -10,8 +10,8 @@ from memsaver import MemorySaver, attach
 from rollout.model.params import one
 from rollout.model.sharding import decoder_splits, shard_groups
 from rollout.types import WeightOffer, WriteReceipt
-from rollout.update import WeightUpdate
-from rollout.weights import WeightStore
+from rollout.weights.store import WeightStore
+from rollout.weights.update import WeightUpdate
 
 EMBED, DOWN, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
 SHAPES = {EMBED: (5, 3), DOWN: (3, 8), NORM: (3,)}

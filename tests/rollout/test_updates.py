@@ -15,8 +15,8 @@ import torch
 
 from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, attach
 from rollout import Engine, PackedBox, WeightUpdateError
-from rollout.boxes import write_boxes
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from rollout.weights.message_writer import write_boxes
 from tests.helpers.memory import family_bytes
 from tests.helpers.rollout.answers import GREEDY, ids
 from tests.helpers.rollout.updates import (
@@ -245,7 +245,7 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
     before = answers(engine)
     engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("rollout.shadow.ShadowPages.copy_all", lambda pages: 1 / 0)
+        patch.setattr("rollout.weights.double_buffer.ShadowPages.copy_all", lambda pages: 1 / 0)
         engine.begin_update(1, shadow=True, names=NORMS)
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.commit_update(1)

@@ -16,8 +16,8 @@ from memsaver.common.digest import digest
 from memsaver.common.dispatch import Impl
 from memsaver.common.strided import grids, row_major
 from tests.helpers.digests import by_definition, element
-from trainer_bridge.ops import cast_copy as cast_copy_module
-from trainer_bridge.ops.cast_copy import CastCopy, Placement, all_finite, cast_copy
+from trainer_bridge.sync import cast_copy as cast_copy_module
+from trainer_bridge.sync.cast_copy import CastCopy, Placement, all_finite, cast_copy
 
 SIZES = [2048, 16, 5000, 1, 3333]
 NBYTES = 1 << 16

@@ -21,7 +21,8 @@ from torch import Tensor
 from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from trainer_bridge import CriticConfig, LoraConfig, Trainer, checkpoint
+from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge.training import checkpoint
 
 Make = Callable[..., Trainer]
 CRITIC = {"critic": CriticConfig(learning_rate=5e-3)}

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvcache.staging.heads import HeadSlice
 from memsaver.common.plain import Forged, Plain, seal, unseal
-from rollout.meeting import Seat
+from rollout.rendezvous import Seat
 from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.hooked import KEY
 from tests.helpers.trainer_bridge.targets import in_threads
-from trainer_bridge.consensus import StoreConsensus
 from trainer_bridge.errors import SyncError
+from trainer_bridge.sync.consensus import StoreConsensus
 
 
 def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any]) -> list[Any]:

@@ -13,11 +13,11 @@ import pytest
 from rollout import SamplingParams
 from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
-from trainer_bridge.actor import RemoteRollout
 from trainer_bridge.coordinator import actor_arguments
-from trainer_bridge.dealing import deal_prompts
-from trainer_bridge.placement import connected, cores
-from trainer_bridge.remote import RemoteActor
+from trainer_bridge.remote.actor import RemoteRollout
+from trainer_bridge.remote.group import RemoteActor
+from trainer_bridge.remote.load_balance import deal_prompts
+from trainer_bridge.remote.ray_cluster import connected, cores
 
 ray = pytest.importorskip("ray")
 

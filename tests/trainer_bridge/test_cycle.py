@@ -15,7 +15,7 @@ from tests.helpers.effort import rounds
 from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
 from trainer_bridge.cycle import POISONING, TRANSITIONS
 from trainer_bridge.errors import SyncError
-from trainer_bridge.session import SyncReceipt
+from trainer_bridge.sync.weight_sync import SyncReceipt
 
 TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
 TO_TRAIN = ["sleep", "restore_params", "restore_optim"]

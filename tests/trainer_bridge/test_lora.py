@@ -22,7 +22,7 @@ from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import LoraConfig, Trainer
-from trainer_bridge.derived import LowRank
+from trainer_bridge.sync.lora_merge import LowRank
 
 Make = Callable[..., Trainer]
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))

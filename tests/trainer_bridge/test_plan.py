@@ -20,9 +20,9 @@ from rollout.model.params import Group, one, stack
 from rollout.types import Manifest, ModuleTensor
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
-from trainer_bridge.aligned import aligned_dims
-from trainer_bridge.plan import Plan, Planner, SourceShard, Target, make_plan
-from trainer_bridge.sources import fsdp_shards, local_box
+from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target, make_plan
+from trainer_bridge.sync.shard_dims import aligned_dims
+from trainer_bridge.sync.shards import fsdp_shards, local_box
 
 Shapes = dict[str, tuple[int, ...]]
 

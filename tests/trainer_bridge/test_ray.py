@@ -16,8 +16,8 @@ from tests.helpers.memory import family_bytes, memfd_bytes
 from tests.helpers.ray_cluster import CPUS, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
-from trainer_bridge.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.placement import reserved
+from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
+from trainer_bridge.remote.ray_cluster import reserved
 
 pytestmark = pytest.mark.ray
 
@@ -159,7 +159,7 @@ def test_a_cluster_that_is_too_small_is_told_at_once(ray_cluster: RayCluster) ->
 
 
 def test_what_is_taken_by_others_is_told_in_time(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_bridge.placement.START_SECONDS", 0.2)
+    monkeypatch.setattr("trainer_bridge.remote.ray_cluster.START_SECONDS", 0.2)
     with reserved(1, CPUS // 2, on_gpu=False):
         with pytest.raises(ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"):
             with reserved(1, 1, on_gpu=False):

@@ -16,8 +16,8 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
-from trainer_bridge.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.remote import RemoteGroup
+from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
+from trainer_bridge.remote.group import RemoteGroup
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.gpus(2)

@@ -13,10 +13,10 @@ import pytest
 from rollout import SamplingParams
 from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
-from trainer_bridge.actor import RemoteRollout
-from trainer_bridge.dealing import deal_prompts
 from trainer_bridge.errors import SyncError
-from trainer_bridge.remote import RemoteActor, RemoteGroup
+from trainer_bridge.remote.actor import RemoteRollout
+from trainer_bridge.remote.group import RemoteActor, RemoteGroup
+from trainer_bridge.remote.load_balance import deal_prompts
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

@@ -20,11 +20,11 @@ from tests.helpers.trainer_bridge.small import SHAPES, columns, full, shards, wh
 from tests.helpers.trainer_bridge.targets import PageTarget
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge import Trainer
-from trainer_bridge.derived import DerivedCopies, LowRank
-from trainer_bridge.model import local_shard
-from trainer_bridge.plan import torch_dtype
-from trainer_bridge.rank_copies import RankCopies
-from trainer_bridge.session import WeightSync
+from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
+from trainer_bridge.sync.plan import torch_dtype
+from trainer_bridge.sync.rank_copies import RankCopies
+from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge.training.model import local_shard
 
 Make = Callable[..., PageTarget]
 
@@ -87,7 +87,7 @@ def test_derived_weights_are_written_in_pieces_of_any_size(
     scratch: int, device: str, make_target: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row, five rows or all at once, from one shard into two tensor-parallel slices of columns."""
-    monkeypatch.setattr("trainer_bridge.rank_copies.DerivedCopies", partial(DerivedCopies, scratch_bytes=scratch))
+    monkeypatch.setattr("trainer_bridge.sync.rank_copies.DerivedCopies", partial(DerivedCopies, scratch_bytes=scratch))
     draw = torch.Generator().manual_seed(5)
     a, b = torch.randn((3, 4), generator=draw), torch.randn((10, 3), generator=draw)
     halves = make_target(columns(0)), make_target(columns(1))
@@ -180,7 +180,7 @@ def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
         index += shard.numel()
     target = make_target(manifest(*slices))
     made = mock.Mock(wraps=RankCopies)
-    monkeypatch.setattr("trainer_bridge.session.RankCopies", made)
+    monkeypatch.setattr("trainer_bridge.sync.weight_sync.RankCopies", made)
     trainer.connect([target])
     receipt = trainer.sync_weights(3)
     assert (receipt.version, receipt.nbytes, target.version) == (3, offset, 3)

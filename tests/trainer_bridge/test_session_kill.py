@@ -26,7 +26,7 @@ from tests.helpers.trainer_bridge.hooked import MOMENTS, STAGES
 from tests.helpers.trainer_bridge.sync_pair import Pair
 from tests.helpers.trainer_bridge.trainers import PATIENCE, Death
 from trainer_bridge.errors import SyncError
-from trainer_bridge.session import SyncReceipt
+from trainer_bridge.sync.weight_sync import SyncReceipt
 
 SLACK_FDS = 2  # for the test runner's own; what a round leaves would be one each
 KILL_PATIENCE = 2.0  # seconds; the survivor waits so long in every round

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_bridge.sources import fsdp_shards, local_box
+from trainer_bridge.sync.shards import fsdp_shards, local_box
 
 
 @pytest.mark.parametrize("dim", [0, 1])

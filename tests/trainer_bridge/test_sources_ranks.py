@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.layouts import box_of
-from trainer_bridge.plan import SourceShard
-from trainer_bridge.sources import dtensor_shards
+from trainer_bridge.sync.plan import SourceShard
+from trainer_bridge.sync.shards import dtensor_shards
 
 WORLD = 4
 SHAPES = {"even": (8, 4), "uneven": (7, 3), "few": (2, 5), "row": (1, 2), "long": (9,), "experts": (3, 8, 4)}

@@ -19,8 +19,9 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import config, describe, make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
-from trainer_bridge import CriticConfig, LoraConfig, Trainer, model
-from trainer_bridge.model import shard_box
+from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge.training import model
+from trainer_bridge.training.model import shard_box
 
 UNEVEN = {
     "vocab_size": 97,

@@ -18,9 +18,9 @@ from rollout.model.rotary import RotaryTables
 from rollout.ops.attention import AttentionPlan, BatchShape
 
 if TYPE_CHECKING:
-    from rollout.cache import Cache
     from rollout.parallel import TensorParallel
-    from rollout.weights import WeightStore
+    from rollout.serving.kv_setup import Cache
+    from rollout.weights.store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rollout import Engine, KVTiers, SamplingParams
-from rollout.tiered_blocks import TieredBlocks
+from rollout.serving.tiered_blocks import TieredBlocks
 from tests.benchmarks.common import Figure, Figures, Scale, Times, figures
 from tests.benchmarks.kvcache import trace
 from tests.benchmarks.kvcache.engines import random_engine

@@ -20,9 +20,9 @@ import torch
 
 from kvcache import BlockManager, PagedTokenToKVPoolAllocator, RadixCache, ReqToTokenPool
 from rollout import Engine, SamplingParams
-from rollout.prefix import PrefixBlocks
-from rollout.samples import Sample
-from rollout.scheduler import Scheduler
+from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.samples import Sample
+from rollout.serving.scheduler import Scheduler
 from tests.benchmarks.common import Case, Figure, Figures, Scale, figures
 from tests.benchmarks.kvcache.pools import PAGE_SIZE, make_pool
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import HeadSlice, head_writers, heads_per_rank, pool_layers
 from memsaver import MemorySaver, Ticket, attach
-from rollout.split import MappedReader, MappedWriter
+from rollout.disagg import MappedReader, MappedWriter
 from tests.benchmarks.common import MIB, WARMUP, Figure, Figures, Scale, figures, settle
 from tests.benchmarks.kvcache.pools import HEADS, PAGE_SIZE, make_pool, shuffled_slots
 from tests.helpers.ranks import results, start_ranks

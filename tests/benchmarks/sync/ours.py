@@ -16,14 +16,14 @@ import torch.distributed as dist
 import memsaver
 from memsaver.common.device_ids import place_of
 from rollout import Engine
-from rollout.meeting import open_store
+from rollout.rendezvous import open_store
 from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config
 from tests.benchmarks.sync.base import RANKS, TARGET, Source, SyncScale, content, moves, ranks, synced, tp_dim
 from trainer_bridge import TrainerConfig, open_ray
-from trainer_bridge.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.consensus import StoreConsensus
-from trainer_bridge.session import SyncReceipt, WeightSync
-from trainer_bridge.sources import SourceShard, fsdp_shards
+from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
+from trainer_bridge.sync.consensus import StoreConsensus
+from trainer_bridge.sync.shards import SourceShard, fsdp_shards
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
 ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
 WARMUP = 3

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import psutil
 
 from recipes.cli import main
-from recipes.monitor import Monitor
+from recipes.watch.monitor import Monitor
 from tests.helpers.faults import wait_gone
 
 

@@ -4,7 +4,7 @@ import json
 
 import recipes
 from memsaver import Event
-from recipes.run_folder import RunFolder
+from recipes.watch.run_folder import RunFolder
 
 MIB = 2**20
 SESSION = 1000.0  # time.time() at which the first step begins

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from rollout.split.line import Line
-from rollout.split.messages import PLAIN, Message
+from rollout.disagg.line import Line
+from rollout.disagg.messages import PLAIN, Message
 
 SESSION = b"of this pair"
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Completion, SamplingParams
-from rollout.split import (
+from rollout.disagg import (
     DecodeEngine,
     GroupReader,
     GroupWriter,

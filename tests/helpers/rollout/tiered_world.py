@@ -19,10 +19,10 @@ from kvcache import (
     ReqToTokenPool,
 )
 from rollout import KVTiers, SamplingParams
-from rollout.preemption import Swapped, Victim
-from rollout.samples import Sample
-from rollout.scheduler import Scheduler
-from rollout.tiered_blocks import TieredBlocks
+from rollout.serving.preemption import Swapped, Victim
+from rollout.serving.samples import Sample
+from rollout.serving.scheduler import Scheduler
+from rollout.serving.tiered_blocks import TieredBlocks
 from tests.helpers.rollout.poison import fill
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2

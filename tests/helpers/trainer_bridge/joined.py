@@ -14,12 +14,12 @@ from memsaver.common.device_ids import place_of
 from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
-from trainer_bridge.consensus import group_consensus
-from trainer_bridge.derived import LowRank
 from trainer_bridge.errors import SyncError
-from trainer_bridge.plan import torch_dtype
-from trainer_bridge.session import WeightSync
-from trainer_bridge.transport.routes import Transport
+from trainer_bridge.sync.consensus import group_consensus
+from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.plan import torch_dtype
+from trainer_bridge.sync.transport.routes import Transport
+from trainer_bridge.sync.weight_sync import WeightSync
 
 SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
 

@@ -12,8 +12,8 @@ from memsaver import MemorySaver, attach
 from rollout.model.params import Group
 from rollout.tags import WEIGHTS_SHADOW
 from rollout.types import ParamSlice, WeightLayout, WeightOffer
-from rollout.update import WeightUpdate
-from rollout.weights import WeightStore
+from rollout.weights.store import WeightStore
+from rollout.weights.update import WeightUpdate
 from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 

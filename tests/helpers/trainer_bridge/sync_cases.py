@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from rollout.model.params import Group
 from tests.helpers.trainer_bridge.hooked import STAGES
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, parameters
-from trainer_bridge.sources import SourceShard, local_box
+from trainer_bridge.sync.shards import SourceShard, local_box
 
 LORA_RANK, SCALE = 2, 0.5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

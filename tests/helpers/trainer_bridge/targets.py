@@ -13,7 +13,6 @@ from torch import Tensor
 
 import memsaver
 from memsaver.common.device_ids import place_of
-from rollout.boxes import write_boxes
 from rollout.types import (
     CommitReceipt,
     Manifest,
@@ -24,12 +23,13 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
+from rollout.weights.message_writer import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
-from trainer_bridge.consensus import StoreConsensus
-from trainer_bridge.derived import LowRank
-from trainer_bridge.plan import torch_dtype
-from trainer_bridge.session import WeightSync
-from trainer_bridge.sources import SourceShard
+from trainer_bridge.sync.consensus import StoreConsensus
+from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.plan import torch_dtype
+from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.weight_sync import WeightSync
 
 UNTOUCHED = 0xA5
 

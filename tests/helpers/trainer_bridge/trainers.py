@@ -18,8 +18,8 @@ from torch import Tensor
 from rollout.protocols import SyncTarget
 from tests.helpers.peers import Peer, server
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
-from trainer_bridge.session import WeightSync
-from trainer_bridge.sources import fsdp_shards
+from trainer_bridge.sync.shards import fsdp_shards
+from trainer_bridge.sync.weight_sync import WeightSync
 
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
 Shapes = Mapping[str, tuple[int, ...]]

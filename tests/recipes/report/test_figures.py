@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from memsaver import Event
-from recipes.history import levels, one_step, stages_between, wake_up
-from recipes.report import learning, memory, tables, timing
-from recipes.report.chart import VARIABLES, Chart, Tip, draw_chart
-from recipes.report.page import FOLDER
-from recipes.report.reading import RunRecord, read_run
+from recipes.watch.history import levels, one_step, stages_between, wake_up
+from recipes.watch.report import learning, memory, tables, timing
+from recipes.watch.report.chart import VARIABLES, Chart, Tip, draw_chart
+from recipes.watch.report.page import FOLDER
+from recipes.watch.report.reading import RunRecord, read_run
 from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.runs import Row
 

@@ -14,9 +14,9 @@ from memsaver.common.device_ids import place_of
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.small import full, shards, whole
-from trainer_bridge.session import WeightSync
-from trainer_bridge.transport import ipc
-from trainer_bridge.transport.mapping import mapped
+from trainer_bridge.sync.transport import ipc
+from trainer_bridge.sync.transport.mapping import mapped
+from trainer_bridge.sync.weight_sync import WeightSync
 
 LAYOUT = whole("bfloat16")
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.common.strided import row_major
-from rollout.boxes import write_boxes
-from trainer_bridge.ops.cast_copy import CastCopy
-from trainer_bridge.placements import placements
-from trainer_bridge.plan import Copy
-from trainer_bridge.transport.messages import messages
-from trainer_bridge.transport.staging import Packing, Unpacking
+from rollout.weights.message_writer import write_boxes
+from trainer_bridge.sync.cast_copy import CastCopy
+from trainer_bridge.sync.plan import Copy
+from trainer_bridge.sync.rows import placements
+from trainer_bridge.sync.transport.messages import messages
+from trainer_bridge.sync.transport.staging import Packing, Unpacking
 
 
 @st.composite

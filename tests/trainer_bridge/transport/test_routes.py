@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transport import wire as wire_module
-from trainer_bridge.transport.mapping import obstacle
-from trainer_bridge.transport.routes import choose, transports
-from trainer_bridge.transport.wire import make_wire
+from trainer_bridge.sync.transport import wire as wire_module
+from trainer_bridge.sync.transport.mapping import obstacle
+from trainer_bridge.sync.transport.routes import choose, transports
+from trainer_bridge.sync.transport.wire import make_wire
 
 HERE = socket.gethostname()
 PAIRS = [(0, 0), (1, 0), (1, 1), (2, 1)]

@@ -1,0 +1,180 @@
+"""`load`: a YAML file and dotlist overrides become a checked `Recipe`, or one line that says what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from recipes.errors import RecipeError, one_line
+from recipes.recipe import FieldError, Recipe, schema
+from recipes.recipe.idle import idle_keys
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies `key=value` overrides.
+
+    `path` is a YAML file, with or without its ending; a name that is no file is looked up among the packaged recipes.
+    Every mistake raises RecipeError with one line: file, key, value, rule, remedy.
+    """
+    file = find_recipe(path)
+    merged = OmegaConf.create({})
+    for layer, source in _layers(file, overrides):
+        _check_keys(OmegaConf.to_container(layer, resolve=False), Recipe, "", source)
+        merged = _merge(merged, layer, source)
+    recipe = _construct(Recipe, _typed(merged, file.name), "", file.name)
+    _check_effect(recipe, overrides)
+    return recipe
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe of that name."""
+    given = Path(path)
+    yaml = given.name + ".yaml"
+    for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
+        if candidate.is_file():
+            return candidate
+    packaged = packaged_recipes()
+    close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise RecipeError(f"recipe={path}: no such file; {hint}packaged recipes: {', '.join(packaged)}")
+
+
+def packaged_recipes() -> list[str]:
+    """Names that `load` takes without a file."""
+    return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as resolved, in YAML; `load` of a file with this text gives an equal recipe."""
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(recipe))))
+
+
+def _literal(value: Any) -> Any:
+    """Texts with `${` in them are what they are, no references to other keys."""
+    if isinstance(value, dict):
+        return {key: _literal(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value)
+    return value
+
+
+def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]]:
+    """The file, then each override, as untyped mappings with the words to call them by."""
+    try:
+        content = OmegaConf.load(file)
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file.name}: is not readable as YAML: {one_line(error)}; correct the file") from None
+    if not isinstance(content, DictConfig):
+        raise RecipeError(f"{file.name}: must be a mapping of keys to values; write it as 'key: value' lines")
+    layers = [(content, file.name)]
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key or not all(key.split(".")):
+            raise RecipeError(
+                f"{schema.shown(override)}: is not an override; write it as key=value, for example steps=3"
+            )
+        try:
+            layers.append((OmegaConf.from_dotlist([override]), "command line"))
+        except (YAMLError, OmegaConfBaseException) as error:
+            text = f"{schema.shown(override)}: bad value: {one_line(error)}; quote it"
+            raise RecipeError(f"command line: {text}") from None
+    return layers
+
+
+def _merge(base: Any, layer: DictConfig, source: str) -> Any:
+    try:
+        return OmegaConf.unsafe_merge(base, layer)
+    except (OmegaConfBaseException, TypeError) as error:
+        raise RecipeError(f"{source}: {one_line(error)}; correct the value") from None
+
+
+def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
+    """Every key is a field of `cls`, every section a mapping."""
+    known = schema.section_fields(cls)
+    for key, value in values.items():
+        full = f"{prefix}{key}"
+        if key not in known:
+            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}")
+        if dataclasses.is_dataclass(known[key]):
+            if not isinstance(value, Mapping):
+                names = ", ".join(schema.section_fields(known[key]))
+                text = f"{full}={schema.shown(value)}: must be a section; set {full}.KEY, KEY one of {names}"
+                raise RecipeError(f"{source}: {text}")
+            _check_keys(value, known[key], f"{full}.", source)
+
+
+def _suggest(key: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(prefix + name for name in known)}"
+
+
+@cache
+def _template() -> Any:
+    """Keys, types and defaults; slow to make."""
+    return OmegaConf.structured(Recipe)
+
+
+def _typed(merged: DictConfig, source: str) -> Any:
+    """The values as the schema's types, interpolations resolved."""
+    try:
+        typed = OmegaConf.merge(_template(), merged)
+        missing = sorted(OmegaConf.missing_keys(typed))
+        values = OmegaConf.to_container(typed, resolve=True)
+    except OmegaConfBaseException as error:
+        key = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
+        while key not in schema.leaves() and "." in key:  # of a free mapping: the whole mapping
+            key = key.rpartition(".")[0]
+        text = f"{key}={_written(merged, key)}: must be {schema.in_words(key)}; {schema.remedy(key)}"
+        raise RecipeError(f"{source}: {text}") from None
+    except (RecursionError, OverflowError) as error:
+        raise RecipeError(f"{source}: {one_line(error)}; write plain values, without ${{...}}") from None
+    if missing:
+        raise RecipeError(f"{source}: {missing[0]}: is required and has no value; {schema.remedy(missing[0])}")
+    return values
+
+
+def _written(merged: DictConfig, key: str) -> str:
+    """The value as written, interpolations unresolved."""
+    value: Any = OmegaConf.to_container(merged, resolve=False)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return schema.shown(value)
+
+
+def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
+    """Builds the dataclasses from the inside out, giving a broken rule its full key."""
+    hints = schema.section_fields(cls)
+    assert isinstance(values, Mapping)
+    built = {
+        key: _construct(hints[key], value, f"{prefix}{key}.", source) if dataclasses.is_dataclass(hints[key]) else value
+        for key, value in values.items()
+    }
+    try:
+        return cls(**built)
+    except FieldError as error:
+        text = f"{prefix}{error.name}={schema.shown(error.value)}: {error.rule}; {error.remedy}"
+        raise RecipeError(f"{source}: {text}") from None
+
+
+def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """What is typed for this run has an effect; taking a value away, by null, need not have one."""
+    idle = idle_keys(recipe)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for prefix, (why, remedy) in idle.items():
+            if value != "null" and f"{key}.".startswith(f"{prefix}."):
+                text = f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
+                raise RecipeError(f"command line: {text}")

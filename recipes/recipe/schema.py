@@ -1,0 +1,84 @@
+"""The keys of a recipe, read from its sections: their types in a user's words, and a value that each takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from omegaconf import MISSING
+
+from recipes.recipe.recipe import Recipe
+
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list[int]: "a list of integers, as [2, 3]",
+    list[str]: "a list of words, as [params, optim]",
+}
+_GOOD = {"steps": "steps=3", "task.name": "task.name=toy", "model.config": "model.config.model_type=qwen3"}
+
+
+@cache
+def section_fields(cls: type) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    return typing.get_type_hints(cls)
+
+
+@cache
+def leaves() -> dict[str, Any]:
+    """Full key -> its type, of every key that takes a value, in order."""
+    return dict(_keys(Recipe, ""))
+
+
+def _keys(cls: type, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, hint in section_fields(cls).items():
+        key = f"{prefix}{name}"
+        section = dataclasses.is_dataclass(hint) and isinstance(hint, type)
+        found += _keys(hint, f"{key}.") if section else [(key, hint)]
+    return found
+
+
+def in_words(key: str) -> str:
+    """What a key takes."""
+    hint = leaves().get(key)
+    if isinstance(hint, types.UnionType):
+        inner = [_WORDS.get(part, "a section of keys") for part in typing.get_args(hint) if part is not type(None)]
+        return " or ".join([*inner, "null"])
+    return _WORDS.get(hint, "a section of keys")
+
+
+def remedy(key: str) -> str:
+    """`set key=value`, with the default where there is one."""
+    if key not in leaves():
+        return f"set {key}.KEY=VALUE"
+    return f"set {_GOOD.get(key) or f'{key}={shown(_default(key))}'}"
+
+
+def _default(key: str) -> Any:
+    hint: Any = Recipe
+    for part in key.split("."):
+        owner, name = hint, part
+        hint = section_fields(owner)[part]
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    assert default is not MISSING, f"{key} has no default; name a value in _GOOD"
+    return default
+
+
+def shown(value: Any, limit: int = 120) -> str:
+    """A value on one line, as an override takes it back if it is short enough."""
+    if isinstance(value, list) and all(isinstance(each, str | int) for each in value):
+        text = f"[{','.join(map(str, value))}]"
+    elif value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    else:
+        text = str(dict(value) if isinstance(value, Mapping) else value)
+    text = " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "''"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

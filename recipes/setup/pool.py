@@ -1,0 +1,97 @@
+"""How large an engine's KV pool becomes, and whether the model can be kept as the recipe wants it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from memsaver.common.rounding import round_up
+from recipes.errors import RecipeError, one_line
+from recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache import KVLayout
+    from rollout.model.config import ModelConfig
+
+
+def pool_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
+    """Tokens that one device's pool holds: as given, or what (weights + states + pool) = fraction x the GPU's total
+    bytes leaves. Raises RecipeError for an engine that this model cannot have."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    weights, kept = rank_weights(recipe, model, dtype), rank_kept(recipe, model.hf_config, dtype)
+    tokens = recipe.engine.kv_tokens
+    if tokens is None:
+        tokens = _share(recipe, device, kept, weights)
+    _check_host_tier(recipe, kept, tokens)
+    return tokens
+
+
+def in_tokens(recipe: Recipe, tokens: int) -> str:
+    """The overrides that give the pool so many tokens."""
+    free = "" if recipe.engine.kv_tokens is not None else "engine.mem_fraction_static=null "
+    return f"{free}engine.kv_tokens={tokens}"
+
+
+def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
+    """What one rank keeps of a token. config: transformers'. RecipeError where the engine cannot."""
+    from kvcache import layout
+    from rollout.model.ranks import rank_layout
+
+    stored = recipe.engine.kv_cache_dtype
+    try:
+        kept = layout(config, stored, dtype)
+    except ValueError as error:
+        key = f"engine.kv_cache_dtype={stored}"
+        raise RecipeError(f"{key}: {one_line(error)}; set engine.kv_cache_dtype=auto") from None
+    return rank_layout(kept, recipe.engine.tensor_parallel_size)
+
+
+def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes of one rank's weights; all take the same. RecipeError for ranks that cannot be."""
+    from rollout.model.ranks import rank_groups
+    from rollout.weights.store import arena_nbytes
+
+    size = recipe.engine.tensor_parallel_size
+    try:
+        return arena_nbytes(rank_groups(model, 0, size), dtype)
+    except ValueError as error:
+        key = "engine.tensor_parallel_size"
+        raise RecipeError(f"{key}={size}: {one_line(error)}; set {key}=1") from None
+
+
+def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
+    engine = recipe.engine
+    key = f"engine.mem_fraction_static={engine.mem_fraction_static}"
+    if device == "cpu":
+        rule = "is a share of a GPU's memory, and device=cpu here"
+        raise RecipeError(f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}")
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    states = (engine.max_running + 1) * kept.state_bytes  # of linear layers; a slot more, for padding
+    assert engine.mem_fraction_static is not None
+    left = int(engine.mem_fraction_static * total) - weights - states
+    tokens = (left // kept.bytes_per_token // engine.page_size - 1) * engine.page_size  # a page is padding
+    if tokens >= engine.page_size:
+        return tokens
+    who = "the weights and states" if states else "the weights alone"
+    least = (weights + states + 2 * engine.page_size * kept.bytes_per_token) / total
+    larger = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
+    remedy = larger if least < 0.98 else "set engine.tensor_parallel_size higher, or take a smaller model"
+    raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
+
+
+def _check_host_tier(recipe: Recipe, kept: KVLayout, tokens: int) -> None:
+    ratio, page = recipe.engine.host_to_device_ratio, recipe.engine.page_size
+    if not ratio:
+        return
+    key = "engine.host_to_device_ratio"
+    if kept.pool not in ("mha", "mla") or kept.sliding_window is not None:
+        rule = "pages of this model are not all that a sequence is made of (sliding windows or linear layers)"
+        raise RecipeError(f"{key}={ratio}: {rule}; set {key}=0")
+    if int(ratio * tokens) < page:
+        raise RecipeError(f"{key}={ratio}: {tokens} tokens times it hold no page of {page} tokens; set {key}=1")

@@ -1,0 +1,179 @@
+"""From a recipe to what a run needs: device, model, tokenizer, task, pool size, checked against each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memsaver.common.rounding import round_up
+from recipes.errors import RecipeError, one_line, writable
+from recipes.recipe import LoraSection, ModelSection, Recipe
+from recipes.recipe.shapes import random_model_fields
+from recipes.recipe.sides import LORA_MODULES
+from recipes.setup.fetch import find_model
+from recipes.setup.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
+from recipes.setup.pool import in_tokens, pool_tokens
+from recipes.tasks import Problem, Task, make_task
+
+if TYPE_CHECKING:
+    from rollout.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A recipe that can run here."""
+
+    recipe: Recipe
+    task: Task
+    tokenizer: Any
+    model_dir: Path
+    device: str  # cpu or cuda:N
+    kv_tokens: int
+    max_request_tokens: int  # longest prompt and answer
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        return encode_prompt(self.tokenizer, problem.question, self.recipe.task.system_prompt)
+
+
+def prepare(recipe: Recipe, run_dir: Path) -> Setup:
+    """Checks the recipe against this machine, then describes its random model, if it has one, in `run_dir`/model.
+
+    Raises RecipeError before anything is written.
+    """
+    device = resolve_device(recipe)
+    _check_packages(recipe)
+    task = make_task(recipe.task, recipe.eval.also_digits)
+    _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
+    with described_model(recipe, task) as (model_dir, tokenizer):
+        model = _model_config(recipe, model_dir)
+        _check_lora(recipe.lora, model_dir)
+        longest = longest_prompt(recipe, task, tokenizer)
+        kv_tokens = pool_tokens(recipe, device, model)
+        _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
+        if recipe.model.path is None:
+            with writable(f"--run-dir {run_dir}"):
+                model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
+    return Setup(
+        recipe=recipe,
+        task=task,
+        tokenizer=tokenizer,
+        model_dir=model_dir,
+        device=device,
+        kv_tokens=kv_tokens,
+        max_request_tokens=longest + recipe.sampling.max_tokens,
+    )
+
+
+def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
+    """Tokens."""
+    return max(len(encode_prompt(tokenizer, each.question, recipe.task.system_prompt)) for each in task.problems())
+
+
+@contextmanager
+def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
+    """The model's directory and its tokenizer; a random model is described in a directory that ends with the block."""
+    if recipe.model.path is not None:
+        directory = find_model(recipe.model.path)
+        yield directory, load_tokenizer(directory)
+        return
+    if not task.words:
+        rule = "a random model has no tokenizer for it"
+        raise RecipeError(f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = toy_tokenizer(list(task.words))
+        describe_random_model(random_model_fields(recipe.model), tokenizer, Path(folder))
+        yield Path(folder), tokenizer
+
+
+def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
+    from rollout.model.loading import load_model_config
+
+    try:
+        return load_model_config(model_dir)
+    except ValueError as error:
+        key = _model_key(recipe.model)
+        text = one_line(error).removeprefix(f"{model_dir}: ")
+        raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
+
+
+def _model_key(model: ModelSection) -> str:
+    """The key to name in an error about the model."""
+    if model.path is not None:
+        return f"model.path={model.path}"
+    return "model.config" if model.shape is None else f"model.shape={model.shape}"
+
+
+def _check_lora(section: LoraSection, model_dir: Path) -> None:
+    """Its layers are the model's."""
+    if not section.rank:
+        return
+    from trainer_bridge.training.model import linear_layer_names
+
+    there = linear_layer_names(str(model_dir))
+    if missing := [name for name in section.target_modules if name not in there]:
+        remedy = f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
+        listed = ",".join(section.target_modules)
+        rule = f"the model has no layers {', '.join(missing)}"
+        raise RecipeError(f"lora.target_modules=[{listed}]: {rule}; {remedy}")
+
+
+def resolve_device(recipe: Recipe) -> str:
+    """`cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
+    import torch
+
+    count = torch.cuda.device_count()
+    _check_devices(recipe, count if recipe.device != "cpu" else 0)
+    if recipe.device == "auto":
+        return "cuda:0" if count else "cpu"
+    if recipe.device == "cpu":
+        return "cpu"
+    index = int(recipe.device.partition(":")[2] or 0)
+    if index >= count:
+        raise RecipeError(f"device={recipe.device}: torch sees {count} GPUs here; set device=auto")
+    return f"cuda:{index}"
+
+
+def _check_devices(recipe: Recipe, gpus: int) -> None:
+    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device is two processes."""
+    each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
+    if gpus and each > gpus:
+        raise RecipeError(f"{key}={each}: torch sees {gpus} GPUs here; set {key}={gpus}")
+
+
+def _check_packages(recipe: Recipe) -> None:
+    needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
+    needed.append(("model", "transformers", "models"))
+    for key, module, extra in needed:
+        if importlib.util.find_spec(module) is None:
+            raise RecipeError(f"{key}: needs the package {module}; run: pip install 'memsaver[{extra}]'")
+
+
+def _check_prompts(recipe: Recipe, there: int) -> None:
+    """A step's prompts are different problems."""
+    wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
+    if wanted > there:
+        raise RecipeError(f"{key}={wanted}: the task has {there} training problems; set {key}={there}")
+
+
+def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context: int | None) -> None:
+    answer = recipe.sampling.max_tokens
+    need = longest_prompt + answer
+    if context is not None and need > context:
+        rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
+        remedy = (
+            f"set sampling.max_tokens={context - longest_prompt}" if context > longest_prompt else "shorten prompts"
+        )
+        raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
+    page = recipe.engine.page_size
+    rounded = round_up(need, page)
+    if rounded > kv_tokens:
+        key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
+        rule = f"the KV pool of {kv_tokens} tokens is too small for one request of {longest_prompt} + {answer} tokens"
+        remedy = f"set {in_tokens(recipe, rounded)} or more"
+        raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule} in pages of {page}; {remedy}")

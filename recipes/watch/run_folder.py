@@ -1,0 +1,251 @@
+"""The folder of one run: what was asked, what came out, and where to continue.
+
+recipe.yaml     the recipe as resolved, readable by `load`
+metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
+trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
+environment.json  date, host, GPUs and versions
+reward.png, memory.png
+restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
+checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
+model/          config and tokenizer of a random model, where the recipe makes one
+.lock           while a run is at work in it
+
+What is replaced is replaced as a whole, and is on the disk then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memsaver.common.files import replace_text
+from memsaver.common.timeline import Timeline
+from recipes.errors import RecipeError, RunError, one_line
+from recipes.recipe import Recipe
+from recipes.recipe.loading import recipe_text
+from recipes.watch.environment import describe_environment
+
+if TYPE_CHECKING:
+    from memsaver import Event
+
+Row = dict[str, Any]
+LOCK = ".lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
+
+
+@contextlib.contextmanager
+def claimed(path: Path, new: bool = False) -> Iterator[None]:
+    """Inside, no other process runs in this folder, which is made; at the end it goes if nothing came into it.
+
+    new: it must not be there yet (`FileExistsError`). `RecipeError`: a run is at work in it, or it cannot be made.
+    """
+    made = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=not new)
+        lock = _lock(path)
+    except FileExistsError:
+        if new:
+            raise
+        raise RecipeError(f"--run-dir {path}: is a file, or below a file; give another folder") from None
+    except OSError as error:
+        raise RecipeError(f"--run-dir {path}: {error.strerror}; give a folder that can be written") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (path / LOCK).unlink()
+            if made:
+                path.rmdir()
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the folder's lock while it is open."""
+    while True:
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            path.mkdir(exist_ok=True)  # who gave it back a moment ago removed it
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(lock, 100).decode(errors="replace").strip()
+            os.close(lock)
+            raise RecipeError(f"{path}: {owner or 'a run'} is at work in it; wait, or give another folder") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(lock)
+                raise
+        if _is(lock, path / LOCK):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            return lock
+        os.close(lock)  # of a run that has ended since
+
+
+def _is(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+class RunFolder:
+    """Owner of the files above. Rows, spans and events are kept in memory too, for the trace and the pictures."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.spans: list[tuple[str, float, float]] = []
+        self.events: dict[str, list[Event]] = {}  # by owner: trainer, rollout
+        self._latest = path / "checkpoints" / "latest"
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        if (path / "metrics.jsonl").exists():
+            raise RecipeError(f"--run-dir {path}: already holds a run; use --resume {path}, or another folder")
+        if any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
+            rule = "is in a job's working_dir, which Ray deletes"
+            raise RecipeError(f"--run-dir {path}: {rule}; give a folder on shared storage")
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """A new folder; one that already holds a run is refused."""
+        cls.refuse_used(path)
+        folder = cls(path)
+        with folder.writing("the run's folder"):
+            path.mkdir(parents=True, exist_ok=True)
+            folder._describe(recipe)
+            (path / "metrics.jsonl").touch()
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """An earlier run, cut back to its last checkpoint, or to its start where there is none yet.
+
+        Later rows are dropped, they will be computed again; the trace of the session that ended is kept beside.
+        """
+        folder = cls(path)
+        with folder.writing("the run's folder"):
+            folder._cut_back()
+            folder._describe(recipe)
+        return folder
+
+    def _cut_back(self) -> None:
+        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
+        rows = [json.loads(line) for line in _complete_lines(self.path / "metrics.jsonl")]
+        self.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
+        replace_text(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+        for name in ("trace.json", "memory.png", "environment.json"):
+            if (self.path / name).exists():  # of the session that ended here
+                (self.path / name).rename(_free_name(self.path / name, step))
+
+    def _describe(self, recipe: Recipe) -> None:
+        replace_text(self.path / "recipe.yaml", recipe_text(recipe))
+        replace_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+
+    def add_row(self, row: Row) -> None:
+        self.rows.append(row)
+        self._append("metrics.jsonl", row)
+
+    def add_restart(self, number: int, cause: str) -> None:
+        """The run goes on by itself for the `number`-th time, from its last checkpoint."""
+        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
+        restart = {"time": time.time(), "restart": number, "after_step": step, "cause": cause}
+        self._append("restarts.jsonl", restart)
+
+    def _append(self, name: str, row: Row) -> None:
+        """A half line is dropped when the run goes on."""
+        with self.writing(name), (self.path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @contextlib.contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """`RunError` where the disk takes no more inside, or a file cannot be read."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}") from error
+
+    def add_span(self, name: str, start: float, end: float) -> None:
+        """A stage, in time.time() seconds."""
+        self.spans.append((name, start, end))
+
+    def add_events(self, owner: str, events: Iterable[Event]) -> None:
+        self.events.setdefault(owner, []).extend(events)
+
+    def last_checkpoint_step(self) -> int:
+        """Updates that the newest complete checkpoint holds; RecipeError where there is none."""
+        return int(self.last_checkpoint().name.removeprefix("step_"))
+
+    def has_checkpoint(self) -> bool:
+        return self._latest.is_file()
+
+    def how_to_go_on(self) -> str:
+        if self.has_checkpoint():
+            return f"go on with: memsaver run --resume {shlex.quote(str(self.path.absolute()))}"
+        return "start again: there is no checkpoint yet"
+
+    def last_checkpoint(self) -> Path:
+        if not self.has_checkpoint():
+            raise RecipeError(f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10")
+        return self._latest.parent / self._latest.read_text().strip()
+
+    def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
+        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old ones go."""
+        folder = self.path.resolve() / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        write(folder / f"step_{step}")
+        replace_text(folder / "latest", f"step_{step}\n")
+        names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
+        steps = sorted(int(name) for name in names if name.isdigit())
+        for old in [number for number in steps if number <= step][:-keep]:
+            shutil.rmtree(folder / f"step_{old}")
+
+    def write_trace(self) -> None:
+        timeline = Timeline()
+        for name, start, end in self.spans:
+            timeline.span(name, start, end, process="stages")
+        for owner, events in self.events.items():
+            for event in sorted(events, key=lambda item: item.time):
+                start = event.time - event.seconds
+                sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
+                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, **sizes)
+                timeline.counter(event.tag, event.time, {"committed": event.committed_bytes}, process=owner)
+        timeline.write(self.path / "trace.json")
+
+    def write_pictures(self) -> str | None:
+        """Draws both pictures; returns a sentence instead where matplotlib is missing."""
+        try:
+            from recipes.watch import plots
+        except ImportError as error:
+            return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
+        if self.rows:
+            plots.draw_reward(self.rows, self.path / "reward.png")
+        if self.spans:
+            plots.draw_memory(self.spans, self.events, self.path / "memory.png")
+        return None
+
+
+def _complete_lines(file: Path) -> list[str]:
+    """Lines that end in a newline: a killed run may leave half a line."""
+    text = file.read_text() if file.is_file() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _free_name(file: Path, step: int) -> Path:
+    number = 1
+    while (target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")).exists():
+        number += 1
+    return target

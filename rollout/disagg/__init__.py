@@ -1,0 +1,20 @@
+"""Prefill and decode in two engines, in processes of their own and of any tensor-parallel sizes."""
+
+from rollout.disagg.decode import DecodeEngine, SplitStats
+from rollout.disagg.line import accept, dial
+from rollout.disagg.prefill import PrefillEngine
+from rollout.disagg.transport import GroupReader, GroupWriter, MappedReader, MappedWriter, Reader, Writer
+
+__all__ = [
+    "DecodeEngine",
+    "GroupReader",
+    "GroupWriter",
+    "MappedReader",
+    "MappedWriter",
+    "PrefillEngine",
+    "Reader",
+    "SplitStats",
+    "Writer",
+    "accept",
+    "dial",
+]

@@ -1,0 +1,152 @@
+"""The engine's KV cache: the pool that the model's layers ask for, and its bookkeeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcache import (
+    BlockManager,
+    DoubleSparseTokenToKVPool,
+    HybridReqToTokenPool,
+    KVAllocator,
+    KVCacheConfig,
+    KVLayout,
+    KVPool,
+    MambaPool,
+    PagedTokenToKVPoolAllocator,
+    RadixCache,
+    ReqToTokenPool,
+    SWAKVPool,
+    SWATokenToKVPoolAllocator,
+    layout,
+    pages_across,
+)
+from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from memsaver import MemorySaver
+from rollout.config import EngineConfig
+from rollout.model.config import ModelConfig
+from rollout.model.ranks import rank_layout
+from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.tiered_blocks import TieredBlocks
+from rollout.tags import KV_CACHE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are outside of every tag.
+
+    states: of the linear layers, a slot a request; None for a model without such layers.
+    """
+
+    layout: KVLayout
+    pool: KVPool
+    states: MambaPool | None
+    table: ReqToTokenPool
+    blocks: BlockManager
+    sparsity: DoubleSparsity | None
+
+    @classmethod
+    def build(
+        cls, model: ModelConfig, config: EngineConfig, max_context_len: int, dtype: torch.dtype, saver: MemorySaver
+    ) -> Cache:
+        kept = rank_layout(layout(model.hf_config, config.kv_cache_dtype, dtype), config.tensor_parallel_size)
+        _check_dtype(kept, config)
+        window_size = window_tokens(kept, config)
+        size: dict[str, Any] = {"size": config.kv_tokens, "page_size": config.page_size, "device": saver.device}
+        if config.double_sparsity is None:
+            pool = kept.build(**size, window_size=window_size, saver=saver, tag=KV_CACHE)
+        else:
+            pool = _sparse_pool(kept, config.double_sparsity, size, saver)
+        states: MambaPool | None = None
+        if kept.pool == "hybrid_linear":
+            states = kept.build_states(size=config.max_running, device=saver.device, saver=saver)
+            table: ReqToTokenPool = HybridReqToTokenPool(config.max_running, max_context_len, saver.device, states)
+        else:
+            table = ReqToTokenPool(config.max_running, max_context_len, saver.device)
+        allocator: KVAllocator
+        if isinstance(pool, SWAKVPool) and window_size is not None:
+            allocator = SWATokenToKVPoolAllocator(config.kv_tokens, window_size, config.page_size, saver.device)
+            pool.register_mapping(allocator.full_to_swa_index_mapping)
+        else:
+            allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, saver.device)
+        blocks = BlockManager(table, allocator, pool, kept.sliding_window)
+        return cls(layout=kept, pool=pool, states=states, table=table, blocks=blocks, sparsity=config.double_sparsity)
+
+    def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
+        """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe: states and windows
+        of a prefix are gone when its sequence ends, and double sparsity decodes otherwise than it prefills."""
+        pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
+        safe = pages_tell_all and self.sparsity is None
+        if config.tiers is not None:
+            if not safe:
+                raise ValueError(
+                    "tiers need full or latent attention in every layer and no double sparsity: elsewhere pages are "
+                    "not all that a sequence is made of; leave tiers out"
+                )
+            return TieredBlocks(self.blocks, config.tiers)
+        return PrefixBlocks(self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on the host."""
+        return self.layout.dtype != FP4_DTYPE
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a query sees in every layer; None: all, or not the same in all layers (see `sliding`)."""
+        return None if self.sliding else self.layout.sliding_window
+
+    @property
+    def sliding(self) -> tuple[int, Tensor] | None:
+        """Of sliding layers with a pool of their own: the window, and slot -> slot of that pool, int64."""
+        allocator = self.blocks.allocator
+        if self.layout.sliding_window is None or not isinstance(allocator, SWATokenToKVPoolAllocator):
+            return None
+        return self.layout.sliding_window, allocator.full_to_swa_index_mapping
+
+    def on_resume(self) -> None:
+        """After every resume of the tag: contents are undefined but for what padded tokens read."""
+        self.pool.on_resume()
+        if self.states is not None:
+            self.states.on_resume()
+
+
+def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:
+    if kept.dtype not in (kept.model_dtype, *FP8_DTYPES, FP4_DTYPE):
+        raise ValueError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} with a model in {kept.model_dtype} is not supported; "
+            f"use 'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"
+        )
+
+
+def _sparse_pool(
+    kept: KVLayout, sparsity: DoubleSparsity, size: dict[str, Any], saver: MemorySaver
+) -> DoubleSparseTokenToKVPool:
+    if set(kept.kinds) != {"full"}:
+        raise ValueError(
+            f"double_sparsity needs full attention in every layer, the model has {sorted(set(kept.kinds))}"
+        )
+    sparsity.check(len(kept.kinds), *kept.rows["k"])
+    pool_config = kept.token_config(num_layers=len(kept.kinds), **size)
+    assert isinstance(pool_config, KVCacheConfig)
+    return DoubleSparseTokenToKVPool(pool_config, sparsity.heavy_channel_num, saver, KV_CACHE)
+
+
+def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
+    """Size of the pool of sliding layers, None where there is none; ValueError where one is asked for in vain."""
+    if kept.pool != "swa" or kept.sliding_window is None:
+        if config.window_tokens is not None:
+            raise ValueError(
+                f"window_tokens={config.window_tokens} is for models that mix full and sliding layers; leave it out"
+            )
+        return None
+    if config.window_tokens is not None:
+        return config.window_tokens
+    page = config.page_size
+    pages = config.max_running * pages_across(kept.sliding_window, page) + -(-config.max_prefill_tokens // page)
+    return min(config.kv_tokens, pages * page)

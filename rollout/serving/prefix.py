@@ -1,0 +1,186 @@
+"""Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the same pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
+from kvcache.pools.token import TokenPool
+from kvcache.radix.node import RadixNode
+from kvcache.tiers import Transfer
+from rollout.serving.preemption import Swapped
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a sequence has locked of the cache: the first `length` of its tokens, computed under `version`."""
+
+    node: RadixNode
+    length: int
+    version: int
+
+
+class PrefixBlocks:
+    """What the scheduler asks of a BlockManager, with beginnings kept in `cache` and found again; None keeps nothing.
+
+    A page of the cache that a running sequence shares is locked by that sequence, so that what the cache can evict is
+    exactly what eviction makes free. Versions of the cache are numbers of its own: they count definitions of the
+    weights, also those that give a version anew.
+    """
+
+    def __init__(self, blocks: BlockManager, cache: RadixCache | None) -> None:
+        self.blocks = blocks
+        self.cache = cache
+        self._held: dict[ReqHandle, _Held] = {}
+        self._format = self._pool_format()
+        self.loaded_tokens = 0  # found below the device
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """Those of the blocks; pages that the cache can evict count as available."""
+        if self.cache is None:
+            return self.blocks.ledgers
+        (ledger,) = self.blocks.ledgers
+        return (replace(ledger, available=ledger.available + self.cache.evictable_size // self.cache.page_size),)
+
+    def held_pages(self, tokens: Sequence[int]) -> int:
+        """Pages that running sequences hold and `admit` would share: it takes no available ones for them."""
+        if self.cache is None:
+            return 0
+        self._notice_format()
+        return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
+
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+        """A sequence for `tokens`, and how many of them are computed, all but the last at most; None without a row.
+
+        The pages that it found are locked from here on. swapped: what `swap_out` gave for this sample, used up.
+        """
+        if self.cache is None:
+            empty = self.blocks.admit()
+            return None if empty is None else (empty, 0)
+        self._notice_format()
+        match = self._match(tokens[:-1])
+        handle = self.blocks.admit(match.pages)
+        if handle is None:
+            return None
+        self.cache.inc_lock_ref(match.node)
+        self._held[handle] = _Held(match.node, match.length, self.cache.version)
+        return handle, match.length
+
+    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
+        """As BlockManager's; evicts from the cache what is missing."""
+        slots = self.blocks.extend(handles, new_lens)
+        if slots is not None or self.cache is None:
+            return slots
+        missing = self.blocks.pages_needed(handles, new_lens) - self.blocks.available_pages
+        self.cache.evict(missing * self.cache.page_size)
+        return self.blocks.extend(handles, new_lens)
+
+    def slide(self, handles: Sequence[ReqHandle]) -> None:
+        self.blocks.slide(handles)
+
+    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
+        """Lets later sequences find the whole pages of `tokens`, the sequence's first, now computed, while it goes on.
+        Before its first fork. Nothing happens where another sequence was faster: this one has pages of its own."""
+        if self.cache is None:
+            return
+        held = self._held[handle]
+        ids = array("i", tokens)  # converted once: that takes longer than all that the cache does with it
+        if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
+            return
+        self._insert(handle, ids, held.version)
+        match = self.cache.match_resident(ids)
+        self.cache.inc_lock_ref(match.node)
+        self.cache.dec_lock_ref(held.node)
+        self._held[handle] = replace(held, node=match.node, length=match.length)
+
+    def fork(self, handle: ReqHandle) -> ReqHandle | None:
+        child = self.blocks.fork(handle)
+        if child is not None and self.cache is not None:
+            self._held[child] = self._held[handle]
+            self.cache.inc_lock_ref(self._held[child].node)
+        return child
+
+    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
+        """Ends a sequence, whose first, computed `tokens` can be found from now on."""
+        if self.cache is None:
+            self.blocks.release(handle)
+            return
+        held = self._held.pop(handle)
+        try:
+            self._insert(handle, array("i", tokens), held.version)
+        finally:
+            self.blocks.release(handle)
+            self.cache.dec_lock_ref(held.node)
+
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+        """Before the `release` of a sequence that is to go on later: what of its computed `tokens` waits on the host;
+        None where computing them again is cheaper, or all there is."""
+        return None
+
+    def forget(self, swapped: Swapped) -> None:
+        """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
+
+    def loads(self) -> tuple[Transfer, ...]:
+        """Copies to the device under way, which a forward waits for."""
+        return ()
+
+    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
+        """See PreemptionCost.ran."""
+
+    def park(self, keep: bool) -> None:
+        """Before the pool is paused; nothing runs. keep: what is cached is worth keeping, where there is a place."""
+        self.clear()
+
+    def swapped_pages(self) -> int:
+        """Host pages that samples hold which were swapped out."""
+        return 0
+
+    def new_weights(self) -> None:
+        """From here on nothing that is in the pool is hit; what nobody uses goes first when pages are short."""
+        if self.cache is not None:
+            self.cache.raise_version(self.cache.version + 1)
+
+    def clear(self) -> None:
+        """The pool's content is gone: forgets all of it. What running sequences hold follows when they end."""
+        if self.cache is not None:
+            self.new_weights()
+            self.cache.evict(self.cache.evictable_size)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless ledger, sequences and cache agree on owners, and locks are those of sequences."""
+        if self.cache is None:
+            self.blocks.check_integrity()
+            return
+        self.cache.check_integrity()
+        pages = self.cache.pages()
+        self.blocks.check_integrity(pages)
+        shared = int((self.blocks.allocator.ref_counts(pages) > 1).sum())
+        assert shared * self.cache.page_size == self.cache.protected_size, "sequences lock other pages than they share"
+
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+        assert self.cache is not None
+        return self.cache.match_prefix(tokens)
+
+    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+        assert self.cache is not None
+        size = self.cache.page_size
+        pages = self.blocks.pages(handle)[: len(tokens) // size]
+        new = pages[self.cache.peek(tokens)[0] // size :]
+        if (self.blocks.allocator.ref_counts(new) > 1).any():
+            return  # a fork goes on with these pages without a lock: evicting them would free nothing
+        taken = self.cache.insert(tokens, pages, version=version) // size
+        self.blocks.allocator.share(pages[taken:])
+
+    def _notice_format(self) -> None:
+        """Rows that are stored as fp8 mean something else once the pool has other scales."""
+        if self._format != self._pool_format():
+            self._format = self._pool_format()
+            self.new_weights()
+
+    def _pool_format(self) -> tuple[object, ...]:
+        pool = self.blocks.pool
+        return pool.format() if isinstance(pool, TokenPool) else ()

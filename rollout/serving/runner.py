@@ -1,0 +1,173 @@
+"""Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcache.allocators.base import to_device
+from kvcache.tiers import Transfer
+from memsaver import MemorySaver
+from memsaver.common.dispatch import Impl, use_triton
+from rollout.model.config import ModelConfig
+from rollout.model.decoder import DecoderWeights, forward
+from rollout.model.mixers.base import Batch, Parts, Sliding
+from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.parallel import TensorParallel
+from rollout.serving.graphs import DecodeGraphs
+from rollout.serving.kv_setup import Cache
+from rollout.serving.sampler import SamplingBatch, likeliest, sample
+from rollout.serving.samples import Sample, Step
+from rollout.weights.store import WeightStore
+
+_Plan = Callable[[int | None, Tensor | None], AttentionPlan]
+"""(window, mapping) -> how attention finds the tokens: see `plan_attention`."""
+
+
+class ModelRunner:
+    """The computing half of the engine. Keeps no state of requests."""
+
+    def __init__(
+        self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl, ranks: TensorParallel
+    ) -> None:
+        self.config = config
+        self._ranks = ranks
+        self.device = cache.table.device
+        self._weights = DecoderWeights.of(store, config)
+        parts = Parts(config, store, cache, attention, ranks)
+        self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
+        self._cache, self._table = cache, cache.table
+        self._window, self._sliding = cache.window, cache.sliding
+        self._attention = attention
+        self.graphs: DecodeGraphs | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps can be CUDA graphs."""
+        triton = use_triton(self._attention, self.device)
+        return triton and self._cache.capturable and all(mixer.capturable for mixer in self.config.mixers)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
+        """From here on decode steps of at most max(sizes) samples are graph replays."""
+        dtype = self._weights.lm_head.dtype
+        self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
+        self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> Tensor:
+        """Logits [R, vocab] in the model's dtype, valid until the next call: a row for every decode sample, then one
+        for every chunk that ends a prefill."""
+        ids, positions, ends = _pack(step)
+        if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
+            for load in step.loads:
+                load.wait()
+            return self.graphs.replay(ids, positions, _rows(step))
+        slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
+        shape = _shape(step)
+        table = self._table.req_to_token
+        parts = (ids, positions, ends, shape.rows)
+        at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
+        batch = self._batch(
+            at[1],
+            torch.cat(slots),
+            at[3],
+            lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
+            shape,
+            step.loads,
+        )
+        part = F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        return self._ranks.join(part, self.config.vocab_size)
+
+    def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
+        """One token of each request, from device tensors alone: what a graph records."""
+        table = self._table.req_to_token
+        slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
+        batch = self._batch(
+            positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
+        )
+        hidden, head = self._hidden(ids, batch), self._weights.lm_head
+        if self._ranks.size == 1:
+            torch.mm(hidden, head.t(), out=logits)
+        else:
+            logits.copy_(self._ranks.join(F.linear(hidden, head), self.config.vocab_size))
+
+    def _batch(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        plan: _Plan,
+        shape: BatchShape | None,
+        loads: Sequence[Transfer] = (),
+    ) -> Batch:
+        sliding = None
+        if self._sliding is not None:
+            window, mapping = self._sliding
+            sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
+        of_all = plan(self._window, None)
+        return Batch(
+            positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding, loads=loads
+        )
+
+    def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
+        """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
+        return forward(self._weights, self.mixers, ids, batch, self.config, self._ranks)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
+        """The next token of each sample, from its row of the logits, and its log-probability."""
+        batch = SamplingBatch.build(
+            temperature=[each.params.temperature for each in samples],
+            top_k=[each.params.top_k for each in samples],
+            top_p=[each.params.top_p for each in samples],
+            counters=[(each.seed, each.index, len(each.output)) for each in samples],
+            device=self.device,
+        )
+        found = sample(self._chosen(logits, rows), batch)
+        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
+        return [int(token) for token in tokens], logprobs
+
+    @torch.inference_mode()
+    def candidates(self, logits: Tensor, rows: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+        """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and log-probabilities."""
+        found = likeliest(self._chosen(logits, rows), count)
+        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
+        return [[(int(t), p) for t, p in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
+
+    def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        if list(rows) == list(range(len(logits))):
+            return logits
+        return logits[torch.tensor(rows, device=self.device)]
+
+
+def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:
+    """Token ids and positions of the packed batch, and the indices of the tokens whose logits are wanted."""
+    ids = [each.output[-1] for each in step.decode]
+    positions = [each.length - 1 for each in step.decode]
+    ends = list(range(len(ids)))
+    for chunk in step.chunks:
+        stop = chunk.start + chunk.length
+        ids += chunk.sample.tokens(chunk.start, stop)
+        positions += range(chunk.start, stop)
+        if chunk.last:
+            ends.append(len(ids) - 1)
+    return ids, positions, ends
+
+
+def _rows(step: Step) -> list[int]:
+    members = [*step.decode, *(chunk.sample for chunk in step.chunks)]
+    return [each.handle.row for each in members if each.handle is not None]
+
+
+def _shape(step: Step) -> BatchShape:
+    ends = [chunk.start + chunk.length for chunk in step.chunks]
+    return BatchShape(
+        rows=_rows(step),
+        q_lens=[1] * len(step.decode) + [chunk.length for chunk in step.chunks],
+        kv_lens=[each.length for each in step.decode] + ends,
+        num_decode=len(step.decode),
+    )

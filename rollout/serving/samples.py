@@ -1,0 +1,133 @@
+"""What the scheduler deals in: samples, chunks of their prompts, steps, and what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache import ReqHandle
+from kvcache.tiers import Transfer
+from rollout.serving.beam import BeamGroup
+from rollout.serving.preemption import Swapped
+from rollout.types import Completion, FinishReason, SamplingParams
+
+
+@dataclass(eq=False, kw_only=True)
+class Sample:
+    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it.
+
+    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole. remote: another
+    engine computes its prompt (`rollout.disagg`).
+    """
+
+    request: int
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    siblings: list[Sample] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    handle: ReqHandle | None = None
+    computed: int = 0  # leading tokens whose keys and values are in the cache
+    prefill_len: int = 0  # tokens to compute in chunks before decode starts
+    beams: BeamGroup | None = None
+    score: float | None = None
+    swapped: Swapped | None = None  # what waits on the host while the sample waits for pages
+    remote: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.request}.{self.index}"
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= self.prefill_len
+
+    def tokens(self, first: int, last: int) -> list[int]:
+        """Token ids [first, last) of prompt and answer together."""
+        split = len(self.prompt)
+        return self.prompt[first:last] + self.output[max(0, first - split) : max(0, last - split)]
+
+    def computed_tokens(self) -> list[int]:
+        """Those whose keys and values are in the cache; while it decodes all but the last."""
+        return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
+
+    def kept_tokens(self) -> list[int]:
+        """Computed ones that the prefix cache may keep: of a branch its prompt only, for dead ones free their pages."""
+        return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            token_ids=self.output,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            weight_versions=self.versions,
+            score=self.score,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Tokens [start, start + length) of a sample that is being prefilled. slots: theirs, as `extend` returned them."""
+
+    sample: Sample
+    start: int
+    length: int
+    slots: Any
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.length == self.sample.prefill_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned.
+    loads: copies that a layer's rows may still be on their way by. arriving: the rest of prompts just admitted that
+    another engine computes, no part of the forward.
+    """
+
+    decode: list[Sample]
+    decode_slots: Any
+    chunks: list[Chunk]
+    loads: tuple[Transfer, ...] = ()
+    arriving: list[Chunk] = field(default_factory=list)
+
+    @property
+    def prefilled(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decode) + self.prefilled
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """Since the engine was made. computed_tokens: put through the model, answers included; prefix_hit_tokens: prompt
+    tokens (answers of preempted samples included) that were not, because the prefix cache had them; loaded_tokens: of
+    these, those that came from host or disk. Preemptions by the way that the samples were to come back;
+    swapped_back: how many of the swapped ones went on without computing anything again."""
+
+    computed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    loaded_tokens: int = 0
+    preempted_recompute: int = 0
+    preempted_swap: int = 0
+    swapped_back: int = 0
+
+
+def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
+    """For a message."""
+    names = [sample.name for sample in samples]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

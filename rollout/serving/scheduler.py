@@ -1,0 +1,324 @@
+"""Continuous batching: which samples are computed in the next step. Policy only, no tensor is looked into."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from kvcache import Ledger, ReqHandle, pages_across
+from kvcache.tiers import Transfer
+from rollout.serving.beam import BeamGroup, Candidates
+from rollout.serving.preemption import Swapped
+from rollout.serving.samples import Chunk, Sample, Stats, Step
+from rollout.types import FinishReason, SamplingParams
+
+
+class Blocks(Protocol):
+    """What the scheduler asks of PrefixBlocks. `extend` returns the new tokens' slots, opaque but for split."""
+
+    @property
+    def ledgers(self) -> Sequence[Ledger]: ...
+    @property
+    def loaded_tokens(self) -> int: ...
+    def held_pages(self, tokens: Sequence[int]) -> int: ...
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None: ...
+    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
+    def slide(self, handles: Sequence[ReqHandle]) -> None: ...
+    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
+    def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
+    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None: ...
+    def forget(self, swapped: Swapped) -> None: ...
+    def loads(self) -> tuple[Transfer, ...]: ...
+
+
+class Scheduler:
+    """First come, first served. `running` is in order of admission; the youngest is preempted when pages run out.
+
+    A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
+    free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
+    gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
+    the front of the queue and is recomputed, its answer so far included, or goes on from pages that were swapped out.
+    What the prefix cache has of a prompt is not computed, and what it could evict counts as free.
+    """
+
+    def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:
+        self.blocks = blocks
+        self.page_size = page_size
+        self.max_running = max_running
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sample] = deque()
+        self.running: list[Sample] = []
+        self.preemptions = 0
+        self.stats = Stats()
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _needed(self, ledger: Ledger, tokens: int) -> int:
+        """Pages that a sequence holds at most while it grows to `tokens` tokens."""
+        pages = self._pages(tokens)
+        if ledger.window is None:
+            return pages
+        return min(pages, pages_across(ledger.window - 1 + min(tokens, self.max_prefill_tokens), self.page_size))
+
+    def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
+        """ValueError when a single sample could never run, even alone."""
+        for ledger in self.blocks.ledgers:
+            needed = self._needed(ledger, prompt_len + params.max_tokens - 1)
+            if needed > ledger.total:
+                kind = "KV" if ledger.name == "kv" else "window"
+                raise ValueError(
+                    f"{name} needs {needed * self.page_size} {kind} tokens (prompt {prompt_len} + max_tokens "
+                    f"{params.max_tokens}), the pool has {ledger.total * self.page_size}; "
+                    f"raise {ledger.name}_tokens or lower max_tokens"
+                    + ("" if ledger.window is None else ", or max_prefill_tokens")
+                )
+        together = self._together(prompt_len, params.max_tokens)
+        if params.beam_width > 1 and together < params.beam_width:
+            raise ValueError(
+                f"{name} has beam_width={params.beam_width}, but at most {together} samples of it run together; lower "
+                f"beam_width or max_tokens, or raise max_running={self.max_running} or the tokens of the pool"
+            )
+
+    def _together(self, prompt_len: int, max_tokens: int) -> int:
+        """How many samples that share a prompt could run to their ends together."""
+        shared = prompt_len // self.page_size
+        own = self._pages(prompt_len + max_tokens) - shared
+        group = self.max_running
+        for ledger in self.blocks.ledgers:
+            most = self._needed(ledger, prompt_len + max_tokens)
+            group = min(group, (ledger.total - min(shared, most)) // min(own, most))
+        return group
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Queue the samples of one prompt, in groups that share its prefill and could run to their ends together."""
+        group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
+        for first in range(0, len(samples), group):
+            leader, *siblings = samples[first : first + group]
+            leader.siblings = siblings
+            self.waiting.append(leader)
+
+    @property
+    def unfinished(self) -> list[Sample]:
+        return [each for sample in (*self.running, *self.waiting) for each in (sample, *sample.siblings)]
+
+    def schedule(self) -> Step:
+        """Choose the next step and take the pages it needs."""
+        before = self.preemptions
+        decode, slots, chunks = self._grow()
+        if self.preemptions == before:  # a page that was just taken from one sample is not for a newcomer
+            chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
+            if not decode and not chunks:
+                decode, slots, chunks = self._grow()  # those that came back with nothing to compute
+        mine = [chunk for chunk in chunks if not chunk.sample.remote]
+        arriving = [chunk for chunk in chunks if chunk.sample.remote]
+        loads = self.blocks.loads() if decode or mine else ()
+        return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
+
+    def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
+        """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
+        while self.running:
+            decode = [sample for sample in self.running if sample.prefilled]
+            lengths = self._next_chunks()
+            slots = self.blocks.extend(
+                [_handle(sample) for sample in (*decode, *lengths)],
+                [sample.length for sample in decode] + [each.computed + n for each, n in lengths.items()],
+            )
+            if slots is not None:
+                mine, *others = slots.split([len(decode), *lengths.values()])
+                return decode, mine, _chunks(lengths, others)
+            assert len(self.running) > 1, "check_fits lets in only samples that can run alone"
+            self._make_room(self.running[-1])
+        return [], None, []
+
+    def _next_chunks(self) -> dict[Sample, int]:
+        """How many tokens of each prefill under way come next."""
+        lengths: dict[Sample, int] = {}
+        budget = self.max_prefill_tokens
+        for sample in self.running:
+            if not sample.prefilled and not sample.remote and budget > 0:
+                lengths[sample] = min(budget, sample.prefill_len - sample.computed)
+                budget -= lengths[sample]
+        return lengths
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        """Let waiting samples in, first come, first served; the pages of their first chunks are taken in one call.
+
+        Pages that it shares with running samples count as theirs; other cached ones that it begins with count as
+        taken, since they are available until it locks them. With budget left over no prefill under way needs pages in
+        a later step.
+        """
+        lengths: dict[Sample, int] = {}
+        ledgers = self.blocks.ledgers
+        taken = [0] * len(ledgers)
+        rows = sum(1 + len(each.siblings) for each in self.running)
+        while self.waiting and budget > 0:
+            sample = self.waiting[0]
+            members = 1 + len(sample.siblings)
+            if rows + members > self.max_running:
+                break
+            held = self.blocks.held_pages(sample.tokens(0, sample.length))
+            wanted = [n + self._needed(each, sample.length) - held for n, each in zip(taken, ledgers, strict=True)]
+            tight = any(n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True))
+            if tight and self.running:
+                break
+            rows, taken = rows + members, wanted
+            self._start(sample)
+            if not sample.prefilled:
+                rest = sample.length - sample.computed
+                lengths[sample] = rest if sample.remote else min(budget, rest)
+                budget -= 0 if sample.remote else lengths[sample]
+        return self._first_chunks(lengths) if lengths else []
+
+    def _start(self, sample: Sample) -> None:
+        """A row for the first of the queue, and the pages that it shares."""
+        swapped, sample.swapped = sample.swapped, None
+        admitted = self.blocks.admit(sample.tokens(0, sample.length), swapped)
+        assert admitted is not None, "the request table has max_running rows"
+        sample.handle, sample.computed = admitted
+        sample.prefill_len = sample.length
+        if swapped is not None and sample.computed >= swapped.tokens:
+            self.stats.swapped_back += 1
+            if sample.output and not sample.siblings and sample.computed == sample.length - 1:
+                sample.prefill_len = sample.computed  # it was decoding and goes on so
+        self.stats.prefix_hit_tokens += sample.computed
+        self.stats.loaded_tokens = self.blocks.loaded_tokens
+        self.running.append(self.waiting.popleft())
+
+    def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
+        """Pages of so many more tokens for the admitted samples."""
+        slots = self.blocks.extend(
+            [_handle(sample) for sample in lengths], [sample.computed + n for sample, n in lengths.items()]
+        )
+        assert slots is not None, "checked before, or the pool is empty and check_fits was called"
+        return _chunks(lengths, slots.split(list(lengths.values())))
+
+    def computed(self, step: Step) -> None:
+        """Record that the step's keys and values are in the cache; what has left a window is free from here on."""
+        for chunk in step.chunks:
+            chunk.sample.computed += chunk.length
+            if chunk.last:
+                self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
+        self.stats.computed_tokens += step.tokens
+        self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
+
+    def arrived(self, sample: Sample) -> None:
+        """Record that the keys and values of a remote prompt are in the cache."""
+        sample.computed, sample.remote = sample.prefill_len, False
+        self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
+
+    def recompute(self, sample: Sample) -> None:
+        """Compute a remote prompt here, from its beginning and before all that wait."""
+        self._preempt(sample)
+
+    def fork_siblings(self, sample: Sample) -> list[Sample]:
+        """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
+        siblings, sample.siblings = sample.siblings, []
+        for sibling in reversed(siblings):
+            self._fork(sample, sibling)
+        return siblings
+
+    def _fork(self, parent: Sample, child: Sample) -> None:
+        child.handle = self.blocks.fork(_handle(parent))
+        assert child.handle is not None, "rows were kept free at admission"
+        child.computed = child.prefill_len = parent.prefill_len
+        self.running.insert(self.running.index(parent) + 1, child)
+
+    def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
+        """The next token of a beam search. Branches that nothing goes on from free their pages before others fork."""
+        forks = group.search.advance(candidates, version)
+        if group.search.done:
+            self._end(group)
+            return
+        for slot, _ in forks:
+            self._release(group.members[slot])
+        for slot, parent in forks:
+            self._fork(group.members[parent], group.members[slot])
+        group.show()
+
+    def append(self, sample: Sample, token: int, logprob: float, version: int) -> None:
+        """Record a generated token; ends the sample, and frees its pages, if it was the last."""
+        sample.output.append(token)
+        sample.logprobs.append(logprob)
+        sample.versions.append(version)
+        if token in sample.stop_ids:
+            self._finish(sample, "stop")
+        elif len(sample.output) == sample.params.max_tokens:
+            self._finish(sample, "length")
+
+    def preempt_all(self) -> None:
+        """Put every running sample back into the queue, oldest first; the pool has cached pages only afterwards."""
+        while self.running:
+            self._preempt(self.running[-1])
+
+    def abort(self, samples: Iterable[Sample]) -> None:
+        """End unfinished samples with what they have; all of them, also where an error comes in between."""
+        with contextlib.ExitStack() as each:
+            for sample in samples:
+                each.callback(self._abort, sample)
+        self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
+
+    def _abort(self, sample: Sample) -> None:
+        if sample.finish_reason is not None:
+            return
+        if sample.beams is None:
+            self._finish(sample, "abort")
+        else:
+            self._end(sample.beams)
+
+    def _make_room(self, sample: Sample) -> None:
+        """Preempts the sample, its pages to the host where that is the cheaper way back."""
+        if sample.beams is None:  # branches share pages, and start over together
+            sample.swapped = self.blocks.swap_out(_handle(sample), sample.computed_tokens())
+        if sample.swapped is None:
+            self.stats.preempted_recompute += 1
+        else:
+            self.stats.preempted_swap += 1
+        self._preempt(sample)
+
+    def _preempt(self, sample: Sample) -> None:
+        """Back to the front of the queue; a beam search goes as a whole, and starts over."""
+        if sample.beams is None:
+            self._release(sample)
+        else:
+            self._release_all(sample.beams)
+            sample = sample.beams.restart()
+        sample.remote = False  # what is on its way comes too late
+        self.waiting.appendleft(sample)
+        self.preemptions += 1
+
+    def _finish(self, sample: Sample, reason: FinishReason) -> None:
+        sample.finish_reason = reason
+        if sample.handle is not None:
+            self._release(sample)
+        if sample.swapped is not None:
+            self.blocks.forget(sample.swapped)
+            sample.swapped = None
+
+    def _end(self, group: BeamGroup) -> None:
+        self._release_all(group)
+        group.end()
+
+    def _release_all(self, group: BeamGroup) -> None:
+        for member in group.members:
+            if member.handle is not None:
+                self._release(member)
+
+    def _release(self, sample: Sample) -> None:
+        try:
+            self.blocks.release(_handle(sample), sample.kept_tokens())
+        finally:
+            sample.handle = None
+            sample.computed = sample.prefill_len = 0
+            self.running.remove(sample)
+
+
+def _handle(sample: Sample) -> ReqHandle:
+    assert sample.handle is not None
+    return sample.handle
+
+
+def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
+    pairs = zip(lengths.items(), slots, strict=True)
+    return [Chunk(sample=sample, start=sample.computed, length=n, slots=mine) for (sample, n), mine in pairs]

@@ -1,0 +1,158 @@
+"""PrefixBlocks over all tiers: beginnings are found on host and disk too, and preempted samples wait on the host."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kvcache import BlockManager, PrefixMatch, ReqHandle
+from kvcache.pools.token import TokenPool
+from kvcache.radix.node import RadixNode
+from kvcache.tiers import DiskTier, HostKVCache, TieredPrefixCache, Transfer, page_hashes
+from rollout.serving.preemption import PreemptionCost, Swapped, Victim
+from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.tier_config import KVTiers
+
+_log = logging.getLogger("rollout")
+
+
+class TieredBlocks(PrefixBlocks):
+    """A swap copies the whole pages of a sample to the host by their hashes, as any cached page, and what is in its
+    last page to a host page of its own: the sample then goes on where it was, with nothing computed twice. What the
+    host drops meanwhile is read from disk or computed again.
+
+    Loads run while steps are computed: a step waits, layer by layer, for those that `loads` gives.
+    """
+
+    def __init__(self, blocks: BlockManager, config: KVTiers) -> None:
+        pool = blocks.pool
+        assert isinstance(pool, TokenPool), "Cache.prefix_blocks refuses others"
+        host = HostKVCache(pool, config.host)
+        self.tiers = TieredPrefixCache(blocks.allocator, host, _disk(config, host), write_policy=config.write_policy)
+        super().__init__(blocks, self.tiers)
+        self.cost = PreemptionCost(config.preemption)
+        self._keep_asleep = config.keep_asleep
+        self._bytes_per_token = pool.bytes_per_token
+        self._loads: list[Transfer] = []
+
+    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+        try:
+            admitted = super().admit(tokens)
+            if admitted is None or swapped is None:
+                return admitted
+            handle, found = admitted
+            try:
+                return handle, self._restore(handle, found, swapped)
+            except BaseException:  # such as the device being out of memory
+                self.release(handle, tokens[:found])
+                raise
+        finally:
+            if swapped is not None:
+                self.forget(swapped)
+
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+        held = self._held[handle]
+        if held.version != self.tiers.version:
+            return None
+        hashes = page_hashes(tokens, self.tiers.page_size)
+        if not self.cost.swaps(self._victim(held.node, tokens, hashes)):
+            return None
+        kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
+        page, whole = 0, len(hashes) * self.tiers.page_size
+        if kept and whole < len(tokens):
+            slots = torch.from_numpy(self.blocks.token_ids(handle, whole, len(tokens)))
+            page = self.tiers.store_private(slots, hashes)
+        try:
+            self.tiers.wait_for_copies()  # the sequence's pages are free after this
+        except BaseException:
+            if page:
+                self.tiers.lower.free_private(page)
+            raise
+        return Swapped(tokens=len(tokens), version=held.version, page=page) if kept else None
+
+    def forget(self, swapped: Swapped) -> None:
+        if swapped.page:
+            self.tiers.lower.free_private(swapped.page)
+
+    def loads(self) -> tuple[Transfer, ...]:
+        self._loads = [load for load in self._loads if not load.done]
+        return tuple(self._loads)
+
+    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
+        for load in self.loads():  # of a step that failed: its pages may be written next
+            load.wait()
+        super().release(handle, tokens)
+
+    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
+        self.cost.ran(tokens, prefilled, seconds, waited)
+        recent = self.tiers.lower.host.recent
+        while recent and recent[0].done:
+            copy = recent.popleft()
+            assert copy.clock is not None
+            self.cost.copied(copy.clock.to_host, copy.clock.nbytes, copy.seconds)
+
+    def park(self, keep: bool) -> None:
+        if keep and self._keep_asleep:
+            self._notice_format()
+            self.tiers.move_to_host()
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self.tiers.finish_copies()
+
+    def swapped_pages(self) -> int:
+        return self.tiers.lower.private_pages
+
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+        match = self.tiers.match_prefix(tokens)
+        if match.loaded:
+            self._loads.append(match.transfer)
+            self.loaded_tokens += match.loaded
+        return match
+
+    def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
+        """Brings the last page of a swapped sample back behind what was found; how many tokens are computed."""
+        whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
+        if swapped.version != self.tiers.version or found < whole:
+            reason = "other weights" if swapped.version != self.tiers.version else "pages that the tiers had to drop"
+            _log.info(
+                "a swapped sample computes %d of %d tokens again: %s", swapped.tokens - found, swapped.tokens, reason
+            )
+        elif found == whole and swapped.page:
+            slots = self.extend([handle], [swapped.tokens])
+            if slots is not None:
+                self._loads.append(self.tiers.load_private(swapped.page, slots))
+                found = swapped.tokens
+        return found
+
+    def _victim(self, node: RadixNode, tokens: Sequence[int], hashes: Sequence[bytes]) -> Victim:
+        shared = sum(each.length for each in node.path() if each.lock_ref > 1)
+        own = len(tokens) - shared
+        page = self.tiers.page_size
+        out = self.tiers.lower.absent(hashes) * page + len(tokens) % page
+        return Victim(tokens=own, bytes_out=out * self._bytes_per_token, bytes_in=own * self._bytes_per_token)
+
+    def _notice_format(self) -> None:
+        before = self._format
+        super()._notice_format()
+        if self._format != before:
+            self.tiers.lower.host.accept_scales()
+
+
+def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
+    """Owned by a name of its own: versions count this engine's definitions of weights, and mean nothing to others."""
+    if config.disk_directory is None or config.disk_bytes is None:
+        return None
+    return DiskTier(
+        Path(config.disk_directory),
+        config.disk_bytes,
+        page_bytes=host.page_bytes,
+        format=host.format,
+        owner=uuid.uuid4().hex,
+    )

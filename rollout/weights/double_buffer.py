@@ -1,0 +1,68 @@
+"""Second pages of the weight store: a version is written into them while the one before is still served."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memsaver import StateError
+from rollout.tags import WEIGHTS_SHADOW
+from rollout.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver, Ticket
+
+
+class ShadowPages:
+    """As many bytes as the store's arena, at the same offset of a tag of their own.
+
+    They have memory from `take` to `give_back`. Their address is the same each time: tables that hold it are made once.
+    """
+
+    def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
+        self._store = store
+        self._saver = saver
+        self._arena: Tensor | None = None
+
+    @property
+    def arena(self) -> Tensor:
+        """uint8, as long as the store's."""
+        assert self._arena is not None
+        return self._arena
+
+    def take(self) -> None:
+        """Put memory behind the pages, content undefined. OutOfMemory, StateError: nothing was changed."""
+        if self._arena is None:
+            self._arena = self._make()
+        elif self._saver.is_paused(WEIGHTS_SHADOW):
+            self._saver.resume(WEIGHTS_SHADOW)
+
+    def _make(self) -> Tensor:
+        whole, tag = self._store.arena, self._store.tag
+        if not self._saver.offset_of(whole):
+            arena = self._saver.empty((whole.nbytes,), torch.uint8, tag=WEIGHTS_SHADOW)
+            tags = self._saver.report().tags
+            if tags[WEIGHTS_SHADOW].live_bytes == tags[tag].live_bytes:
+                return arena
+            del arena
+            self._saver.trim(WEIGHTS_SHADOW)
+        raise StateError(f"shadow pages need tag {tag} for the weights alone; place the other tensors on another tag")
+
+    def copy_all(self) -> None:
+        """Copy the weights that are served, for an update that writes some of them only; waits."""
+        self.arena.copy_(self._store.arena)
+        if self.arena.is_cuda:  # another process goes on to write
+            torch.cuda.current_stream(self.arena.device).synchronize()
+
+    def ticket(self) -> "Ticket":
+        return self._saver.share(WEIGHTS_SHADOW, writable=True)
+
+    def exchange(self) -> None:
+        """From here the store's addresses show what was written, these what was served. Waits for the device's work.
+        LeaseError where a process maps either: nothing was changed."""
+        self._saver.exchange(self._store.tag, WEIGHTS_SHADOW)
+
+    def give_back(self) -> None:
+        """The memory goes back to the driver; nothing happens without. LeaseError: a writer still maps it."""
+        if self._arena is not None:
+            self._saver.pause(WEIGHTS_SHADOW, content="discard")

@@ -1,0 +1,264 @@
+"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the trainer's pages.
+
+    state      begin      verify                    commit            adopt        abort        sleep of the weights
+    closed     open       -                         -                 borrowed     closed       closed
+    open [4]   open       verified, or closed [1]   -                 borrowed     closed       closed
+    verified   open       -                         closed, defined   borrowed     closed       closed
+    borrowed   - [2]      -                         -                 borrowed     closed [3]   closed [3]
+
+"-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says; no second try.
+[2] a StateError. [3] The pages go back to the trainer, and the weights sleep, undefined. [4] `write`
+is legal here only, for writers that cannot map the pages.
+
+What the engine serves when an update is closed without a commit depends on what was offered. The pages that are served:
+nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old version, all the time.
+
+An abort with no update open poisons, too, unless the last one was to be a shadow update and was not committed: an abort
+that goes to all engines, also to those that refused or rolled back by themselves, leaves them the old version.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memsaver import LeaseError, StateError
+from rollout.errors import WeightUpdateError
+from rollout.types import CommitReceipt, PackedBox, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.weights.alias_pages import BorrowedPages
+from rollout.weights.double_buffer import ShadowPages
+from rollout.weights.message_writer import write_boxes
+from rollout.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Open:
+    """An update under way. nbytes: of the parameters to be written. digest: what was read back; None: not verified."""
+
+    version: int
+    shadow: bool
+    names: tuple[str, ...] | None
+    nbytes: int
+    digest: int | None = None
+
+
+class WeightUpdate:
+    """The states above. The caller sees to it that no forward runs at `begin` without shadow, `commit` or `adopt`."""
+
+    def __init__(self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]) -> None:
+        """on_new_weights: what was computed so far is of other weights than what will be, called when that is so."""
+        self._store = store
+        self._saver = saver
+        self._on_new_weights = on_new_weights
+        self._shadow = ShadowPages(store, saver)
+        self._borrowed = BorrowedPages(store, saver)
+        self._open: _Open | None = None
+        self._spared = False  # the last update was to be a shadow update, and was not committed
+
+    def begin(self, version: int, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+        """Offer pages for `version`; replaces an open update. Where it raises, nothing changed.
+
+        ValueError: an older version, unknown or no names. StateError: the weights sleep; names of undefined weights.
+        OutOfMemory: no room for shadow pages.
+        """
+        if self._open is None:
+            self._spared = shadow
+        require_active(self._saver, self._store.tag, "begin a weight update")
+        self.require_own("begin a weight update")
+        self._check_version(version)
+        chosen = None if names is None else self._choose(names)
+        if shadow:
+            self._shadow.take()
+        ticket = self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
+        self._open, self._spared = None, shadow  # what was open is over; a shadow update takes its pages
+        if not shadow:
+            self._on_new_weights()
+            self._poison(f"the update to version {version} has not been committed")
+            self._free_shadow()
+        elif chosen is not None:
+            self._shadow.copy_all()
+        self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))
+        return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket, shadow=shadow, names=chosen)
+
+    def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """Put boxes of a message into the offered pages, for a writer that cannot map them.
+
+        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is outside of the weights
+        or of `data`. Nothing changed then.
+        """
+        require_active(self._saver, self._store.tag, "write into a weight update")
+        update = self._required()
+        if update.digest is not None:
+            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+        pages = self._shadow.arena if update.shadow else self._store.arena
+        write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
+
+    def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
+        """Read back what was written, and compare. WeightUpdateError where it differs: the update is closed then."""
+        started = time.perf_counter()
+        require_active(self._saver, self._store.tag, "verify a weight update")
+        update = self._required()
+        if update.digest is not None:
+            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+        digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
+        claims = {
+            "version": (receipt.version, update.version),
+            "layout_hash": (receipt.layout_hash, self._store.manifest.layout_hash),
+            "nbytes": (receipt.nbytes, update.nbytes),
+            "digest": (receipt.digest, digest),
+        }
+        if wrong := [f"{key} {theirs} is {ours} here" for key, (theirs, ours) in claims.items() if theirs != ours]:
+            reason = f"the update to version {update.version} failed verification: the writer's {', '.join(wrong)}"
+            self._close(reason)
+            raise WeightUpdateError(f"{reason}; {self._consequence()}")
+        self._open = replace(update, digest=digest)
+        return VerifyReceipt(version=update.version, digest=digest, seconds=time.perf_counter() - started)
+
+    def commit(self, version: int) -> CommitReceipt:
+        """Serve the verified version. WeightUpdateError for any other; LeaseError where a process maps pages that are
+        to be exchanged. Nothing changed then, and a commit may be tried again."""
+        started = time.perf_counter()
+        require_active(self._saver, self._store.tag, "commit a weight update")
+        update = self._required()
+        if update.digest is None:
+            raise WeightUpdateError(f"the update to version {update.version} is not verified; call verify_update first")
+        if version != update.version:
+            raise WeightUpdateError(f"version {version} was not verified, but version {update.version}; commit that")
+        if update.shadow:
+            self._shadow.exchange()
+            self._on_new_weights()
+        self._store.define(version)
+        self._open, self._spared = None, False
+        self._free_shadow()
+        return CommitReceipt(version=version, digest=update.digest, seconds=time.perf_counter() - started)
+
+    def adopt(self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None) -> CommitReceipt:
+        """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes back.
+
+        ValueError (an older version, another layout), StateError (other tensors on the tag), LeaseError (a process maps
+        the weights): nothing changed. After any other error the engine is poisoned, and the pages are given back.
+        """
+        started = time.perf_counter()
+        self._check_version(version)
+        if layout_hash != (own := self._store.manifest.layout_hash):
+            raise ValueError(
+                f"the pages of version {version} are laid out as {layout_hash}, these weights as {own}; make the "
+                "trainer with layout=engine.manifest, or sync by copies"
+            )
+        self._borrowed.require_possible()
+        self.before_sleep()
+        self._borrowed.empty()
+        self._poison(f"the adoption of version {version} did not finish")
+        self._on_new_weights()
+        try:
+            self._borrowed.take(ticket)
+            if digest is not None and (read := self._store.digest()) != digest:
+                raise WeightUpdateError(
+                    f"the pages of version {version} have digest {read}, the trainer says {digest}; the engine refuses "
+                    "to generate until an update commits"
+                )
+            self._store.define(version)
+        except BaseException as error:
+            self._poison(f"version {version} could not be adopted: {type(error).__name__}: {error}")
+            raise
+        return CommitReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
+
+    def require_own(self, action: str) -> None:
+        """StateError while the weights lie in the trainer's pages."""
+        self._borrowed.require_own(action)
+
+    def abort(self, reason: str) -> None:
+        """Close the update: see above what is served then. `reason` is what a poisoned engine gives."""
+        if self._open is not None or not self._spared:
+            self._close(reason)
+
+    @property
+    def keepable(self) -> bool:
+        """Whether the weights are some version, in memory of the engine's own: a sleep can keep them."""
+        return self._store.version is not None and not self._borrowed.held
+
+    def before_sleep(self) -> None:
+        """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its pages; nothing
+        changed."""
+        self._shadow.give_back()
+        if self._open is not None and self._open.shadow:
+            self._open, self._spared = None, True
+
+    def on_sleep(self, level: int) -> None:
+        """After the weights were paused. An update that is open has lost what was written."""
+        if self._borrowed.give_back():
+            self._poison("a sleep gave the trainer's pages back; sync or share the weights anew")
+        elif level == 2:
+            self._poison("the weights were discarded by sleep(level=2); commit a weight update")
+        elif self._open is not None:
+            self._poison(f"a sleep ended the update to version {self._open.version}; begin it anew")
+
+    def _close(self, reason: str) -> None:
+        if self._open is None or not self._open.shadow:
+            self._poison(reason)
+            return
+        self._open, self._spared = None, True
+        self._free_shadow()
+
+    def _poison(self, reason: str) -> None:
+        self._open, self._spared = None, False
+        self._store.undefine(reason)
+        self._borrowed.give_back()
+
+    def _check_version(self, version: int) -> None:
+        if version < self._store.last_version:
+            raise ValueError(
+                f"version {version} is older than the engine's version {self._store.last_version}; use a higher one"
+            )
+
+    def _free_shadow(self) -> None:
+        with contextlib.suppress(LeaseError):  # a writer that hangs; a sleep insists, other updates go on
+            self._shadow.give_back()
+
+    def _required(self) -> _Open:
+        if self._open is None:
+            raise WeightUpdateError("no weight update is open; call begin_update first")
+        return self._open
+
+    def _consequence(self) -> str:
+        if self._store.version is None:
+            return "the engine refuses to generate until an update commits"
+        return f"the engine goes on with version {self._store.version}"
+
+    def _choose(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The parameters meant, tied names resolved."""
+        stored = [self._store.manifest.aliases.get(name, name) for name in names]
+        known = self._store.parameters
+        if unknown := [name for name, own in zip(names, stored, strict=True) if own not in known]:
+            raise ValueError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
+        if not stored:
+            raise ValueError("names is empty; name the parameters that will be written, or pass None for all")
+        if self._store.version is None:
+            raise StateError(
+                f"cannot update some parameters only: {self._store.undefined_reason}; update all of them first"
+            )
+        return tuple(dict.fromkeys(stored))
+
+    def _nbytes(self, names: tuple[str, ...] | None) -> int:
+        if names is None:
+            return self._store.param_nbytes
+        chosen = frozenset(names)
+        return sum(_slice_nbytes(piece) for piece in self._store.manifest.slices if piece.name in chosen)
+
+
+def _slice_nbytes(piece: ParamSlice) -> int:
+    return math.prod(piece.shape) * getattr(torch, piece.dtype).itemsize
+
+
+def require_active(saver: "MemorySaver", tag: str, action: str) -> None:
+    """StateError where the tag sleeps."""
+    if saver.is_paused(tag):
+        raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")

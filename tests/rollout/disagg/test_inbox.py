@@ -1,0 +1,87 @@
+"""What comes for a prompt goes into its pages, unless they are not its own any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache import ReqHandle
+from rollout.disagg import MappedReader
+from rollout.disagg.channel import Peers
+from rollout.disagg.inbox import Inbox
+from rollout.disagg.messages import Ask, Filled, First, Hello, Refused
+from rollout.serving.samples import Chunk, Sample
+from tests.helpers.rollout.answers import GREEDY
+from tests.helpers.rollout.lines import Far, line_pair
+from tests.helpers.rollout.split import TOKEN
+
+SLOTS = [3, 4, 6]
+FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)
+
+
+class World:
+    """An inbox of zeroed pages, and the ends of its prefill ranks."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        mine, theirs = zip(*(line_pair() for _ in range(ranks)), strict=True)
+        self.theirs: tuple[Far, ...] = tuple(Far(line) for line in theirs)
+        hello = Hello(tp_size=1, tp_rank=0, geometry="equal", ring_bytes=40 * TOKEN)
+        for rank, each in enumerate(self.theirs):
+            each.send(Hello(tp_size=ranks, tp_rank=rank, geometry="equal"))
+        self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
+        ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
+        peers = Peers("prefill", mine, hello, 5.0)
+        self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedReader(), ring)
+        assert [each.recv() for each in self.theirs] == [hello] * ranks
+
+    def ask(self, request: int = 0) -> Sample:
+        sample = Sample(
+            request=request, index=0, prompt=[5, 6, 7], params=GREEDY, seed=0, stop_ids=frozenset(),
+            handle=ReqHandle(1 + request, 0), remote=True,
+        )  # fmt: skip
+        self.inbox.ask(Chunk(sample=sample, start=0, length=3, slots=torch.tensor(SLOTS)))
+        for each in self.theirs:
+            ask = each.recv()
+            assert isinstance(ask, Ask) and ask.prompt == [5, 6, 7] and ask.number == request
+        return sample
+
+
+@pytest.mark.parametrize("lost", [None, "preempted", "admitted anew", "recomputed"])
+def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
+    world = World()
+    sample = world.ask()
+    if lost == "recomputed":
+        sample.remote = False
+    elif lost:
+        sample.handle = ReqHandle(1, 1) if lost == "admitted anew" else None
+    world.theirs[0].send(Filled(number=0, nth=0, first=FIRST))
+    world.inbox.receive(5)
+    for part in (world.k, world.v):
+        assert part.any((0, 2, 3)).nonzero().flatten().tolist() == (SLOTS if lost is None else [])
+    (transfer,) = world.inbox.transfers
+    assert transfer.complete and transfer.wanted == (lost is None) and world.inbox.allocator.outstanding == 0
+
+
+def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:
+    """Two prefill ranks refuse the second of three prompts: the first rank before the other has sent the first prompt,
+    the other when the decode engine is done with both."""
+    world = World(ranks=2)
+    for request in range(3):
+        world.ask(request)
+    inbox, (one, other) = world.inbox, world.theirs
+
+    def hear(rank: Far, *messages: Filled | Refused) -> int:
+        for each in messages:
+            rank.send(each)
+        inbox.receive(5)
+        return inbox.arrived
+
+    refusal = Refused(number=1, reason="too long")
+    assert hear(one, Filled(number=0, nth=0, first=FIRST), refusal) == 0
+    assert hear(other, Filled(number=0, nth=0, first=FIRST)) == 2
+    first, second = inbox.transfers.popleft(), inbox.transfers.popleft()
+    assert (first.refusal, second.refusal) == (None, "too long")
+    assert hear(other, refusal) == 0 and inbox.transfers[0].refusal is None
+    third = Filled(number=2, nth=0, first=FIRST)
+    assert hear(one, third) == 0 and hear(other, third) == 1
+    assert inbox.allocator.outstanding == 0

@@ -1,0 +1,229 @@
+"""Prefill ranks that die, refuse, fall silent or have other weights: answers are right, or refused with a reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvcache.staging import Watermark
+from rollout import Engine, SamplingParams
+from rollout.disagg import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
+from rollout.disagg.geometry import geometry
+from rollout.disagg.line import Line
+from rollout.disagg.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused
+from rollout.errors import PeerLostError
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.lines import Far, line_pair
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, generate, serve, tokens
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
+
+
+class HalfMapped(MappedWriter):
+    """Dies in its third transfer, half of which is in the ring."""
+
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests < 2:
+            super().put(peer, staged, offset)
+            return
+        super().put(peer, staged[: len(staged) // 2].clone().fill_(77), offset)
+        os._exit(1)
+
+
+class DyingGroup(GroupWriter):
+    """Dies when its third transfer was announced, or is about to be."""
+
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
+        if self.requests == 2:
+            os._exit(1)
+        super().put(peer, staged, offset)
+
+
+class Unheard(GroupWriter):
+    """To a rank that is in no group with this one; nothing is put."""
+
+    def open(self, *_: Any) -> None:
+        return
+
+    def _put(self, *_: Any) -> None:
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    how: str = ""
+    mapped: bool = True
+    on_loss: str = "recompute"
+    prefill: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "mapped": Case(how="dies"),
+    "gloo": Case(how="dies", mapped=False),
+    "refuse": Case(how="dies", on_loss="refuse"),
+    "silent": Case(how="silent"),
+    "newer": Case(how="newer"),
+    "small": Case(prefill={"kv_tokens": 32}),
+}
+
+
+def lose(rank: int, path: str, sockets: str) -> Any:
+    """Ranks 0 and 1 decode, case after case; each case has a prefill rank of its own."""
+    groups = [dist.new_group([0, 1]) for _ in CASES]
+    dist.barrier()  # nobody dies while others still connect to it
+    splits = [
+        Split(path=path, mapped=case.mapped, calls=CALLS, on_loss=case.on_loss, prefill_config=CONFIG | case.prefill)
+        for case in CASES.values()
+    ]
+    if rank > 1:
+        nth = rank - 2
+        return prefill(splits[nth], [f"{sockets}/{nth}.{peer}" for peer in range(2)], list(CASES.values())[nth].how)
+    found = []
+    for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
+        patience = 3 if nth == list(CASES).index("silent") else 60
+        found.append(generate(split, group, f"{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience))
+    return found
+
+
+def prefill(split: Split, addresses: list[str], how: str) -> Any:
+    if how == "silent":
+        engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
+        engine.connect(dial(addresses, KEY, timeout=200), MappedWriter())
+        time.sleep(60)  # until it is killed
+    writer = MappedWriter() if split.mapped else GroupWriter([0, 1])
+    if how == "dies":
+        writer = HalfMapped() if split.mapped else DyingGroup([0, 1])
+    return serve(split, None, addresses, writer, version=1 if how == "newer" else 0)
+
+
+@pytest.fixture(scope="module")
+def path(saved: Saved) -> str:
+    return str(saved("qwen3", **MODEL)[0])
+
+
+@pytest.fixture(scope="module")
+def seen(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case, what both decode ranks saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = start_ranks(lose, 2 + len(CASES), folder / "store", path, str(folder), seconds=30)
+    try:
+        return dict(zip(CASES, zip(*results(ranks[:2]), strict=True), strict=True))  # type: ignore[arg-type]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+Seen = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def expected(path: str) -> Any:
+    engine = Engine.from_pretrained(path, **CONFIG)
+    return tokens([engine.generate(prompts, params) for prompts, params in CALLS])
+
+
+@pytest.mark.parametrize(
+    ("case", "arrived", "reason"),
+    [
+        ("mapped", range(5), "the prefill engine is lost: prefill rank 0 is "),
+        ("gloo", range(5), "the prefill engine is lost: prefill rank 0 is "),
+        ("silent", range(6), "sent nothing for 3 s|says another rank"),
+        ("newer", [0], "^the prefill engine has weights 1, this one 0$"),
+        ("small", [4], "^refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens$"),
+    ],
+)
+def test_what_does_not_come_is_computed_here(seen: Seen, expected: Any, case: str, arrived: Any, reason: str) -> None:
+    for each in seen[case]:
+        assert tokens(each["answers"]) == expected
+        assert each["split"].arrived in arrived and each["reason"] is None
+        assert each["split"].recomputed > 0 or case == "silent"
+        assert each["split"].arrived + each["split"].recomputed == 5 or case not in ("newer", "small")
+        assert each["outstanding"] == 0 or case != "small"
+        assert re.search(reason, each["split"].reason)
+
+
+def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
+    for each in seen["refuse"]:
+        assert each["answers"] == []
+        assert each["error"].startswith("PeerLostError: the prefill engine is lost: prefill rank 0 is ")
+        assert "the prefill engine is lost" in each["reason"]
+
+
+def greeted(engine: Engine, **changes: Any) -> tuple[Line, Far]:
+    """A connection to a prefill rank that has said hello."""
+    mine, line = line_pair()
+    theirs = Far(line)
+    words = geometry(engine.model, engine.cache, torch.float32)
+    theirs.send(Hello(**{"tp_size": 1, "tp_rank": 0, "geometry": words, **changes}))
+    return mine, theirs  # the second one at times only to keep it open
+
+
+@pytest.mark.parametrize(
+    ("ring_bytes", "changes", "message"),
+    [
+        (8, {}, "ring_bytes=8 does not hold one token"),
+        (1 << 12, {"geometry": "something else"}, "the prefill engine has something else, this one 4 KV heads"),
+        (1 << 12, {"tp_size": 2}, "connect to every prefill rank once; these are 0 of 2"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused(path: str, ring_bytes: int, changes: dict[str, Any], message: str) -> None:
+    engine = DecodeEngine.from_pretrained(path, **CONFIG)
+    mine, theirs = greeted(engine, **changes)
+    with pytest.raises(ValueError, match=message):
+        engine.connect([mine], GroupReader([0]), ring_bytes=ring_bytes)
+    theirs.close()
+
+
+def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
+    """After it has asked for a prompt, and died before its ring was ready for it: no page stays taken."""
+    engine = PrefillEngine.from_pretrained(path, **CONFIG)
+    mine, theirs = greeted(engine, ring_bytes=1 << 12)
+    engine.connect([mine], Unheard([0]))
+    later = Range(first=0, tokens=2, offset=0, nbytes=2 * TOKEN, round=1)
+    theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
+    theirs.close()
+    with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
+        engine.serve()
+    engine.check_integrity()
+
+
+def test_a_refusal_waits_for_the_prompts_before_it(path: str) -> None:
+    """The first one takes all pages and the ring is not ready for it: the third, which fits alone, has to wait, too."""
+    engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
+    mine, theirs = greeted(engine, ring_bytes=1 << 16)
+    engine.connect([mine], Unheard([0]))
+    prompts = random_prompts((30, 50, 21))
+    for number, prompt in enumerate(prompts):
+        part = Range(first=0, tokens=len(prompt), offset=0, nbytes=2 * TOKEN * len(prompt), round=1)
+        theirs.send(Ask(number=number, prompt=prompt, params=GREEDY, seed=0, indices=(0,), ranges=(part,)))
+    heard: list[Any] = []
+
+    def decode() -> None:
+        theirs.send(Freed(watermark=Watermark(1, 0)))
+        heard.extend(theirs.recv() for _ in (engine, *prompts))
+        theirs.send(Closed())
+
+    timer = threading.Timer(0.5, decode)  # after turns in which nothing can be sent
+    timer.start()
+    engine.serve()
+    timer.join()
+    assert [type(each) for each in heard] == [Hello, Filled, Refused, Filled]
+    engine.check_integrity()
+
+
+def test_models_that_cannot_be_split_are_refused(saved: Saved) -> None:
+    engine = PrefillEngine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
+    with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
+        engine.connect([], MappedWriter())

@@ -1,0 +1,139 @@
+"""Weights that the trainer does not hold as such: made of its shards while they are written, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_bridge.sync.cast_copy import CastCopy, all_finite
+from trainer_bridge.sync.plan import Copy
+from trainer_bridge.sync.rows import placements
+
+_SCRATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """base + scale * b @ a, computed in fp32 and rounded once, to the target's dtype: LoRA, merged. The base stays.
+
+    a: [rank, columns], b: [rows, rank], any float dtypes, of the rows and columns of this rank's shard of the base.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
+        """Rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
+        out.copy_(base[first:last])
+        with _full_precision(out.device):
+            out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
+
+    def finite(self) -> bool:
+        return all_finite(self.a) and all_finite(self.b)
+
+    def misfit(self, name: str, base: Tensor) -> str | None:
+        if base.ndim == 2 and (len(self.b), self.a.shape[1]) == tuple(base.shape) and len(self.a) == self.b.shape[1]:
+            return None
+        return f"{name}: b {tuple(self.b.shape)} @ a {tuple(self.a.shape)} does not fit the shard {tuple(base.shape)}"
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Products of fp32 are computed as such, also where a program allows tf32 or bf16 for speed."""
+    backends: Any = torch.backends  # typed without mkldnn's products
+    products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Rows `first` to `last` of a shard, and the tables that write them from the scratch."""
+
+    name: str
+    first: int
+    last: int
+    casts: Mapping[int, CastCopy]
+
+
+class DerivedCopies:
+    """The copies of one rank whose sources are derived: computed piece by piece into one scratch tensor, written from
+    there. Tables are made once; the factors may be others with every run."""
+
+    def __init__(
+        self, copies: Sequence[Copy], sources: Mapping[str, Tensor], scratch_bytes: int = _SCRATCH_BYTES
+    ) -> None:
+        """copies: of derived names only. sources: the shards of their bases."""
+        self._sources = sources
+        named = {name: [copy for copy in copies if copy.name == name] for name in dict.fromkeys(c.name for c in copies)}
+        rows = {name: max(1, scratch_bytes // 4 // max(1, sources[name].shape[1])) for name in named}
+        wanted = max((min(rows[name], len(sources[name])) * sources[name].shape[1] for name in named), default=0)
+        device = next((sources[name].device for name in named), None)
+        self._scratch = torch.empty(wanted, dtype=torch.float32, device=device)
+        pieces = (
+            self._piece(name, first, min(first + rows[name], len(sources[name])), named[name])
+            for name in named
+            for first in range(0, len(sources[name]), rows[name])
+        )
+        self._pieces = [piece for piece in pieces if piece.casts]
+
+    def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
+        """On the current stream, which orders the pieces: each uses the scratch after the one before."""
+        for piece in self._pieces:
+            base = self._sources[piece.name]
+            derived[piece.name].rows(base, piece.first, piece.last, self._rows(piece.first, piece.last, base))
+            for target, cast in piece.casts.items():
+                cast.start(pages[target])
+
+    def finite(self, name: str, factors: LowRank, dtype: torch.dtype) -> bool:
+        """Neither NaN nor infinite in `dtype`; computed as for `start`, written nowhere."""
+        base = self._sources[name]
+        for piece in self._pieces:
+            if piece.name == name:
+                made = self._rows(piece.first, piece.last, base)
+                factors.rows(base, piece.first, piece.last, made)
+                if not all_finite(made, dtype):
+                    return False
+        return True
+
+    def digests(self) -> dict[int, int]:
+        """Waits. By target, of what `start` wrote."""
+        sums: dict[int, int] = {}
+        for piece in self._pieces:
+            for target, cast in piece.casts.items():
+                sums[target] = sums.get(target, 0) + cast.result()
+        return sums
+
+    def _piece(self, name: str, first: int, last: int, copies: Sequence[Copy]) -> _Piece:
+        source = self._rows(first, last, self._sources[name])
+        parts: dict[int, list[Copy]] = {}
+        for copy in copies:
+            if (part := _rows_of(copy, first, last)) is not None:
+                parts.setdefault(copy.target, []).append(part)
+        casts = {
+            target: CastCopy([place for copy in mine for place in placements(copy, source)])
+            for target, mine in parts.items()
+        }
+        return _Piece(name=name, first=first, last=last, casts=casts)
+
+    def _rows(self, first: int, last: int, base: Tensor) -> Tensor:
+        return self._scratch[: (last - first) * base.shape[1]].view(last - first, base.shape[1])
+
+
+def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:
+    """What a copy takes of rows `first` to `last` of its shard, counted from `first`; None: nothing."""
+    begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
+    if begin >= end:
+        return None
+    part = copy.part(0, begin - copy.start[0], end - begin)
+    return replace(part, start=(begin - first, *copy.start[1:]))

@@ -1,0 +1,271 @@
+"""Which elements of which shard go to which bytes of the rollout's weights. Plain data in, plain data out: no tensors.
+
+Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in common. An element that
+several ranks hold is copied by one on the target's own device if there is one, so links carry as little as they can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from memsaver.common.strided import row_major
+from rollout.types import Manifest, ParamSlice
+from trainer_bridge.sync.boxes import Box, Ints, dot
+from trainer_bridge.sync.dtypes import itemsize
+from trainer_bridge.sync.dtypes import torch_dtype as torch_dtype
+from trainer_bridge.sync.plan_checks import byte_problems, name_problems, refuse
+from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Weights to be written. place: the device of their pages, named as the trainer's ranks name theirs."""
+
+    manifest: Manifest
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` to `dtype`, into target number `target`.
+
+    offset: byte of the first element, from the start of the tag's arena; strides: of the others, in elements.
+    index_base: number of the first element in the digest; index_strides: of the others.
+    """
+
+    rank: int
+    target: int
+    name: str
+    start: Ints
+    shape: Ints
+    dtype: str
+    offset: int
+    strides: Ints
+    index_base: int
+    index_strides: Ints
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def part(self, dim: int, first: int, size: int) -> Copy:
+        """What is at `first` to `first + size` of dimension `dim` of the box."""
+        return replace(
+            self,
+            start=_with(self.start, dim, self.start[dim] + first),
+            shape=_with(self.shape, dim, size),
+            offset=self.offset + first * self.strides[dim] * self.itemsize,
+            index_base=self.index_base + first * self.index_strides[dim],
+        )
+
+
+def _with(values: Ints, at: int, value: int) -> Ints:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+class _Part(NamedTuple):
+    """One slice of one manifest: the targets that have it, and who sends what of it."""
+
+    name: str
+    piece: ParamSlice
+    targets: Ints
+    dealt: Deal
+
+
+class Plan:
+    """Copies of all ranks: together they write every byte of every slice of every target exactly once.
+
+    layout_hash: of the targets, of all shards and of where they are; ranks with the same one have the same plan.
+    nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes written to another device.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_hash: str,
+        targets: Sequence[Target],
+        places: Sequence[str],
+        nbytes: Ints,
+        link_bytes: dict[tuple[int, int], int],
+        parts: Sequence[_Part],
+    ) -> None:
+        self.layout_hash = layout_hash
+        self.targets = tuple(targets)
+        self.places = tuple(places)
+        self.nbytes = nbytes
+        self.link_bytes = link_bytes
+        self._parts = tuple(parts)
+
+    def copies(self, rank: int) -> list[Copy]:
+        """What one rank writes: first to its own device, then to others, target after target in order of bytes.
+
+        Each rank begins with another target, so that they do not all write to the same one. Made anew by each call.
+        """
+        found: dict[int, list[Copy]] = defaultdict(list)
+        for part in self._parts:
+            for target in part.targets:
+                if cuts := part.dealt.get((rank, target)):
+                    found[target] += _copies(part, cuts, rank, target)
+        count = len(self.targets)
+        order = sorted(found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count))
+        return [copy for target in order for copy in sorted(found[target], key=lambda copy: copy.offset)]
+
+
+class Planner:
+    """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets."""
+
+    def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
+        """places: the device of every rank, by rank. A shard may be given twice: ranks can just join their lists."""
+        self._sources = Sources(shards, places)
+        self._plans: dict[object, Plan] = {}
+
+    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> Plan:
+        """names: only these parameters are written, by either side's names; None: all.
+
+        Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes, parts, bytes.
+        """
+        layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
+        chosen = None if names is None else tuple(sorted(set(names)))
+        if (layouts, chosen) not in self._plans:
+            text = repr((self._sources.key, layouts, chosen))
+            layout_hash = hashlib.sha256(text.encode()).hexdigest()
+            self._plans[layouts, chosen] = _Planning(self._sources, targets, chosen).plan(layout_hash)
+        return self._plans[layouts, chosen]
+
+
+def make_plan(
+    shards: Iterable[SourceShard],
+    targets: Sequence[Target],
+    places: Sequence[str],
+    names: Collection[str] | None = None,
+) -> Plan:
+    """A plan without a cache; arguments and errors are those of `Planner`."""
+    return Planner(shards, places).plan(targets, names)
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(self, sources: Sources, targets: Sequence[Target], names: Collection[str] | None) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._target_places = [target.place for target in targets]
+        self._names = names
+        self._problems: list[str] = []
+        self._deals: dict[tuple[int, Box, Ints, int], Deal] = {}
+        self._parts: list[_Part] = []
+        self._like: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
+        for i, target in enumerate(targets):
+            self._like[target.manifest.layout_hash].append(i)
+        self._manifests = [targets[like[0]].manifest for like in self._like.values()]
+        self._anywhere = {piece.name for manifest in self._manifests for piece in manifest.slices}
+
+    def plan(self, layout_hash: str) -> Plan:
+        slices: dict[tuple[str, Box], list[tuple[ParamSlice, str]]] = defaultdict(list)
+        for manifest in self._manifests:
+            for name, piece in self._named_slices(manifest):
+                if self._fits(name, piece):
+                    slices[name, Box(piece.start, piece.shape)].append((piece, manifest.layout_hash))
+        refuse(self._problems)
+        kinds: Counter[tuple[int, Box, Ints]] = Counter()
+        for (name, box), pieces in slices.items():
+            spread = self._sources.spreads[name]
+            targets = tuple(sorted(target for _, layout in pieces for target in self._like[layout]))
+            kind = (id(spread), box, targets)
+            dealt = self._deal(spread, box, targets, kinds[kind] % spread.replicas)
+            kinds[kind] += 1
+            self._parts += [_Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces]
+        return Plan(
+            layout_hash=layout_hash,
+            targets=self._targets,
+            places=self._sources.places,
+            nbytes=self._nbytes(),
+            link_bytes=self._link_bytes(),
+            parts=self._parts,
+        )
+
+    def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
+        """(the trainer's name, slice) of what is to be written; notes names and bytes that do not fit."""
+        stored = manifest.aliases
+        wanted = None if self._names is None else {stored.get(name, name) for name in self._names}
+        sources: dict[str, list[str]] = defaultdict(list)
+        for name in self._sources.spreads:
+            if wanted is None or stored.get(name, name) in wanted:
+                sources[stored.get(name, name)].append(name)
+        self._problems += name_problems(sources, manifest, self._anywhere, wanted)
+        self._problems += byte_problems(manifest)
+        if wanted is not None:
+            known = {piece.name for piece in manifest.slices} | manifest.modules.keys() | sources.keys()
+            self._problems += [f"unknown to both sides: {name}" for name in sorted(wanted - known)]
+        pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
+        return [(sources[piece.name][0], piece) for piece in pieces if len(sources.get(piece.name, [])) == 1]
+
+    def _fits(self, name: str, piece: ParamSlice) -> bool:
+        spread = self._sources.spreads[name]
+        problem = spread.problem
+        if problem is None and spread.shape != piece.global_shape:
+            problem = f"shape {spread.shape} in the trainer, {piece.global_shape} in the rollout"
+        if problem is None and (at := spread.gap(Box(piece.start, piece.shape))) is not None:
+            problem = f"element {at} is held by no rank"
+        if problem is not None:
+            self._problems.append(f"{piece.name}: {problem}")
+        return problem is None
+
+    def _deal(self, spread: Spread, box: Box, targets: Ints, turn: int) -> Deal:
+        key = (id(spread), box, targets, turn)
+        if key not in self._deals:
+            self._deals[key] = deal(spread.cuts(box), targets, self._target_places, self._sources.places, turn)
+        return self._deals[key]
+
+    def _nbytes(self) -> Ints:
+        nbytes = [0] * len(self._targets)
+        for part in self._parts:
+            size = math.prod(part.piece.shape) * itemsize(part.piece.dtype)
+            for target in part.targets:
+                nbytes[target] += size
+        return tuple(nbytes)
+
+    def _link_bytes(self) -> dict[tuple[int, int], int]:
+        """Each deal is looked at once for all layers that share it."""
+        times: Counter[tuple[int, Ints, int]] = Counter()
+        dealt = {id(part.dealt): part.dealt for part in self._parts}
+        for part in self._parts:
+            times[id(part.dealt), part.targets, itemsize(part.piece.dtype)] += 1
+        places, found = self._sources.places, Counter[tuple[int, int]]()
+        for (which, targets, size), count in times.items():
+            among = set(targets)
+            for (rank, target), cuts in dealt[which].items():
+                if target in among and places[rank] != self._target_places[target]:
+                    found[rank, target] += sum(cut.volume for cut in cuts) * size * count
+        return dict(found)
+
+
+def _copies(part: _Part, cuts: Sequence[Cut], rank: int, target: int) -> list[Copy]:
+    piece = part.piece
+    strides, size = piece.strides or row_major(piece.shape), itemsize(piece.dtype)
+    index_strides = row_major(piece.global_shape)
+    return [
+        Copy(
+            rank=rank,
+            target=target,
+            name=part.name,
+            start=cut.source,
+            shape=cut.shape,
+            dtype=piece.dtype,
+            offset=piece.offset + dot(cut.at, strides) * size,
+            strides=strides,
+            index_base=piece.index_base + cut.number,
+            index_strides=index_strides,
+        )
+        for cut in cuts
+    ]

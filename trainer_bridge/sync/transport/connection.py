@@ -1,0 +1,100 @@
+"""What the ranks settle when they connect: the ways of all bytes, the wire between ranks, and what that costs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.sync.plan import Plan
+from trainer_bridge.sync.transport.mapping import obstacle
+from trainer_bridge.sync.transport.routes import Kind, Pair, Routes, Transport, choose, transports
+from trainer_bridge.sync.transport.wire import Wire, make_wire
+
+_log = logging.getLogger("memsaver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """routes, transports: the same on all ranks. wire: None where nothing goes from rank to rank. device: of this
+    rank's shards."""
+
+    routes: Routes
+    transports: tuple[Transport, ...]
+    wire: Wire | None
+    device: torch.device
+
+
+def obstacles(place: str, plan: Plan) -> dict[int, str]:
+    """Targets whose pages this rank, at `place`, cannot map, and why."""
+    found = {where: obstacle(place, where) for where in {target.place for target in plan.targets}}
+    return {n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None}
+
+
+def connect(
+    plan: Plan,
+    speakers: Sequence[int],
+    blocked: Sequence[Mapping[int, str]],
+    *,
+    mode: str,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    message_bytes: int,
+) -> Connection:
+    """All ranks call it with the same arguments, but for `rank`, `device` and `group`; the first one logs a warning for
+    each fallback. speakers: by target, the rank that speaks for it. blocked: `obstacles` of all ranks. A ValueError
+    says what cannot be had, on all ranks."""
+    sizes = _all_sizes(plan) if mode in ("relay", "handle") else plan.link_bytes
+    routes = choose(mode, sizes.keys(), speakers, blocked)
+    wire = _wire(plan, routes, blocked, device, group)
+    bounce = device.type == "cuda" and (wire is None or wire.device.type == "cpu")
+    buffer = min(message_bytes, max((sizes[pair] for pair in routes.indirect), default=0)) * (2 if bounce else 1)
+    buffers: dict[Kind, int] = {"relay": 4 * buffer, "handle": (4 if routes.relayed else 2) * buffer}
+    reasons: dict[Pair, str] = {(r, target): why for r, each in enumerate(blocked) for target, why in each.items()}
+    found = transports(
+        routes,
+        sizes,
+        sum(plan.nbytes),
+        reasons,
+        wire="" if wire is None else wire.name,
+        on_gpu=device.type == "cuda",
+        buffers=buffers,
+    )
+    for transport in found:
+        if rank == 0 and transport.kind != "pages":
+            _log.warning("%s", transport)
+    return Connection(routes=routes, transports=found, wire=wire, device=device)
+
+
+def _wire(
+    plan: Plan,
+    routes: Routes,
+    blocked: Sequence[Mapping[int, str]],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Wire | None:
+    if not routes.relayed:
+        return None
+    size = 0 if group is None else dist.get_world_size(group)
+    if group is None or size != len(plan.places):
+        rank, target = min(routes.relayed)
+        why = blocked[rank].get(target, "a relay was asked for")
+        raise ValueError(
+            f"rank {rank} has bytes for target {target} to send to rank {routes.speakers[target]} ({why}), which needs "
+            f"a process group of the {len(plan.places)} trainer ranks, not of {size}; pass group="
+        )
+    ranks = {rank for rank, _ in routes.relayed} | {routes.speakers[target] for _, target in routes.relayed}
+    return make_wire(group, ranks, plan.places, device, host=bool(routes.handled))
+
+
+def _all_sizes(plan: Plan) -> dict[Pair, int]:
+    sizes: Counter[Pair] = Counter()
+    for rank in range(len(plan.places)):
+        for copy in plan.copies(rank):
+            sizes[rank, copy.target] += copy.nbytes
+    return dict(sizes)

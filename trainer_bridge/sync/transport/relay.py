@@ -1,0 +1,215 @@
+"""What goes from ranks to those who speak for targets that they cannot map, message by message.
+
+Rounds in one order that all ranks know: in round (step, number) each rank sends message `number` of those that it has
+for the rank `step` places further, and takes one from the rank `step` places before. So a rank has at most one message
+under way each way, and two buffers for each: the next is packed, and the last one unpacked, while one travels.
+
+    pack n+1 | wait for n | post n+1 | unpack n
+
+A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody will serve, and raises
+afterwards: so the others need not wait for a time-out. What a rank that dies means is said in `wire.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.protocols import SyncTarget
+from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.plan import Plan
+from trainer_bridge.sync.rank_copies import Written
+from trainer_bridge.sync.transport.connection import Connection
+from trainer_bridge.sync.transport.messages import Message, messages
+from trainer_bridge.sync.transport.staging import Buffer, Packing, Unpacking
+from trainer_bridge.sync.transport.wire import Posted
+
+MESSAGE_BYTES = 64 << 20
+
+
+class _Sent(NamedTuple):
+    packing: Packing
+    to: int
+
+
+class _Taken(NamedTuple):
+    """unpack: called with the pages of all targets, once the message is in its buffer."""
+
+    message: Message
+    source: int
+    unpack: Callable[[Mapping[int, Tensor]], None]
+
+
+class _Exchange(NamedTuple):
+    """One round of this rank, with the buffers for each way."""
+
+    sent: _Sent | None
+    taken: _Taken | None
+    out: Buffer | None
+    into: Buffer | None
+
+
+class Relay:
+    """One rank's part of all that is not written into mapped pages. Tables are made once, as in `RankCopies`.
+
+    All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long as the longest
+    message, at most `message_bytes`, and as much pinned where messages travel through the host.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        connection: Connection,
+        sources: Mapping[str, Tensor],
+        handles: Mapping[int, SyncTarget],
+        *,
+        rank: int,
+        derived: Collection[str],
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        """handles: on the targets that this rank speaks for. derived: as in `RankCopies`."""
+        routes, wire, device = connection.routes, connection.wire, connection.device
+        self._plan, self._routes, self._rank = plan, routes, rank
+        self._limit = message_bytes
+        self._handles, self._wire = handles, wire
+        self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
+        senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
+        taken = {sender: [m for m in self._messages(sender) if self._to(m) == rank] for sender in sorted(senders)}
+        travels = torch.device("cpu") if wire is None else wire.device
+        self._out = _buffers([packing.message for packing in self._packings], device, travels)
+        self._into = _buffers([message for each in taken.values() for message in each], device, travels)
+        self._exchanges = self._make_exchanges(taken)
+
+    @property
+    def targets(self) -> list[int]:
+        """Those whose pages this rank has to map, to unpack into them."""
+        taken = [each.taken.message.target for each in self._exchanges if each.taken is not None]
+        return sorted(set(taken) - self._routes.handled)
+
+    def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, Written]:
+        """Make all exchanges, and wait. What this rank sent, by target; another rank wrote it.
+
+        Raises what went wrong here after the exchanges, or a `SyncError` for one that broke off.
+        """
+        steps = _Steps()
+        self._pack(0, factors, steps)
+        under_way = self._post(0)
+        for number, exchange in enumerate(self._exchanges):
+            self._pack(number + 1, factors, steps)
+            if under_way is not None:
+                under_way.wait()
+            under_way = self._post(number + 1)
+            if exchange.taken is not None:
+                steps.run(lambda taken=exchange.taken: taken.unpack(pages))  # type: ignore[misc]
+        for packing in self._packings:
+            if self._to(packing.message) == self._rank:
+                steps.run(lambda packing=packing: self._pass_on(packing, factors))  # type: ignore[misc]
+        for buffer in self._into:
+            if buffer.stage.is_cuda:  # the leases end next
+                torch.cuda.current_stream(buffer.stage.device).synchronize()
+        steps.end()
+        return self._written()
+
+    def _messages(self, sender: int) -> list[Message]:
+        copies = self._plan.copies(sender)
+        return messages([copy for copy in copies if (sender, copy.target) in self._routes.indirect], self._limit)
+
+    def _to(self, message: Message) -> int:
+        return self._routes.speakers[message.target]
+
+    def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> list[_Exchange]:
+        exchanges: list[_Exchange] = []
+        world = len(self._plan.places)
+        for step in range(1, world):
+            to, source = (self._rank + step) % world, (self._rank - step) % world
+            sends = [packing for packing in self._packings if self._to(packing.message) == to]
+            takes = taken.get(source, [])
+            for number in range(max(len(sends), len(takes))):
+                out = into = sent = received = None
+                if number < len(sends):
+                    out = self._out[len(exchanges) % 2]
+                    sent = _Sent(sends[number], to)
+                if number < len(takes):
+                    into = self._into[len(exchanges) % 2]
+                    received = _Taken(takes[number], source, self._unpack(takes[number], into))
+                exchanges.append(_Exchange(sent, received, out, into))
+        return exchanges
+
+    def _unpack(self, message: Message, buffer: Buffer) -> Callable[[Mapping[int, Tensor]], None]:
+        """What is done with a message that has arrived in `buffer`."""
+        if message.target in self._routes.handled:
+            boxes, handle = [piece.box for piece in message.pieces], self._handles[message.target]
+            return lambda pages: handle.write_update(boxes, buffer.wire[: message.nbytes])
+        table = Unpacking(message, buffer.stage)
+
+        def unpack(pages: Mapping[int, Tensor]) -> None:
+            buffer.arrived(message.nbytes)
+            table.start(pages[message.target])
+
+        return unpack
+
+    def _pack(self, number: int, factors: Mapping[str, LowRank], steps: _Steps) -> None:
+        if number >= len(self._exchanges):
+            return
+        sent, buffer = self._exchanges[number].sent, self._exchanges[number].out
+        if sent is not None and buffer is not None:
+            steps.run(lambda: _staged(sent.packing, buffer, factors))
+
+    def _post(self, number: int) -> Posted | None:
+        if number >= len(self._exchanges):
+            return None
+        assert self._wire is not None
+        sent, taken, out, into = self._exchanges[number]
+        return self._wire.post(
+            None if sent is None or out is None else (out.wire[: sent.packing.message.nbytes], sent.to),
+            None if taken is None or into is None else (into.wire[: taken.message.nbytes], taken.source),
+        )
+
+    def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
+        """This rank's own bytes by the handle."""
+        message, buffer = packing.message, self._out[0]
+        _staged(packing, buffer, factors)
+        boxes = [piece.box for piece in message.pieces]
+        self._handles[message.target].write_update(boxes, buffer.wire[: message.nbytes])
+
+    def _written(self) -> dict[int, Written]:
+        written: dict[int, Written] = {}
+        for packing in self._packings:
+            target, nbytes, digest = packing.message.target, packing.nbytes, packing.digest()
+            if (before := written.get(target)) is not None:
+                nbytes, digest = nbytes + before.nbytes, digest + before.digest
+            away = self._plan.targets[target].place != self._plan.places[self._rank]
+            written[target] = Written(nbytes=nbytes, link_bytes=nbytes if away else 0, digest=digest)
+        return written
+
+
+class _Steps:
+    """Steps that are run until one fails; the rest is left out then, and `end` raises."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, step: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                step()
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _staged(packing: Packing, buffer: Buffer, factors: Mapping[str, LowRank]) -> None:
+    packing.start(buffer.stage, factors)
+    buffer.send(packing.message.nbytes)
+
+
+def _buffers(wanted: Sequence[Message], device: torch.device, travels: torch.device) -> list[Buffer]:
+    """Two that hold any of the messages; none for none."""
+    longest = max((message.nbytes for message in wanted), default=0)
+    return [Buffer(longest, device, travels) for _ in range(2 if wanted else 0)]

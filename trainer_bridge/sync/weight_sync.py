@@ -1,0 +1,306 @@
+"""One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody serves.
+
+    prepare   finite? newer? the shards where they were?            nothing is touched yet
+    open      every target offers its pages                         without shadow pages: undefined from here on
+    map       every rank maps the pages that it writes into         from here on ranks may wait for each other
+    write     every rank writes its copies into all targets         both sides know digests
+    verify    every target reads its pages back                     digests are the same, or the sync ends
+    commit    every target serves the version                       only now may the trainer give its shards away
+
+Bytes for targets whose pages a rank cannot map go by way of others (`transport/`).
+
+After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
+stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import memsaver
+from rollout.protocols import SyncTarget
+from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.sync.consensus import Alone, Consensus
+from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.plan import Plan, Planner, Target
+from trainer_bridge.sync.rank_copies import RankCopies, Written
+from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.transport.connection import connect, obstacles
+from trainer_bridge.sync.transport.mapping import mapped
+from trainer_bridge.sync.transport.relay import MESSAGE_BYTES, Relay
+
+T = TypeVar("T")
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReceipt:
+    """A version that all targets serve. The same on every rank, but for the seconds.
+
+    digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one device to another.
+    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this rank's copies;
+    verify_seconds: of the slowest target's reading back.
+    """
+
+    version: int
+    digests: tuple[int, ...]
+    nbytes: int
+    link_bytes: int
+    seconds: float
+    copy_seconds: float
+    verify_seconds: float
+    stages: dict[str, float]
+
+
+@dataclass
+class _Round:
+    """One sync under way. opened: targets that are to be told if it fails."""
+
+    version: int
+    opened: list[SyncTarget] = field(default_factory=list)
+    copies: RankCopies | None = None
+    relay: Relay | None = None
+    leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    pages: dict[int, Tensor] = field(default_factory=dict)
+    derived: Mapping[str, LowRank] = field(default_factory=dict)
+    copy_seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class _Joined(NamedTuple):
+    """What a rank brings along."""
+
+    place: str
+    shards: Sequence[SourceShard]
+    layouts: Sequence[WeightLayout]
+
+
+class WeightSync:
+    """Writes shards of all ranks into the pages of all targets, version by version; plans and tables are made once.
+
+    All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that this rank speaks
+    for: each is one rank's, and in the order of the ranks they are the plan's targets 0, 1, ...
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[SourceShard],
+        sources: Callable[[], Mapping[str, Tensor]],
+        targets: Sequence[SyncTarget],
+        consensus: Consensus | None = None,
+        *,
+        place: str,
+        derived: Callable[[], Mapping[str, LowRank]] = dict,
+        transport: str = "auto",
+        group: dist.ProcessGroup | None = None,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard moves. place: of this
+        rank's device, as in `WeightLayout`. derived: asked for with every sync, the parameters that are written as a
+        function of this rank's shard of them.
+
+        transport: "auto" writes into mapped pages wherever a rank can map them, and falls back where it can't, with a
+        warning and an entry in `transports`; or "pages", "relay", "handle" alone. group: of the ranks, for what goes
+        from one to another, in messages of at most `message_bytes`. A ValueError lists what does not fit; nothing has
+        been touched then."""
+        self._consensus = consensus or Alone()
+        self._targets = tuple(targets)
+        self._shards = tuple(shards)
+        self._sources = sources
+        self._derived = derived
+        self._version: int | None = None
+        brought = self._consensus.agree("connect", lambda: (place, list(shards), [t.weight_layout() for t in targets]))
+        said = [_Joined(*each) for each in brought]
+        self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
+        blocked = self._consensus.agree("plan", lambda: self._make_plan(said, place))
+        self._message_bytes = message_bytes
+        self._connection = connect(
+            self.plan,
+            [rank for rank, each in enumerate(said) for _ in each.layouts],
+            blocked,
+            mode=transport,
+            rank=self._consensus.rank,
+            device=next((source.device for source in sources().values()), torch.device("cpu")),
+            group=group,
+            message_bytes=message_bytes,
+        )
+        self.transports = self._connection.transports
+        self._kept = memsaver.KeptLeases()
+        self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
+
+    def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
+        """Every rank makes its own: they are the same, and too large to be exchanged. Returns what it cannot map."""
+        shards = [shard for rank in said for shard in rank.shards]
+        self._planned = [Target(manifest=each.manifest, place=each.place) for rank in said for each in rank.layouts]
+        self._planner = Planner(shards, [rank.place for rank in said])
+        self.plan = self._planner.plan(self._planned)
+        return obstacles(place, self.plan)
+
+    def holds(self) -> bool:
+        """Whether all targets serve what the last sync wrote: some parameters can be written over it. All ranks ask."""
+        said = self._consensus.agree("ask", lambda: {self._version, *(t.served_version() for t in self._targets)})
+        versions = set[int | None]().union(*said)
+        return len(versions) == 1 and None not in versions
+
+    def sync(
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        names: Collection[str] | None = None,
+        check_finite: bool = False,
+        on_part: OnPart | None = None,
+    ) -> SyncReceipt:
+        """Write the shards as they are now, verify them on both sides, and have every target serve them as `version`.
+
+        shadow: targets take pages for a second copy, and serve their old version until the commit. names: write these
+        parameters only, by either side's names, over weights that are defined (`LowRank`, after a whole sync).
+        check_finite: refuse NaN and infinity in shards, at the cost of reading them twice. Raises what went wrong here,
+        or a `SyncError` that names the stage, the rank and its error.
+        """
+        started, state = time.perf_counter(), _Round(version)
+        chosen = None if names is None else tuple(sorted(names))
+        self._agree(state, "prepare", lambda: self._prepare(state, chosen, check_finite))
+        try:
+            offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
+            offers = [offer for each in offered for offer in each]
+            self._agree(state, "map", lambda: self._map(state, offers))
+            written = self._agree(state, "write", lambda: self._write(state, on_part))
+            receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
+            verified = self._agree(state, "verify", lambda: self._verify(receipts))
+            self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
+        except BaseException as error:
+            _abort(state, error)
+            raise
+        self._version = version
+        return SyncReceipt(
+            version=version,
+            digests=tuple(receipt.digest for receipt in receipts),
+            nbytes=sum(receipt.nbytes for receipt in receipts),
+            link_bytes=sum(each.link_bytes for rank in written for each in rank.values()),
+            seconds=time.perf_counter() - started,
+            copy_seconds=state.copy_seconds,
+            verify_seconds=max((each.seconds for rank in verified for each in rank), default=0.0),
+            stages=state.stages,
+        )
+
+    def close(self) -> None:
+        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
+        self._kept.close()
+
+    def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
+        started = time.perf_counter()
+        answers = self._consensus.agree(stage, step)
+        state.stages[stage] = time.perf_counter() - started
+        return answers
+
+    def _prepare(self, state: _Round, names: tuple[str, ...] | None, check_finite: bool) -> None:
+        if self._version is not None and state.version < self._version:
+            raise ValueError(
+                f"version {state.version} is stale: version {self._version} has been written; use a higher one"
+            )
+        sources, state.derived = self._sources(), self._derived()
+        key = (names, frozenset(state.derived))
+        if key not in self._copies or self._copies[key][0].sources is not sources:
+            plan = self._planner.plan(self._planned, names)
+            self._copies = {key: self._tables(plan, sources, state.derived)}
+        state.copies, state.relay = self._copies[key]
+        state.copies.check(state.derived, check_finite)
+
+    def _tables(
+        self, plan: Plan, sources: Mapping[str, Tensor], derived: Collection[str]
+    ) -> tuple[RankCopies, Relay | None]:
+        rank, routes = self._consensus.rank, self._connection.routes
+        direct = routes.direct(rank) if routes.indirect else None
+        copies = RankCopies(plan, self._shards, sources, rank=rank, derived=derived, targets=direct)
+        if not routes.indirect:
+            return copies, None
+        relay = Relay(
+            plan,
+            self._connection,
+            sources,
+            dict(enumerate(self._targets, start=self._first)),
+            rank=rank,
+            derived=derived,
+            message_bytes=self._message_bytes,
+        )
+        return copies, relay
+
+    def _open(self, state: _Round, shadow: bool, names: tuple[str, ...] | None) -> list[WeightOffer]:
+        offers = []
+        for number, target in enumerate(self._targets, start=self._first):
+            offers.append(target.begin_update(state.version, shadow=shadow, names=names))
+            state.opened.append(target)
+            made, now = self.plan.targets[number].manifest.layout_hash, offers[-1].manifest.layout_hash
+            if made != now:
+                raise ValueError(
+                    f"stale plan for version {state.version}: made for layout {made}, the rollout offers {now}; "
+                    "connect anew"
+                )
+        return offers
+
+    def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
+        assert state.copies is not None
+        relayed = [] if state.relay is None else state.relay.targets
+        with _current(state.copies.sources):
+            for number in {*state.copies.targets, *relayed}:
+                state.pages[number] = mapped(offers[number], self._kept, state.leases)
+
+    def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
+        copies = state.copies
+        assert copies is not None
+        with _current(copies.sources), state.leases:
+            started = time.perf_counter()
+            relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
+            written = copies.write(state.pages, state.derived, on_part) | relayed
+            state.copy_seconds = time.perf_counter() - started
+            state.pages.clear()  # they may dangle afterwards
+        return written
+
+    def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:
+        """What all ranks together wrote into one target."""
+        parts = [each[number] for each in written if number in each]
+        return WriteReceipt(
+            version=offer.version,
+            layout_hash=offer.manifest.layout_hash,
+            digest=sum(part.digest for part in parts) & _MASK64,
+            nbytes=sum(part.nbytes for part in parts),
+        )
+
+    def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
+        return [
+            target.verify_update(receipts[number]) for number, target in enumerate(self._targets, start=self._first)
+        ]
+
+
+def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
+    """Makes the shards' GPU the current one, for which pages are mapped."""
+    shard = next(iter(shards.values()), None)
+    return torch.cuda.device(shard.device) if shard is not None and shard.is_cuda else contextlib.nullcontext()
+
+
+def _abort(state: _Round, error: BaseException) -> None:
+    state.pages.clear()
+    try:
+        state.leases.close()
+    except Exception as kept:  # the first failure is the one to report
+        error.add_note(f"a lease was not closed: {type(kept).__name__}: {kept}")
+    abort_all(state.opened, error)
+
+
+def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
+    """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
+    for target in opened:
+        try:
+            target.abort_update(f"{type(error).__name__}: {error}")
+        except Exception as deaf:  # a target may be what died; the first failure is the one to report
+            error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

@@ -1,0 +1,78 @@
+"""The critic: what an answer, as far as it goes, will still earn. The same decoder, with one output a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.remote.processes import sum_ranks
+from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
+from trainer_bridge.training.losses import value_clip
+from trainer_bridge.training.model import build_model
+from trainer_bridge.training.optimizer import build_optimizer, optimizer_step
+from trainer_bridge.training.scoring import score_tokens, token_logits
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver
+
+
+class Critic:
+    """An FSDP2 model on tag `critic` and its moments on tag `critic_optim`.
+
+    It begins with the policy's weights, and a head that says 0. The value of a token is said by the position that
+    predicts it: the prompt and the response before it are seen, the token is not.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None
+    ) -> None:
+        """config: the policy's, with a `critic`."""
+        assert config.critic is not None
+        self.config, self._device = config.of_critic(), device
+        self._limit = config.critic.value_clip
+        self.model = build_model(self.config, mesh, device, saver, tag=CRITIC, value_head=True)
+        self.optimizer = build_optimizer(list(self.model.parameters()), self.config, device, saver, CRITIC_OPTIM)
+        self.step = 0
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+        """fp32, one a response token."""
+        check_tokens(batch, self.model.config)
+        return score_tokens(self.model, batch, self._values, self.config.micro_batch_size, self._device)
+
+    def update(self, batch: SequenceBatch) -> dict[str, float]:
+        """One AdamW step on the clipped squared error to `returns`, the mean over all response tokens of the batch.
+
+        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping). A gradient that is not finite
+        raises a FloatingPointError and changes nothing.
+        """
+        check_tokens(batch, self.model.config)
+        if batch.values is None or batch.returns is None:
+            raise ValueError("update_critic needs a SequenceBatch with values and returns")
+        if not batch.num_tokens:
+            raise ValueError("update_critic got no response tokens to learn from; skip the step")
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = [0.0, 0.0]
+        for rows in deal(batch, dist.get_rank(), dist.get_world_size(), self.config.micro_batch_size):
+            part = self._backward(batch, pad(batch, rows, self._device))
+            sums = [total + value for total, value in zip(sums, part, strict=True)]
+        grad_norm = optimizer_step(self.optimizer, self.config, self.step)
+        self.step += 1
+        loss, clipped = (total / batch.num_tokens for total in sum_ranks(sums, self._device))
+        return {"value_loss": loss, "value_clip_fraction": clipped, "critic_grad_norm": grad_norm}
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        return token_logits(self.model, micro).squeeze(-1).float()
+
+    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
+        """Add the micro batch's gradient. Returns its sums of loss and clipped tokens."""
+        old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
+        sums = value_clip(self._values(micro), old, returns, self._limit)
+        (sums.loss * (dist.get_world_size() / batch.num_tokens)).backward()  # FSDP divides by the number of ranks
+        return [float(sums.loss.detach()), float(sums.clipped)]

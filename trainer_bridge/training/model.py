@@ -1,0 +1,331 @@
+"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then the weights.
+
+Adapters, if there are, are shards of the same FSDP groups on tag `adapters`.
+Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from memsaver.common.hash import hash_text
+from rollout.types import Manifest
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.sync.boxes import Box
+from trainer_bridge.sync.layout import byte_offsets
+from trainer_bridge.sync.shards import local_box
+from trainer_bridge.tags import ADAPTERS, PARAMS
+from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
+from trainer_bridge.training.lora import NAMES, adapted_layers, add_adapters, is_adapter, linear_names
+from trainer_bridge.training.memory import side_by_side
+
+if TYPE_CHECKING:
+    from memsaver import MemorySaver
+
+BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
+
+
+def build_model(
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    saver: MemorySaver | None,
+    shard_dims: Mapping[str, int] | None = None,
+    layout: Manifest | None = None,
+    *,
+    tag: str = PARAMS,
+    value_head: bool = False,
+    drawn_as: torch.dtype | None = None,
+) -> nn.Module:
+    """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
+
+    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). layout: of a rollout,
+    whose place for each parameter this one takes, too (one rank). tag: of the shards. value_head: one output a token,
+    zero at first, in the vocabulary's place. drawn_as: the dtype in which random weights are drawn and then cast; None
+    is their own. A ValueError names a missing file, and parameters that are missing, unknown, of another shape, or not
+    to be sharded or laid out so, and wrong targets of adapters.
+    """
+    check_directory(config.model_path)
+    files = None if config.random_init else CheckpointFiles(config.model_path)
+    model = _meta_model(config)
+    if value_head:
+        _put_value_head(model, config)
+    starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
+    _shard(model, config, mesh, shard_dims or {})
+    _allocate_shards(model, device, saver, tag, starts)
+    if config.lora is not None:
+        _pad_adapters(model, saver)
+    _finish_fsdp(model, saver, tag)
+    _rebuild_buffers(model, device)
+    head = _output_name(model) if value_head else None
+    if files is None:
+        randomise_weights(model, config.seed, drawn_as)
+    else:
+        _load_weights(model, files, made_here={head} if head else set())
+    if head:
+        local_shard(dict(model.named_parameters())[head]).zero_()
+    _start_adapters(model, config.seed)
+    return model
+
+
+def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By checkpoint name, tied ones once; without adapters."""
+    return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
+
+
+def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name: the adapters, or all parameters where there are none."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def linear_layer_names(model_path: str) -> set[str]:
+    """What adapters of this model may target, from its config.json alone."""
+    return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
+
+
+def local_shard(param: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes the shard."""
+    assert isinstance(param, DTensor)
+    local = param.detach()
+    assert isinstance(local, DTensor)
+    return local.to_local()
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop every unsharded parameter; the root module keeps its own after a forward without backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _meta_model(config: TrainerConfig) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+    if getattr(hf_config, "attention_dropout", 0.0):
+        hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_model_dtype)
+    if config.lora is not None:
+        add_adapters(model, config.lora, config.torch_dtype)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _put_value_head(model: Any, config: TrainerConfig) -> None:
+    """In the place of the output embedding, which is tied to nothing then."""
+    width = model.get_output_embeddings().in_features
+    model.set_output_embeddings(nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype))
+
+
+def _output_name(model: Any) -> str:
+    weight = model.get_output_embeddings().weight
+    return next(name for name, param in model.named_parameters() if param is weight)
+
+
+def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]) -> None:
+    named = dict(model.named_parameters())
+    _check_dims(named, shard_dims, mesh.size())
+    chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
+    policy = MixedPrecisionPolicy()
+    if config.param_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32)
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+    for module in _vocabulary(model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+
+
+def _vocabulary(model: Any) -> list[nn.Module]:
+    """Embedding and head where they are two matrices: each gathered and reduced alone, not both at once with the rest,
+    which takes 7 GiB less at 152,064 words of width 5,120. Tied ones are one parameter of the root."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    two = head.weight is not embedding.weight and head.weight.shape == embedding.weight.shape
+    return [embedding, head] if two else []
+
+
+def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int], world: int) -> None:
+    problems = [f"{name} is no parameter" for name in shard_dims.keys() - named.keys()]
+    for name in shard_dims.keys() & named.keys():
+        shape, dim = tuple(named[name].shape), shard_dims[name]
+        if not 0 <= dim < len(shape):
+            problems.append(f"{name}: {shape} has no dimension {dim}")
+        elif dim and shape[dim] % world:
+            problems.append(f"{name}: FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only")
+    if problems:
+        raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
+
+
+def _allocate_shards(
+    model: nn.Module, device: torch.device, saver: MemorySaver | None, tag: str, starts: Mapping[str, int] | None
+) -> None:
+    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in the block, by name.
+
+    FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
+    copy is made inside the region, and its source is plain memory.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append((module, name))  # a tied parameter has several
+    padded = [param for param in owners if _is_padded(param)]
+    whole = [param for param in owners if not _is_padded(param)]
+    names = {param: name for name, param in model.named_parameters()}
+    memory = {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    for on in (tag, ADAPTERS):
+        mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
+        specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
+        places = None if starts is None else [starts[names[param]] for param in mine]
+        if mine:
+            memory |= zip(mine, side_by_side(specs, device, saver, on, places), strict=True)
+    for param, users in owners.items():
+        shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
+        for module, name in users:
+            setattr(module, name, shard)
+
+
+def like_shard(local: Tensor, param: Tensor) -> DTensor:
+    """`local` as this rank's shard of a tensor sharded like `param`."""
+    assert isinstance(param, DTensor)
+    mesh, places = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _local(param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()
+
+
+def _is_padded(param: Tensor) -> bool:
+    """By FSDP, which shares the first dimension as `torch.chunk` does, others in equal parts."""
+    assert isinstance(param, DTensor)
+    shards_rows = param.placements[0].is_shard(0)
+    return shards_rows and _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
+
+
+def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
+    """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
+    assert isinstance(model, FSDPModule)
+    with _region(saver, tag):
+        model._get_fsdp_state()._lazy_init()
+
+
+def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
+    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it done."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    with _region(saver, ADAPTERS):
+        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+            if param._module_info.param_name in NAMES:
+                param.reset_sharded_param()
+
+
+def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
+
+
+def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by modules made again."""
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not names:
+            continue
+        if not hasattr(module, "config") or any(True for _ in module.parameters()):
+            raise ValueError(f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew")
+        fresh = dict(type(module)(module.config).named_buffers())
+        for name in names:
+            setattr(module, name, fresh[name].to(device))
+
+
+def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
+    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype. made_here: not from files."""
+    params = {name: param for name, param in base_params(model).items() if name not in made_here}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    other = names - params.keys()  # tied ones, too
+    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
+    for name, param in params.items():
+        shard = local_shard(param)
+        if shard.numel():
+            shard.copy_(files.box(name, *shard_box(param)))
+
+
+def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
+    """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
+    ranks share or that is drawn in another dtype.
+
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits are a function of the
+    seed, the parameter's name and the dtype drawn in, on one kind of device: a model that is to be a narrower copy of
+    another is drawn as that one.
+    """
+    deviation = getattr(model.config, "initializer_range", None) or 0.02
+    for name, param in base_params(model).items():
+        if param.ndim > 1:
+            _draw(param, deviation, f"{seed}/{name}", drawn_as)
+        else:
+            local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
+            if 0 <= row < shard.shape[0]:
+                shard[row] = 0.0
+
+
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model begins as the base.
+
+    The same bits for the same seed and name, on any device and number of ranks.
+    """
+    for path, layer in adapted_layers(model).items():
+        generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
+        bound = 1 / math.sqrt(layer.in_features)
+        whole = torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        (row, column), (rows, columns) = shard_box(layer.lora_a)
+        local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
+        local_shard(layer.lora_b).zero_()
+
+
+def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
+    """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
+    shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
+    rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
+    for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
+        block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
+        mine = box.intersect(block)
+        if mine is None:
+            continue
+        generator = torch.Generator(shard.device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
+        target = shard[_within(mine, box)]
+        if mine == block and drawn_as in (None, shard.dtype):
+            target.normal_(0.0, deviation, generator=generator)
+        else:
+            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=shard.device)
+            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor of what another one holds."""
+    starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True))
+
+
+def shard_box(param: Tensor) -> Box:
+    """(start, shape) of this rank's shard in the whole parameter."""
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    at = mesh.get_coordinate()
+    assert at is not None
+    return local_box(param.shape, param.placements, mesh.mesh.shape, at)

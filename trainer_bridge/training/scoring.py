@@ -1,0 +1,46 @@
+"""One number for every response token of a batch: each rank computes its share, all get the whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memsaver.common.plain import all_gather_plain
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, deal, pad
+from trainer_bridge.training.model import reshard
+
+
+def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """[N, V], in the model's dtype: the logits that predict the micro batch's N response tokens."""
+    needed = torch.arange(micro.first, micro.last + 1, device=micro.input_ids.device)
+    logits = model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
+    return logits[micro.row, micro.column]
+
+
+def score_tokens(
+    model: nn.Module,
+    batch: SequenceBatch,
+    score: Callable[[MicroBatch], Tensor],
+    micro_batch_size: int,
+    device: torch.device,
+) -> list[list[float]]:
+    """What `score` makes of each micro batch, [N] by the model in eval mode, as one list a sequence.
+
+    Every rank calls it with the same batch. The model is left sharded.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model.eval()
+    mine: dict[int, list[float]] = {}
+    with torch.no_grad():
+        for rows in deal(batch, rank, world, micro_batch_size):
+            micro = pad(batch, rows, device)
+            mine |= micro.split(score(micro).tolist())
+    reshard(model)
+    shares: list[dict[int, list[float]]] = [mine]
+    if world > 1:
+        shares = all_gather_plain(mine)
+    together = {row: values for share in shares for row, values in share.items()}
+    return [together[row] for row in range(len(batch))]
