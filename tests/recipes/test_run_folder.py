@@ -224,7 +224,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
 
 def test_missing_matplotlib_is_a_sentence(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "recipes.watch.plots", None)
-    monkeypatch.delattr(recipes, "plots", raising=False)
+    monkeypatch.delattr(recipes.watch, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
 
 
