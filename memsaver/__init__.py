@@ -20,7 +20,7 @@ from memsaver.errors import (
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, PoolTicket, Ticket, attach
-from memsaver.sharing.lease_cache import KeptLeases
+from memsaver.sharing.lease_cache import LeaseCache
 
 __all__ = [
     "BackendError",
@@ -28,8 +28,8 @@ __all__ = [
     "CompilerError",
     "Event",
     "HostMemoryError",
-    "KeptLeases",
     "Lease",
+    "LeaseCache",
     "LeaseError",
     "LockTimeout",
     "MemSaverError",

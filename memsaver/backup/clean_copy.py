@@ -11,7 +11,7 @@ from memsaver.common.digest import Digest
 
 
 @dataclass
-class Retained:
+class CleanCopy:
     """version: what the owner calls the content. digest: of the content, started when it was copied."""
 
     backup: HostBackup | DiskBackup

@@ -61,7 +61,7 @@ class Lease:
     """
 
     def __init__(self, ticket: Ticket, kept: bool = False) -> None:
-        """kept: the owner may ask for it back; ``KeptLeases`` is who answers."""
+        """kept: the owner may ask for it back; ``LeaseCache`` is who answers."""
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with held(), contextlib.ExitStack() as undo:

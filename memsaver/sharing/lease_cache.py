@@ -64,7 +64,7 @@ class Kept:
             self.lease.owner.kept.pop(self.lease.number, None)
 
 
-class KeptLeases:
+class LeaseCache:
     """Leases by ticket, and on GPUs by the device that is current. Thread-safe; inert in a forked child.
 
     Where it is dropped without ``close``, its leases end all the same.
@@ -97,11 +97,11 @@ class KeptLeases:
 
     def _entered(self, ticket: Ticket, at_least: int) -> Kept:
         if os.getpid() != self._pid:
-            raise StateError("this is a forked child, where kept leases are inert; make KeptLeases of its own")
+            raise StateError("this is a forked child, where kept leases are inert; make LeaseCache of its own")
         key = ticket, peer_backend(ticket.device_key).device
         with self._lock:
             if self._closed:
-                raise StateError("these KeptLeases are closed; make new ones")
+                raise StateError("these LeaseCache are closed; make new ones")
             kept = self._kept.get(key)
         if kept is not None and kept.enter(at_least):
             return kept
@@ -130,7 +130,7 @@ class KeptLeases:
                 for item in kept:
                     all_of_them.callback(item.recall)
 
-    def __enter__(self) -> KeptLeases:
+    def __enter__(self) -> LeaseCache:
         return self
 
     def __exit__(self, *exc: object) -> None:

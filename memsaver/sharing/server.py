@@ -207,7 +207,7 @@ class ShareServer:
             arena = find_arena(ticket.tag)
             if arena.paused:
                 raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
-            if arena.loan is not None:
+            if arena.borrowed is not None:
                 raise rpc.Refused(f"tag {ticket.tag!r} has borrowed its pages; share them at their owner")
             arena.backend.bind_thread()
             extents = shim.extents(arena.slot)

@@ -24,14 +24,15 @@ import torch
 
 from memsaver.backup import Backup
 from memsaver.backup.checksums import Checksums, fingerprint
-from memsaver.backup.clean_copy import Retained
+from memsaver.backup.clean_copy import CleanCopy
 from memsaver.common.signals import held
-from memsaver.errors import LeaseError
+from memsaver.errors import LeaseError, StateError
 from memsaver.native import shim
+from memsaver.report import TagReport
 from memsaver.vmm.backend import Backend
 
 if TYPE_CHECKING:
-    from memsaver.tag.borrowed import Loan
+    from memsaver.tag.borrowed import BorrowedPages
 
 CONTENTS = ("discard", "host", "disk")
 _NEXT = {
@@ -44,7 +45,7 @@ _NEXT = {
     ("borrowed", "thaw"): "borrowed",
     ("borrowed", "end_pause"): "paused",
 }
-_Parts = tuple[Backend, "Reservation", int, "list[Loan]"]
+_Parts = tuple[Backend, "Reservation", int, "list[BorrowedPages]"]
 _forgotten: deque[_Parts] = deque()  # of arenas that nobody refers to, not given back yet
 
 
@@ -64,7 +65,7 @@ class Arena:
     """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
 
     The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's allocator callbacks use
-    it too. Methods change one thing each; `Switch` composes them into all-or-nothing operations.
+    it too. Methods change one thing each; `Transactions` composes them into all-or-nothing operations.
     """
 
     def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
@@ -88,13 +89,13 @@ class Arena:
         self.elastic = False  # never with one extent
         self.backup: Backup | None = None
         self.version: Hashable | None = None  # what the owner calls the content, until the next pause
-        self.retained: Retained | None = None
+        self.clean_copy: CleanCopy | None = None
         self.open_regions = 0
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
-        self._loans: list[Loan] = []  # one at most; the finalizer's, too
-        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot, self._loans)
+        self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
+        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot, self._borrowed)
         self._finalizer.atexit = False
 
     @property
@@ -106,15 +107,15 @@ class Arena:
         return self.reservation.address
 
     @property
-    def loan(self) -> Loan | None:
+    def borrowed(self) -> BorrowedPages | None:
         """Pages of another saver's tag, behind this one's addresses in place of its own."""
-        return next(iter(self._loans), None)
+        return next(iter(self._borrowed), None)
 
     @property
     def backed(self) -> int:
         """Bytes, from the first on, with memory behind them, the tag's own or borrowed."""
-        loan = self.loan
-        return self.stats.committed if loan is None else loan.nbytes
+        borrowed = self.borrowed
+        return self.stats.committed if borrowed is None else borrowed.nbytes
 
     @property
     def paused(self) -> bool:
@@ -125,10 +126,10 @@ class Arena:
 
     def require_own(self, what: str) -> None:
         """``LeaseError`` while the tag's pages are borrowed."""
-        if (loan := self.loan) is not None:
+        if (borrowed := self.borrowed) is not None:
             raise LeaseError(
                 f"{what}: the pages of tag {self.tag!r} are borrowed, they are those of another saver's tag "
-                f"{loan.ticket.tag!r}; pause({self.tag!r}) gives them back (nothing was changed)"
+                f"{borrowed.ticket.tag!r}; pause({self.tag!r}) gives them back (nothing was changed)"
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
@@ -176,6 +177,28 @@ class Arena:
         trimmed: int = shim.library().ms_trim(self.slot)
         return trimmed
 
+    def require_no_region(self, what: str) -> None:
+        """``StateError`` while a region of the tag is open."""
+        if self.open_regions:
+            raise StateError(f"cannot {what} {self.tag!r}: a region of it is open; leave the region first")
+
+    def report(self, leases: int) -> TagReport:
+        stats = self.stats
+        return TagReport(
+            state="paused" if self.paused else "active",
+            content=self.content,
+            reserved_bytes=stats.reserved,
+            committed_bytes=stats.committed,
+            borrowed_bytes=0 if self.borrowed is None else self.borrowed.nbytes,
+            live_bytes=sum(nbytes for _, nbytes in self.live_ranges()),
+            backup_bytes=self.backup.host_bytes if self.backup else 0,
+            disk_bytes=self.backup.disk_bytes if self.backup else 0,
+            extents=stats.extents,
+            leases=leases,
+            last_pause_seconds=self.last_pause_seconds,
+            last_resume_seconds=self.last_resume_seconds,
+        )
+
     def enter(self) -> None:
         """A region of the tag is open from here on."""
         self.open_regions += 1
@@ -191,7 +214,7 @@ class Arena:
     def thaw(self) -> None:
         """Undo `freeze`. Borrowed pages stay frozen: nothing is to grow behind them."""
         self._step("thaw")
-        if self.loan is None:
+        if self.borrowed is None:
             shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
     def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
@@ -203,8 +226,8 @@ class Arena:
             whole: the next resume asks for one extent, unless the tag is elastic.
         """
         self._step("end_pause")
-        if self.loan is not None:
-            self.end_loan()  # what it had of its own, it has still
+        if self.borrowed is not None:
+            self.end_borrowing()  # what it had of its own, it has still
             return
         self.backup, self.version = backup, None
         self.whole = whole and not self.elastic
@@ -267,24 +290,24 @@ class Arena:
         """Note what is at these (offset, nbytes), for `verify`."""
         self.sums = Checksums.take(self.tag, ranges, self.bytes_at)
 
-    def retain(self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]) -> Retained:
+    def keep_clean_copy(self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]) -> CleanCopy:
         """Keep a backup of the content that its owner calls ``version``, for the next pause; its digest is begun."""
         self.version = version
-        self.retained = Retained(backup, version, fingerprint(ranges, self.bytes_at))
-        self.retained.digest.start()
-        return self.retained
+        self.clean_copy = CleanCopy(backup, version, fingerprint(ranges, self.bytes_at))
+        self.clean_copy.digest.start()
+        return self.clean_copy
 
-    def forget_retained(self) -> None:
-        self.retained = None
+    def forget_clean_copy(self) -> None:
+        self.clean_copy = None
 
     def trade_content(self, other: Arena) -> None:
         """Two tags have exchanged their extents: what is known of the content goes along.
 
-        Retained copies do not: they are numbered and checked by the place that the content has left.
+        CleanCopy copies do not: they are numbered and checked by the place that the content has left.
         """
         self.version, other.version = other.version, self.version
         for arena in (self, other):
-            arena.forget_retained()
+            arena.forget_clean_copy()
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are released.
@@ -294,25 +317,25 @@ class Arena:
         extents, backed = shim.extents(self.slot), self.backed
         if backed:
             self.backend.unmap(self.address, backed)
-            if self.loan is None:
+            if self.borrowed is None:
                 undo.callback(self.put, extents, contextlib.ExitStack())
             else:
-                undo.callback(self._map_loan, self.loan, contextlib.ExitStack())
+                undo.callback(self._map_borrowed, self.borrowed, contextlib.ExitStack())
         shim.set_extents(self.slot, [])
         return extents
 
-    def borrow(self, loan: Loan, undo: contextlib.ExitStack) -> None:
+    def borrow(self, borrowed: BorrowedPages, undo: contextlib.ExitStack) -> None:
         """Map another saver's pages behind the tag, which is paused and stays frozen."""
-        self._map_loan(loan, undo)
-        self._loans.append(loan)
+        self._map_borrowed(borrowed, undo)
+        self._borrowed.append(borrowed)
         self._step("borrow")
 
-    def _map_loan(self, loan: Loan, undo: contextlib.ExitStack) -> None:
-        self.map(loan.extents, 0, undo, loan.ticket.writable)
+    def _map_borrowed(self, borrowed: BorrowedPages, undo: contextlib.ExitStack) -> None:
+        self.map(borrowed.extents, 0, undo, borrowed.ticket.writable)
 
-    def end_loan(self) -> None:
+    def end_borrowing(self) -> None:
         """Tell the owner of borrowed pages, which are unmapped by now."""
-        self._loans.pop().end()
+        self._borrowed.pop().end()
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
@@ -346,9 +369,9 @@ class Arena:
     def close(self) -> None:
         """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
         shim.library().ms_set_state(self.slot, shim.PAUSED)
-        if self.loan is not None:
+        if self.borrowed is not None:
             self.unmap(contextlib.ExitStack())
-            self.end_loan()
+            self.end_borrowing()
         _decommit(self.backend, self.address, self.slot)
         if not self.stats.blocks:
             self._finalizer()  # else when the last tensor dies
@@ -365,10 +388,10 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
 
 
 @held()
-def _give_back(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
+def _give_back(backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]) -> None:
     """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait, or where a region's
     tensors live on."""
-    _forgotten.append((backend, reservation, slot, loans))
+    _forgotten.append((backend, reservation, slot, borrowed))
     give_back_forgotten()
 
 
@@ -402,12 +425,12 @@ def _may_end(item: _Parts) -> bool:
     return not backend.capturing and (backend.forked or not shim.stats(slot).blocks)
 
 
-def _undo(backend: Backend, reservation: Reservation, slot: int, loans: list[Loan]) -> None:
+def _undo(backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]) -> None:
     if backend.forked:
         return  # nothing of it came along
     backend.synchronize()  # kernels that use it may be queued on any stream
-    while loans:
-        loans.pop().drop(backend, reservation.address)
+    while borrowed:
+        borrowed.pop().drop(backend, reservation.address)
     _decommit(backend, reservation.address, slot)
     if shim.library().ms_arena_free(slot) == 0:
         reservation.close()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memsaver")
 
 
-class Loan:
+class BorrowedPages:
     """The lease behind a borrowed tag. Who maps the extents unmaps them, then calls ``end``."""
 
     def __init__(self, ticket: Ticket, extents: Sequence[shim.Extent], end: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class Loan:
 def endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
     """What a thread of this process calls, one after the other; putting something there is safe in a finalizer."""
     pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    threading.Thread(target=_call_all, args=[pending], name=f"memsaver-loans-{pid}", daemon=True).start()
+    threading.Thread(target=_call_all, args=[pending], name=f"memsaver-borrowed-{pid}", daemon=True).start()
     return pending
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from memsaver.errors import format_bytes
@@ -46,6 +46,15 @@ class Recorder:
         if _log.isEnabledFor(logging.DEBUG):
             held = f"{format_bytes(event.committed_bytes)}, {format_bytes(event.backup_bytes)} saved"
             _log.debug("%s %r on %s: %s, %.3f ms", op, arena.tag, self._backend.device, held, 1e3 * seconds)
+
+    @contextmanager
+    def timed(self, op: str, arenas: Sequence[Arena]) -> Iterator[None]:
+        """Record one operation on these tags, an equal share of its seconds each; nothing if it fails."""
+        started = time.perf_counter()
+        yield
+        seconds = (time.perf_counter() - started) / max(1, len(arenas))
+        for arena in arenas:
+            self.record(op, arena, seconds)
 
     def drain(self) -> list[Event]:
         """The operations since the last call, oldest first."""

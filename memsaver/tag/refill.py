@@ -12,7 +12,7 @@ from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend
 
 
-class Arrival:
+class Refill:
     """Extents mapped behind a paused tag one after the other, each filled from the host as soon as it is there."""
 
     def __init__(self, backend: Backend, into: Arena, undo: contextlib.ExitStack) -> None:

@@ -28,54 +28,54 @@ class Saving:
             try:
                 backup.save(self._backend, arena.address)
             except BaseException:
-                arena.forget_retained()
+                arena.forget_clean_copy()
                 raise
         return backup
 
     def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
-        """Where the content goes, and whether it must be copied there: not if a retained copy still holds it."""
-        retained = arena.retained
-        if retained is not None and not retained.begin_check(arena.version, content, arena.stats.committed):
-            retained = None
+        """Where the content goes, and whether it must be copied there: not if a clean copy still holds it."""
+        copy = arena.clean_copy
+        if copy is not None and not copy.begin_check(arena.version, content, arena.stats.committed):
+            copy = None
         ranges = arena.saved_ranges()  # while the check runs
         if self._checksums:
             arena.take_sums(ranges)
-        if retained is not None and retained.holds(ranges):
-            return retained.backup, False
-        arena.forget_retained()
+        if copy is not None and copy.holds(ranges):
+            return copy.backup, False
+        arena.forget_clean_copy()
         backup = self._new_backup(ranges, content)
         if arena.version is not None:
-            arena.retain(backup, arena.version, ranges).settle()
+            arena.keep_clean_copy(backup, arena.version, ranges).settle()
         return backup, True
 
     def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
-        """Room for it, before anything is copied; copies that are only retained give way."""
+        """Room for it, before anything is copied; clean copies give way."""
         host = self._backend.host_arena
         for last in (False, True):
             try:
                 return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
             except HostMemoryError:
-                if last or not self._drop_retained():
+                if last or not self._drop_clean_copies():
                     raise
         raise AssertionError
 
-    def _drop_retained(self) -> bool:
+    def _drop_clean_copies(self) -> bool:
         """Of active tags: True if there was one."""
-        found = [arena for arena in self._tags if arena.retained is not None and not arena.paused]
+        found = [arena for arena in self._tags if arena.clean_copy is not None and not arena.paused]
         for arena in found:
-            arena.forget_retained()
+            arena.forget_clean_copy()
         return bool(found)
 
     def start(self, arena: Arena, version: Hashable) -> Waitable | None:
         """Copy an active tag's content to the host while work goes on that does not write it."""
         ranges = arena.saved_ranges()
-        arena.forget_retained()
+        arena.forget_clean_copy()
         backup = self._new_backup(ranges, "host")
         assert isinstance(backup, HostBackup)
-        retained = arena.retain(backup, version, ranges)
+        copy = arena.keep_clean_copy(backup, version, ranges)
         try:
-            retained.copying = backup.start_save(self._backend, arena.address)
+            copy.copying = backup.start_save(self._backend, arena.address)
         except BaseException:
-            arena.forget_retained()
+            arena.forget_clean_copy()
             raise
-        return retained.copying
+        return copy.copying

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from memsaver.backup.on_host import HostBackup, Waitable
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
-from memsaver.tag.refill import Arrival
+from memsaver.tag.refill import Refill
 from memsaver.vmm.backend import Backend
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
@@ -47,24 +47,24 @@ class Swap:
         with contextlib.ExitStack() as undo:
             undo.callback(self._backend.synchronize)  # whatever is still being copied
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
-            arrival = Arrival(self._backend, into, undo)
+            refill = Refill(self._backend, into, undo)
             with self._lock:
-                head, tail = self._own(leaving, arrival.missing, undo)  # first: short of memory, nothing was changed
-                arrival.put(head)
+                head, tail = self._own(leaving, refill.missing, undo)  # first: short of memory, nothing was changed
+                refill.put(head)
             left = []
             for extent, event in zip(leaving, copied, strict=True):
                 if event is not None:
                     event.synchronize()
                 with self._lock:
                     self._take_away(out, copy, extent, undo)
-                    if extent.nbytes > arrival.missing:
+                    if extent.nbytes > refill.missing:
                         left.append(extent)
                     else:
-                        arrival.put([extent])
+                        refill.put([extent])
             if tail:
                 with self._lock:
-                    arrival.put(tail)
-            arrival.finish()
+                    refill.put(tail)
+            refill.finish()
             shim.set_extents(out.slot, [])
             undo.pop_all()
         return left

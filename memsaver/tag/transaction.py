@@ -13,7 +13,7 @@ from memsaver.backup import Backup, HostBackup
 from memsaver.errors import BackendError, LeaseError
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
-from memsaver.tag.refill import Arrival
+from memsaver.tag.refill import Refill
 from memsaver.tag.save import Saving
 from memsaver.tag.swap import Swap, goes_piecewise
 from memsaver.vmm.backend import Backend, ShortOfMemory
@@ -23,7 +23,7 @@ from memsaver.vmm.page_pool import LARGEST, PagePool
 if TYPE_CHECKING:
     from memsaver.sharing.lease import PoolTicket
     from memsaver.sharing.server import ShareServer
-    from memsaver.tag.borrowed import Loan
+    from memsaver.tag.borrowed import BorrowedPages
 
 RELEASES = ("driver", "keep", "hand_over")
 LEASE_GRACE_SECONDS = 1.0
@@ -31,7 +31,7 @@ LEASE_GRACE_SECONDS = 1.0
 Extents = Mapping[str, Sequence[shim.Extent]]
 
 
-class Switch:
+class Transactions:
     """Of one saver, which holds its lock around every call. ``server``: set once the saver shares anything.
 
     Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies, and waiting for
@@ -162,7 +162,7 @@ class Switch:
             self._drain(None)
             backup, fresh = self.saving.prepare(out, content) if content == "host" else (None, False)
             assert backup is None or isinstance(backup, HostBackup)
-            undo.callback(out.forget_retained)
+            undo.callback(out.forget_clean_copy)
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
             undo.pop_all()
         self._pool.keep(left)
@@ -215,10 +215,10 @@ class Switch:
         for arena in (one, other):
             arena.thaw()
 
-    def borrow(self, arena: Arena, loan: Loan) -> None:
+    def borrow(self, arena: Arena, borrowed: BorrowedPages) -> None:
         """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
         with contextlib.ExitStack() as undo, self._device_lock:
-            arena.borrow(loan, undo)
+            arena.borrow(borrowed, undo)
             undo.pop_all()
 
     def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
@@ -298,21 +298,21 @@ class Switch:
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
             with self._device_lock:  # else two processes could take half each of what is enough for one
-                arrivals = [self._bring(arena, undo) for arena in arenas]
-            for arrival in arrivals:
-                arrival.finish()
+                refills = [self._bring(arena, undo) for arena in arenas]
+            for refill in refills:
+                refill.finish()
             undo.pop_all()
         for arena in arenas:
             arena.end_resume()
 
-    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Arrival:
+    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Refill:
         """Memory for all of the tag; what is saved on the host is on its way while the driver clears the rest."""
-        arrival = Arrival(self._backend, arena, undo)
-        arrival.put(self._pool.take(arrival.missing, undo))
+        refill = Refill(self._backend, arena, undo)
+        refill.put(self._pool.take(refill.missing, undo))
         if isinstance(arena.backup, HostBackup):
-            arrival.put(self._pool.make(min(arrival.missing, LARGEST), undo, arena.whole))
-        arrival.put(self._pool.make(arrival.missing, undo, arena.whole))
-        return arrival
+            refill.put(self._pool.make(min(refill.missing, LARGEST), undo, arena.whole))
+        refill.put(self._pool.make(refill.missing, undo, arena.whole))
+        return refill
 
 
 def _flat(extents: Extents) -> list[shim.Extent]:

@@ -15,7 +15,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.sharing.lease_cache import KeptLeases
+from memsaver.sharing.lease_cache import LeaseCache
 from tests.helpers.alarms import interrupted
 from tests.helpers.effort import rounds
 from tests.helpers.memory import family_bytes, settled_fds
@@ -58,7 +58,7 @@ def paused(*tags: str, **how: Any) -> Callable[[World], None]:
 
 
 def shared(world: World) -> None:
-    world.guests = [world.saver.share("loose"), KeptLeases()]
+    world.guests = [world.saver.share("loose"), LeaseCache()]
 
 
 def another(world: World) -> None:
@@ -162,7 +162,7 @@ def goes_on(world: World, operation: str) -> None:
 def end(world: World) -> None:
     world.tensors.clear()
     for guest in world.guests:
-        if isinstance(guest, MemorySaver | KeptLeases):
+        if isinstance(guest, MemorySaver | LeaseCache):
             guest.close()
     world.saver.close()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import KeptLeases, Lease, LeaseError, MemorySaver, StateError, Ticket
+from memsaver import Lease, LeaseCache, LeaseError, MemorySaver, StateError, Ticket
 from memsaver.sharing.import_table import imports
 from memsaver.sharing.peer_backend import peer_backend
 from tests.helpers.memory import family_bytes
@@ -36,7 +36,7 @@ class World:
     """A saver whose tag "weights" has one tensor, and leases of it that are kept in the same process."""
 
     def __init__(self, device: str) -> None:
-        self.saver, self.kept = MemorySaver(device), KeptLeases()
+        self.saver, self.kept = MemorySaver(device), LeaseCache()
         self.tensor = self.saver.empty(SIZE, torch.uint8, tag="weights").fill_(1)
         self.ticket = self.saver.share("weights", writable=True)
 
@@ -61,7 +61,7 @@ def world(device: str) -> Iterator[World]:
     made.saver.close()
 
 
-def _first(kept: KeptLeases, ticket: Ticket) -> int:
+def _first(kept: LeaseCache, ticket: Ticket) -> int:
     with kept.use(ticket) as lease:
         return int(lease.tensor((1,), torch.uint8))
 
@@ -150,7 +150,7 @@ def test_uses_of_threads_share_it(world: World) -> None:
             meet.wait(60)  # each has its own, or another's
             return int(lease.tensor((1,), torch.uint8))
 
-    with KeptLeases() as fresh:
+    with LeaseCache() as fresh:
         assert at_once(*[work] * 4) == [1] * 4 and world.leases == 2  # one of them stays
     assert world.leases == 1
 
@@ -234,7 +234,7 @@ def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
     before, here = family_bytes(device), len(imports)
     for used in (False, True):
         with remote_saver(device, nbytes=SIZE) as owner, contextlib.ExitStack() as uses:
-            kept = KeptLeases()
+            kept = LeaseCache()
             lease = uses.enter_context(kept.use(owner.ticket))
             if not used:
                 uses.close()
@@ -265,7 +265,7 @@ def test_an_owner_that_closes_or_is_dropped(how: str, device: str) -> None:
 
 
 def test_a_keeper_that_is_dropped_ends_its_leases(world: World) -> None:
-    kept: Any = KeptLeases()
+    kept: Any = LeaseCache()
     with kept.use(world.ticket) as lease:
         pass
     kept.cycle = kept
@@ -288,7 +288,7 @@ def test_a_forked_child_is_inert(world: World, device: str) -> None:
             with pytest.raises(StateError, match="forked child"), kept.use(ticket):
                 pass
             kept.close()
-            world.kept = kept = KeptLeases()
+            world.kept = kept = LeaseCache()
             gc.collect()
             code = 0
         os._exit(code)
@@ -327,7 +327,7 @@ def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
 
 def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
     """Each holds its lock and asks the other's thread, which needs none; a lease that is not given back is an error."""
-    sides, kept = [World(device) for _ in range(2)], KeptLeases()
+    sides, kept = [World(device) for _ in range(2)], LeaseCache()
     for _ in range(5):
         for side in sides:
             _first(kept, side.ticket)

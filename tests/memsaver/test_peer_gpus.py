@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import KeptLeases, LeaseError, Ticket
+from memsaver import LeaseCache, LeaseError, Ticket
 from memsaver.common.device_ids import device_key
 from memsaver.common.digest import digest
 from memsaver.sharing import peer_backend as peer
@@ -36,7 +36,7 @@ def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
     digest(torch.zeros(10, dtype=torch.uint8, device=here), 0)  # this GPU's own context and kernels
     pipe.send(device_key(here))
     pipe.recv()
-    kept = KeptLeases()
+    kept = LeaseCache()
     while True:
         with kept.use(ticket) as lease:
             pages = lease.tensor((SIZE,), torch.uint8)
@@ -82,7 +82,7 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
 def test_in_one_process_leases_are_of_the_current_gpu() -> None:
     saver, tensor, ticket = shared("cuda:0")
     leases = set()
-    with KeptLeases() as kept:
+    with LeaseCache() as kept:
         for index in (0, 1, 0, 1):
             with torch.cuda.device(index), kept.use(ticket) as lease:
                 pages = lease.tensor((SIZE,), torch.uint8)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver import KeptLeases, MemorySaver
+from memsaver import LeaseCache, MemorySaver
 from memsaver.sharing.client import owners
 from memsaver.sharing.import_table import imports
 from tests.helpers.effort import rounds
@@ -55,7 +55,7 @@ class Actor:
 
     def __init__(self, device: str, seed: int) -> None:
         self.device, self.random = device, random.Random(seed)
-        self.saver, self.kept = MemorySaver(device, limit_bytes=LIMIT), KeptLeases()
+        self.saver, self.kept = MemorySaver(device, limit_bytes=LIMIT), LeaseCache()
         self.pattern = (torch.arange(SIZES[0], device=device) % 251).to(torch.uint8)
         self.others: list[Address] = []
         self.make_anew()
@@ -151,7 +151,7 @@ class Actor:
     def let_go(self) -> None:
         """Of what it has mapped, its own tags among it."""
         self.kept.close()
-        self.kept = KeptLeases()
+        self.kept = LeaseCache()
 
     def rest(self) -> None:
         """A whole pause and resume works, and so does giving everything back."""

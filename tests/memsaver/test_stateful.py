@@ -40,7 +40,7 @@ class SaverMachine(RuleBasedStateMachine):
         self.borrowed: set[str] = set()
         self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
         self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 60.0  # never needed
-        self.kept = memsaver.KeptLeases()
+        self.kept = memsaver.LeaseCache()
         self.alive: dict[int, dict] = {}
         self.counter = 0
         for tag in sorted(TAGS) if begun else ():
@@ -228,7 +228,7 @@ class SaverMachine(RuleBasedStateMachine):
         """Through a lease that stays mapped (anew: until now): it shows the tag's pages, whichever they are by now."""
         if anew:
             self.kept.close()
-            self.kept = memsaver.KeptLeases()
+            self.kept = memsaver.LeaseCache()
         if tag not in self.paused:
             return
         committed = self.saver.report().tags[tag].committed_bytes

@@ -134,7 +134,7 @@ class WeightSync:
             message_bytes=message_bytes,
         )
         self.transports = self._connection.transports
-        self._kept = memsaver.KeptLeases()
+        self._kept = memsaver.LeaseCache()
         self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import memsaver
-from memsaver import KeptLeases, MemorySaver, MemSaverError, PoolTicket, Ticket
+from memsaver import LeaseCache, MemorySaver, MemSaverError, PoolTicket, Ticket
 from memsaver.sharing import rpc
 from memsaver.sharing.import_table import imports
 from tests.helpers.memory import open_fds
@@ -29,7 +29,7 @@ class Side:
         self.saver = MemorySaver(device, limit_bytes=limit)
         self.tensor = self.saver.empty(nbytes, torch.uint8, tag="t", elastic=elastic).fill_(1)
         self.leases: list[memsaver.Lease] = []
-        self.kept = KeptLeases()
+        self.kept = LeaseCache()
 
     def tickets(self) -> tuple[PoolTicket, Ticket]:
         return self.saver.pool_ticket(), self.saver.share("t", writable=True)

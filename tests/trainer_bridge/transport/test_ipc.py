@@ -69,12 +69,12 @@ def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -
     ticket, pages = ipc.IpcTicket(arguments=(1,), device_key="GPU-0"), torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
-        mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack())
+        mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack())
     monkeypatch.setattr(ipc, "map_once", lambda given: pages[1:] if given is not ticket else pages)
-    assert mapped(offer, memsaver.KeptLeases(), contextlib.ExitStack()) is pages
+    assert mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack()) is pages
     other = WeightOffer(version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0"))
     with pytest.raises(ValueError, match=f"the rollout shares {LAYOUT.nbytes - 1} bytes"):
-        mapped(other, memsaver.KeptLeases(), contextlib.ExitStack())
+        mapped(other, memsaver.LeaseCache(), contextlib.ExitStack())
 
 
 def test_only_cuda_tensors_are_shared() -> None:

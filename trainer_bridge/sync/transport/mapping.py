@@ -35,7 +35,7 @@ def _split(place: str) -> tuple[str, str]:
     return host, device
 
 
-def mapped(offer: WeightOffer, kept: memsaver.KeptLeases, uses: contextlib.ExitStack) -> Tensor:
+def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
     """All bytes of the offered pages, uint8, as long as the uses last."""
     if isinstance(offer.ticket, IpcTicket):
         pages = offer.ticket.map()
