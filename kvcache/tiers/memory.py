@@ -9,26 +9,25 @@ import weakref
 import torch
 
 from memsaver import HostMemoryError
-from memsaver.common.host_limits import available_memory
 from memsaver.errors import format_bytes
 from memsaver.vmm import pinned_pages as host_pages
 from memsaver.vmm.backend import make_pinner
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
-_SHARE = 0.8  # of the memory that is available: others want some, too
-
 
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 `[nbytes]` with memory behind it, pinned where `device` is a GPU, at a multiple of 2 MiB and in whole ones.
 
-    `HostMemoryError`, with nothing taken, for more than 0.8 of what machine and container have available.
+    `HostMemoryError`, with nothing taken, for more than machine and container have room for beside
+    what this process has pinned (`room_bytes`).
     """
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-    room = int(_SHARE * available_memory())
+    room = max(0, host_pages.room_bytes())
     if size > room:
         raise HostMemoryError(
-            f"a host tier of {format_bytes(size)} is more than 0.8 of the host memory that is available "
-            f"({format_bytes(room)}); make the tier smaller or free memory; nothing was changed",
+            f"a host tier of {format_bytes(size)} is more than the {format_bytes(room)} of host memory "
+            f"that may be taken beside the {format_bytes(host_pages.held_bytes())} that this process "
+            f"holds already; make the tier smaller or free memory; nothing was changed",
             size,
             size - room,
             {},

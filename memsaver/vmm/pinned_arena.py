@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memsaver.common.host_limits import available_memory
 from memsaver.common.rounding import round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages as host_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
-_SHARE = 0.8  # of the memory that is available: others want some, too
 UNIT = 4096  # bytes: what direct I/O asks for
 SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
 
@@ -38,8 +36,8 @@ class _Segment:
 class HostArena:
     """Pieces of host memory, pinned once and used again and again. Thread-safe.
 
-    budget_bytes: the most that it may hold. None: it may take 0.8 of what machine and container have available when it
-    grows, 5 % of their memory being left to Ray's memory monitor.
+    budget_bytes: the most that it may hold. None: with the tiers of the KV cache it may have 0.8 of what machine and
+    container have available besides, 5 % of their memory being left to Ray's memory monitor (`room_bytes`).
     """
 
     def __init__(self, pinner: Pinner | None, budget_bytes: int | None = None) -> None:
@@ -125,8 +123,8 @@ class HostArena:
         if self.budget_bytes is not None:
             left, why = self.budget_bytes - self.committed_bytes, f"the budget is {format_bytes(self.budget_bytes)}"
         else:
-            available = available_memory()
-            left, why = int(_SHARE * available), f"{format_bytes(available)} are available, of which 0.8 may be taken"
+            left = host_pages.room_bytes()
+            why = f"{format_bytes(max(0, left))} more may be taken of the machine's and the container's memory"
         if more > left:
             raise self._refusal(more, more - left, why)
 

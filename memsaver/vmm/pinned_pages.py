@@ -12,13 +12,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
+from memsaver.common.host_limits import available_memory
 from memsaver.common.libc import MAP_FAILED, libc
 from memsaver.common.rounding import round_up
 from memsaver.vmm.workers import workers
 
 HUGE_PAGE = 2 << 20
+SHARE = 0.8  # of the memory that is available: others want some, too
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
 _CHUNK = 16 << 20
+
+
+_held: dict[int, int] = {}  # bytes by address; a child that is forked has none of them
+os.register_at_fork(after_in_child=_held.clear)
 
 
 class Pinner(Protocol):
@@ -26,6 +32,19 @@ class Pinner(Protocol):
 
     def pin(self, address: int, nbytes: int) -> None: ...
     def unpin(self, address: int) -> None: ...
+
+
+def held_bytes() -> int:
+    """What this process has obtained, for saved content and for tiers of the KV cache together."""
+    return sum(tuple(_held.values()))
+
+
+def room_bytes() -> int:
+    """How much more may be obtained: all of it together is at most 0.8 of what machine and container
+    would have available without it.
+    """
+    held = held_bytes()
+    return int(SHARE * (available_memory() + held)) - held
 
 
 def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
@@ -46,6 +65,7 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
                 pinner.pin(start, nbytes)
                 undo.callback(pinner.unpin, start)
         undo.pop_all()
+    _held.update(zip(starts, sizes, strict=True))
     return starts
 
 
@@ -69,6 +89,7 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
     if pinner is not None:
         pinner.unpin(address)
     libc().munmap(address, nbytes)
+    _held.pop(address, None)
 
 
 def _touch(address: int, nbytes: int) -> list[Future[None]]:
