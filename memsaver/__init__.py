@@ -19,8 +19,9 @@ from memsaver.errors import (
 )
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.saver import MemorySaver
-from memsaver.sharing.lease import Lease, PoolTicket, Ticket, attach
+from memsaver.sharing.lease import Lease, attach
 from memsaver.sharing.lease_cache import LeaseCache
+from memsaver.tag.tickets import PoolTicket, Ticket
 
 __all__ = [
     "BackendError",

@@ -27,15 +27,16 @@ from memsaver.tag.out_of_memory import PAGE_POOL, explain
 from memsaver.tag.recorder import Recorder
 from memsaver.tag.table import Tags, check_content
 from memsaver.tag.transaction import Transactions
-from memsaver.vmm.backend import ShortOfMemory, make_backend
+from memsaver.vmm import make_backend
+from memsaver.vmm.backend import ShortOfMemory
 from memsaver.vmm.page_pool import PagePool
 from memsaver.vmm.registrations import check_segments
 from memsaver.vmm.torch_usage import TorchUse
 
 if TYPE_CHECKING:
-    from memsaver.backup.on_host import Waitable
-    from memsaver.sharing.lease import PoolTicket, Ticket
     from memsaver.sharing.server import ShareServer
+    from memsaver.tag.tickets import PoolTicket, Ticket
+    from memsaver.vmm.backend import Waitable
     from memsaver.vmm.pinned_arena import HostArena
 
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()

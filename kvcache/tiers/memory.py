@@ -10,8 +10,8 @@ import torch
 
 from memsaver import HostMemoryError
 from memsaver.errors import format_bytes
+from memsaver.vmm import make_pinner
 from memsaver.vmm import pinned_pages as host_pages
-from memsaver.vmm.backend import make_pinner
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
 

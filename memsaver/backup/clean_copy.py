@@ -6,8 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from memsaver.backup.on_disk import DiskBackup
-from memsaver.backup.on_host import HostBackup, Waitable
+from memsaver.backup.on_host import HostBackup
 from memsaver.common.digest import Digest
+from memsaver.vmm.backend import Waitable
 
 
 @dataclass

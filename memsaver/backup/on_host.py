@@ -5,22 +5,17 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
 from memsaver.backup.ranges import Ranges, joined
 from memsaver.common.rounding import round_up
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 
 _ALIGNMENT = 64
 Run = tuple[int, int, int]
 """(offset in the tag, host address, nbytes)"""
-
-
-class Waitable(Protocol):
-    def synchronize(self) -> None: ...
 
 
 class HostBackup:

@@ -141,3 +141,28 @@ def _cut_grids(grids: Tensor, owners: Tensor, widths: tuple[int, int], chunk: in
         dim=1,
     )
     return Cut(rows, owners[which], shapes)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one instance of the kernel handles. source None: digest only. aligned: 16-byte accesses. grid: rows."""
+
+    source: torch.dtype | None
+    target: torch.dtype
+    aligned: bool
+    grid: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The programs of one kind.
+
+    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`.
+    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s segments.
+    """
+
+    kind: Kind
+    rows: Tensor
+    shapes: Tensor | None
+    partials: Tensor
+    ends: list[int]

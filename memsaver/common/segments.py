@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memsaver.common.cuts import VECTOR, cut
+from memsaver.common.cuts import VECTOR, Kind, Launch, cut
 from memsaver.common.hash import MASK64
 
 MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
@@ -43,31 +43,6 @@ class Segment:
     def end(self) -> int:
         """First byte after the target, from the base of a run."""
         return self.target + (max(self.rows - 1, 0) * self.target_pitch + self.count) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What one instance of the kernel handles. source None: digest only. aligned: 16-byte accesses. grid: rows."""
-
-    source: torch.dtype | None
-    target: torch.dtype
-    aligned: bool
-    grid: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The programs of one kind.
-
-    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`.
-    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s segments.
-    """
-
-    kind: Kind
-    rows: Tensor
-    shapes: Tensor | None
-    partials: Tensor
-    ends: list[int]
 
 
 class SegmentTable:
@@ -109,9 +84,8 @@ class SegmentTable:
         programs: None: one for each row of the table. A number: so many go through the rows, which leaves the rest of
         the device to other kernels. A ValueError for less than one.
         """
-        from memsaver.common.segments_triton import (
-            launch_rows,  # Triton costs a second to import; a CPU engine needs none
-        )
+        # here: Triton costs a second to import, and a CPU engine needs none
+        from memsaver.common.segments_triton import launch_rows
 
         assert base % VECTOR == 0
         if programs is not None and programs < 1:

@@ -6,16 +6,12 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from memsaver.errors import MemSaverError
 from memsaver.sharing import rpc
 from memsaver.sharing.import_table import imports
-
-if TYPE_CHECKING:
-    from memsaver.sharing.lease_cache import Kept
-
 
 _CONNECT_SECONDS = 5.0
 
@@ -24,13 +20,13 @@ class Owner:
     """The connection of this process to one saver, here or in another process; one for all leases of it.
 
     ``granting``: held from asking for a lease until what came with it is imported, for the next answer builds on that.
-    ``kept``: by number, the leases that the owner may ask for back.
+    ``recalls``: what to call when the owner asks for a lease back that stays mapped, by its number.
     """
 
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
         self.granting = threading.Lock()
-        self.kept: dict[int, Kept] = {}
+        self.recalls: dict[int, Callable[[], None]] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS))
         try:
@@ -50,7 +46,7 @@ class Owner:
             if owners.get(self._socket_name) is self:
                 del owners[self._socket_name]
         with contextlib.suppress(MemSaverError):  # the next use tries again
-            self._recall(list(self.kept))
+            self._recall(list(self.recalls))
 
     def _late(self, answer: dict[str, Any]) -> None:
         """Give back a lease that nobody waits for any longer; what came with it, the next one asks for."""
@@ -69,9 +65,8 @@ class Owner:
     def _recall(self, numbers: Sequence[int]) -> None:
         """Those that are not here yet, the owner asks for again; others have ended."""
         for number in numbers:
-            if kept := self.kept.get(number):
-                kept.lease.bind_thread()
-                kept.recall()
+            if recall := self.recalls.get(number):
+                recall()
 
 
 owners: dict[str, Owner] = {}

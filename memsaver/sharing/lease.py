@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -24,31 +23,11 @@ from memsaver.sharing.import_table import Import, imports
 from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.arena import Reservation
 from memsaver.tag.borrowed import endings
+from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.vmm.backend import Backend
 from memsaver.vmm.device_lock import device_lock
 
 TIMEOUT_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """Permission to map one tag; plain data to be sent to the peer. Good as long as the saver lives."""
-
-    socket_name: str
-    token: str
-    tag: str
-    device_key: str
-    writable: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolTicket:
-    """Permission to hand extents over to a saver; plain data, good as long as the saver lives."""
-
-    socket_name: str
-    token: str
-    device_key: str
-    pid: int
 
 
 class Lease:

@@ -18,9 +18,10 @@ import torch
 
 from memsaver.common.signals import Unbroken
 from memsaver.errors import StateError
-from memsaver.sharing.lease import Lease, Ticket
+from memsaver.sharing.lease import Lease
 from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.borrowed import endings
+from memsaver.tag.tickets import Ticket
 
 _Key = tuple[Ticket, torch.device]
 
@@ -33,7 +34,7 @@ class Kept:
         self._lock = threading.Lock()
         self._uses = 1
         self._recalled = False
-        lease.owner.kept[lease.number] = self
+        lease.owner.recalls[lease.number] = self._recall_by_owner
 
     def enter(self, at_least: int) -> bool:
         """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
@@ -58,10 +59,15 @@ class Kept:
             self._recalled = True
             self._end()
 
+    def _recall_by_owner(self) -> None:
+        """In a thread of its connection."""
+        self.lease.bind_thread()
+        self.recall()
+
     def _end(self) -> None:
         if not self._uses and not self.lease.closed:
             self.lease.end()
-            self.lease.owner.kept.pop(self.lease.number, None)
+            self.lease.owner.recalls.pop(self.lease.number, None)
 
 
 class LeaseCache:

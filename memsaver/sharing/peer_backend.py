@@ -12,7 +12,8 @@ import torch
 
 from memsaver.common.device_ids import device_key
 from memsaver.errors import LeaseError
-from memsaver.vmm.backend import Backend, make_backend
+from memsaver.vmm import make_backend
+from memsaver.vmm.backend import Backend
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:

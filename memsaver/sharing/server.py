@@ -26,8 +26,9 @@ from memsaver.errors import LeaseError
 from memsaver.native import shim
 from memsaver.sharing import rpc
 from memsaver.sharing.import_table import imports
-from memsaver.sharing.lease import TIMEOUT_SECONDS, PoolTicket, Ticket, gives_for
+from memsaver.sharing.lease import TIMEOUT_SECONDS, gives_for
 from memsaver.tag.arena import Arena
+from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.vmm.page_pool import PagePool
 
 REVOKE_SECONDS = 5.0

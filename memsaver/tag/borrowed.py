@@ -14,7 +14,7 @@ from memsaver.native import shim
 from memsaver.vmm.backend import Backend
 
 if TYPE_CHECKING:
-    from memsaver.sharing.lease import Ticket
+    from memsaver.tag.tickets import Ticket
 
 _log = logging.getLogger("memsaver")
 

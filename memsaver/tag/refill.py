@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Sequence
 
 from memsaver.backup.on_disk import DiskBackup
-from memsaver.backup.on_host import HostBackup, Waitable
+from memsaver.backup.on_host import HostBackup
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Waitable
 
 
 class Refill:

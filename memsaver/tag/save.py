@@ -6,10 +6,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 from memsaver.backup import Backup, DiskBackup, HostBackup
-from memsaver.backup.on_host import Waitable
 from memsaver.errors import HostMemoryError
 from memsaver.tag.arena import Arena
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Waitable
 
 
 class Saving:

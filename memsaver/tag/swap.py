@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from memsaver.backup.on_host import HostBackup, Waitable
+from memsaver.backup.on_host import HostBackup
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.tag.refill import Refill
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
 

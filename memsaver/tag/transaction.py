@@ -21,9 +21,9 @@ from memsaver.vmm.device_lock import device_lock
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
 if TYPE_CHECKING:
-    from memsaver.sharing.lease import PoolTicket
     from memsaver.sharing.server import ShareServer
     from memsaver.tag.borrowed import BorrowedPages
+    from memsaver.tag.tickets import PoolTicket
 
 RELEASES = ("driver", "keep", "hand_over")
 LEASE_GRACE_SECONDS = 1.0

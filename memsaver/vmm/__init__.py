@@ -1,0 +1,33 @@
+"""Physical memory and addresses: CUDA virtual memory, or memfd and mmap; pools of pages, pinned host memory, locks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from memsaver.vmm.backend import Backend
+    from memsaver.vmm.pinned_pages import Pinner
+
+
+def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
+    """The backend of a device; raises ``ValueError`` for a device type that has none."""
+    if device.type == "cpu":
+        from memsaver.vmm.memfd import HostBackend
+
+        return HostBackend(limit_bytes)
+    if device.type == "cuda":
+        from memsaver.vmm.cuda import CudaBackend
+
+        return CudaBackend(device, limit_bytes)
+    raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
+
+
+def make_pinner(device: torch.device) -> Pinner | None:
+    """What makes host memory reachable for a device, whose context must be current; None: all of it is."""
+    if device.type != "cuda":
+        return None
+    from memsaver.vmm.cuda import CudaPinner
+
+    return CudaPinner()

@@ -1,10 +1,11 @@
-"""What a backend must offer, and the part that both share: extents and mappings through the shim."""
+"""What a backend offers, and the part that both share: extents and mappings through the shim."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,9 +16,7 @@ from memsaver.native import shim
 if TYPE_CHECKING:
     import torch
 
-    from memsaver.backup.on_host import Waitable
     from memsaver.vmm.pinned_arena import HostArena
-    from memsaver.vmm.pinned_pages import Pinner
 
 
 class ShortOfMemory(Exception):
@@ -28,55 +27,20 @@ class ShortOfMemory(Exception):
         self.cause = cause
 
 
-class Backend(Protocol):
-    """Physical memory and addresses of one device. Sizes are bytes and multiples of ``granularity`` where mapped."""
+class Waitable(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class Backend(ABC):
+    """Physical memory and addresses of one device: what differs is abstract, the rest goes through the shim, which
+    is the only way to extents, mappings and the byte limit. Sizes are bytes; what is mapped, multiples of
+    ``granularity``.
+    """
 
     device: torch.device
     device_key: str
-    granularity: int
     unit: int
     total_bytes: int
-    phys: int
-
-    limit_bytes: int | None
-
-    @property
-    def committed_bytes(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
-    @property
-    def device_free_bytes(self) -> int: ...
-    def round_up(self, nbytes: int) -> int: ...
-    def reserve(self, nbytes: int) -> int: ...
-    def unreserve(self, address: int, nbytes: int) -> None: ...
-    def create(self, nbytes: int) -> shim.Extent: ...
-    def release(self, handle: int, nbytes: int) -> None: ...
-    def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None: ...
-    def set_access(self, address: int, nbytes: int) -> None: ...
-    def unmap(self, address: int, nbytes: int) -> None: ...
-    def export_fd(self, handle: int) -> int: ...
-    def import_fd(self, fd: int) -> int: ...
-    def bind_thread(self) -> None: ...
-    def synchronize(self) -> None: ...
-    @property
-    def forked(self) -> bool: ...
-    @property
-    def capturing(self) -> bool: ...
-    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
-    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
-    @property
-    def host_arena(self) -> HostArena: ...
-    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> Waitable | None: ...
-    def reclaim(self) -> None: ...
-    def other_holders(self) -> dict[str, int]: ...
-    def error_name(self, code: int) -> str: ...
-
-
-class ShimBackend:
-    """Extents and mappings, and the byte limit, through the shim: the only way to physical memory."""
-
-    device: torch.device
 
     def __init__(self, kind: int, granularity: int, limit_bytes: int | None, driver: shim.Driver | None = None) -> None:
         self.granularity = granularity
@@ -109,9 +73,9 @@ class ShimBackend:
         return free if limit is None else min(free, limit - self.committed_bytes)
 
     @property
+    @abstractmethod
     def device_free_bytes(self) -> int:
         """What nobody holds of the device."""
-        raise NotImplementedError
 
     @property
     def cached_bytes(self) -> int:
@@ -160,8 +124,34 @@ class ShimBackend:
         """Nothing in a forked child, which may have something of its own there."""
         self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
 
-    def error_name(self, code: int) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def error_name(self, code: int) -> str: ...
+    @abstractmethod
+    def reserve(self, nbytes: int) -> int: ...
+    @abstractmethod
+    def unreserve(self, address: int, nbytes: int) -> None: ...
+    @abstractmethod
+    def bind_thread(self) -> None: ...
+    @abstractmethod
+    def synchronize(self) -> None: ...
+    @property
+    @abstractmethod
+    def capturing(self) -> bool: ...
+    @abstractmethod
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
+    @abstractmethod
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
+    @property
+    @abstractmethod
+    def host_arena(self) -> HostArena: ...
+    @abstractmethod
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
+    @abstractmethod
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> Waitable | None: ...
+    @abstractmethod
+    def reclaim(self) -> None: ...
+    @abstractmethod
+    def other_holders(self) -> dict[str, int]: ...
 
     def inject_fault(self, after: int, error: int) -> int:
         """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's ``error`` number.
@@ -188,25 +178,3 @@ class ShimBackend:
     def _check(self, what: str, code: int) -> None:
         if code:
             raise BackendError(f"{what} on {self.device} failed: {self.error_name(code)}")
-
-
-def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
-    """The backend of a device; raises ``ValueError`` for a device type that has none."""
-    if device.type == "cpu":
-        from memsaver.vmm.memfd import HostBackend
-
-        return HostBackend(limit_bytes)
-    if device.type == "cuda":
-        from memsaver.vmm.cuda import CudaBackend
-
-        return CudaBackend(device, limit_bytes)
-    raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
-
-
-def make_pinner(device: torch.device) -> Pinner | None:
-    """What makes host memory reachable for a device, whose context must be current; None: all of it is."""
-    if device.type != "cuda":
-        return None
-    from memsaver.vmm.cuda import CudaPinner
-
-    return CudaPinner()

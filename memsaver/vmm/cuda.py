@@ -15,7 +15,7 @@ from memsaver.errors import BackendError
 from memsaver.native import shim
 from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
-from memsaver.vmm.backend import ShimBackend
+from memsaver.vmm.backend import Backend
 from memsaver.vmm.pinned_arena import HostArena
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -79,7 +79,7 @@ class _Span:
         }
 
 
-class CudaBackend(ShimBackend):
+class CudaBackend(Backend):
     """One GPU, known by its UUID."""
 
     unit = 512  # the block size of torch's caching allocator

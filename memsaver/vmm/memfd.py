@@ -16,7 +16,7 @@ from memsaver.common.libc import MAP_FAILED, libc
 from memsaver.errors import BackendError
 from memsaver.native import shim
 from memsaver.native.shim import Operation
-from memsaver.vmm.backend import ShimBackend
+from memsaver.vmm.backend import Backend
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.workers import workers
 
@@ -48,7 +48,7 @@ def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list
     return out
 
 
-class HostBackend(ShimBackend):
+class HostBackend(Backend):
     """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
 
     unit = 64  # c10's alignment of CPU tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.staging import Watermark
 from memsaver.common.plain import Plain
-from memsaver.sharing.lease import Ticket
+from memsaver import Ticket
 from rollout.types import SamplingParams
 
 

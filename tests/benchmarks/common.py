@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
-from memsaver.vmm.backend import make_backend
+from memsaver.vmm import make_backend
 
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2

@@ -108,7 +108,7 @@ def test_a_lease_is_mapped_once_until_something_moves_the_pages(how: str, world:
     assert before.closed and world.leases == 0
     again = world.write(3)
     assert again is not before and world.write(5) is again
-    assert len(again.owner.kept) == 1, "the connection forgets those that have ended"
+    assert len(again.owner.recalls) == 1, "the connection forgets those that have ended"
     held, committed = family_bytes(device), world.saver.report().committed_bytes
     world.saver.pause()
     world.saver.trim()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from memsaver.common.plain import Forged, Plain, seal, unseal
-from memsaver.sharing.lease import Ticket
+from memsaver import Ticket
 from rollout.types import CommitReceipt, Manifest, ModuleTensor, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.rank_copies import Written

@@ -270,8 +270,8 @@ import collections, json, re
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from memsaver.common.grids_triton import run_grids
-from memsaver.common.segments import Kind
+from memsaver.common.segments_triton import run_grids
+from memsaver.common.cuts import Kind
 from memsaver.common.segments_triton import WARPS, instance, run_segments
 
 INSTRUCTION = r"^\\s*(?:@!?%p\\d+ )?([a-z][\\w.]*)"
