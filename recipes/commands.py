@@ -116,7 +116,7 @@ def _doctor_arguments(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from memsaver.doctor.printing import report
+    from memsaver.doctor import report
 
     return report(arguments.device)
 

@@ -3,6 +3,7 @@ digest notices: ops/test_digest.)"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -16,24 +17,36 @@ from torch.utils import _python_dispatch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.backup.checksums import Checksums
-from memsaver.debug import Find, PausedGuard, paused_tag
+from memsaver.debug import PausedGuard, paused_tag
 from tests.helpers.memsaver.savers import at_once
 
 MODES = (torch.enable_grad, torch.no_grad, torch.inference_mode)
 Operation = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def find_in(saver: memsaver.MemorySaver, tensor: torch.Tensor) -> Find:
+class Finder:
     """Looks an address up in the only tag of a saver."""
-    (tag,) = saver.tags
-    start = tensor.data_ptr() - saver.offset_of(tensor)
 
-    def find(address: int) -> str | None:
-        report = saver.report().tags[tag]
+    def __init__(self, saver: memsaver.MemorySaver, tensor: torch.Tensor) -> None:
+        (self.tag,) = saver.tags
+        self.saver = saver
+        self.start = tensor.data_ptr() - saver.offset_of(tensor)
+
+    def find(self, address: int) -> str | None:
+        report = self.saver.report().tags[self.tag]
+        inside = 0 <= address - self.start < report.reserved_bytes
         # a resume restores content before the tag is active again
-        return tag if 0 <= address - start < report.reserved_bytes and not report.committed_bytes else None
+        return self.tag if inside and not report.committed_bytes else None
 
-    return find
+
+@contextlib.contextmanager
+def guarding(guard: PausedGuard) -> Iterator[None]:
+    """Guard this thread inside of the block."""
+    guard.enable()
+    try:
+        yield
+    finally:
+        guard.disable()
 
 
 class Case:
@@ -43,16 +56,16 @@ class Case:
         self.device = device
         self.saver = memsaver.MemorySaver(device)
         self.paused = self.saver.empty((4, 4), tag="kv_cache", content="host").fill_(1)
-        self.find = find_in(self.saver, self.paused)
+        self.finder = Finder(self.saver, self.paused)
         self.other = torch.ones(4, 4, device=device)
-        self.guard = PausedGuard(self.find)
+        self.guard = PausedGuard(self.finder.find)
         self.saver.pause()
 
 
 @pytest.fixture
 def case(device: str) -> Iterator[Case]:
     case = Case(device)
-    with case.guard:
+    with guarding(case.guard):
         try:
             yield case
         finally:
@@ -141,7 +154,8 @@ def test_backward_raises_in_python(device: str) -> None:
     with saver.region("weights", content="host"):
         weight = torch.nn.Parameter(torch.ones(4, 4, device=device))
     x = torch.ones(4, 4, device=device, requires_grad=True)
-    with PausedGuard(find_in(saver, weight)):
+    finder = Finder(saver, weight)
+    with guarding(PausedGuard(finder.find)):
         loss = (x @ weight).sum()
         saver.pause()
         with pytest.raises(memsaver.StateError, match="on tag 'weights'"):
@@ -196,13 +210,12 @@ class _Count(_python_dispatch.TorchDispatchMode):
 def test_enable_and_disable_go_between_other_modes() -> None:
     case, count = Case("cpu"), _Count()
     with count, torch.device("cpu"):
-        assert case.guard.enable()
+        case.guard.enable()
     with pytest.raises(memsaver.StateError):  # still on, after the block it was enabled in
         case.paused.sum()
     torch.set_default_device("cpu")
     with count, torch.device("cpu"):
-        with case.guard:
-            pass
+        case.guard.enable()  # is on already: nothing changes
         with pytest.raises(memsaver.StateError):
             case.paused.sum()
         case.guard.disable()

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from memsaver import doctor
+from memsaver import doctor_gpu as gpu
 from memsaver.common import host_limits
-from memsaver.doctor import PROBES as ALL
-from memsaver.doctor import Check, examine, gpu, machine, software
-from memsaver.doctor.check import Finding, Probe, Target, choose_target, run_probe
-from memsaver.doctor.printing import report
+from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
+from memsaver.doctor_gpu import Target, choose_target
 from memsaver.native import build
-from memsaver.vmm.backend import make_backend
+from memsaver.vmm import make_backend
 from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
@@ -80,8 +80,8 @@ def named(checks: list[Check]) -> dict[str, Check]:
 
 def look(name: str, target: Target = HERE) -> Check:
     """Run one check by its name, as ``examine`` runs it."""
-    (probe,) = [probe for probe in ALL if probe.name == name]
-    return run_probe(probe, target)
+    (row,) = [row for row in CHECKS if row.name == name]
+    return run_check(row, target)
 
 
 def assert_tells(check: Check, status: str, *words: str) -> None:
@@ -96,15 +96,15 @@ def test_this_machine_is_told_as_it_is() -> None:
     before = process_bytes("cpu"), settled_fds()
     checks = named(examine("cpu"))
     until(lambda: (process_bytes("cpu"), open_fds()) == before)  # connections are closed by their own threads
-    assert list(checks) == [probe.name for probe in ALL]
+    assert list(checks) == [row.name for row in CHECKS]
     assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
     must_work = ["Python", "torch", "memory shim", "regions on the CPU", "pause and resume on the CPU", "sharing a tag"]
     must_work += ["memory without a file", "passing files between processes"]
     assert [checks[name].status for name in must_work] == ["ok"] * len(must_work), checks
     assert torch.__version__ in checks["torch"].found
-    for probe in ALL:
-        if probe.needs_gpu:
-            assert checks[probe.name] == Check(probe.name, "skip", "no GPU: asked for the CPU only")
+    for row in CHECKS:
+        if row.looks_at == "gpu":
+            assert checks[row.name] == Check(row.name, "skip", "no GPU: asked for the CPU only")
 
 
 @pytest.mark.gpu
@@ -139,17 +139,15 @@ runpy.run_module("memsaver.doctor", run_name="__main__")
 
 
 def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Target) -> Finding:
-        raise RuntimeError("two\nlines")
-
-    probes = [Probe("one", broken, "do this"), Probe("two", lambda _: Finding("ok", "fine"), "unused")]
-    monkeypatch.setattr("memsaver.doctor.PROBES", probes)
+    broken = raises(RuntimeError("two\nlines"))
+    rows = [Row("one", "machine", broken, "do this"), Row("two", "cpu", answer(("ok", "fine")), "unused")]
+    monkeypatch.setattr(doctor, "CHECKS", rows)
     assert examine("cpu") == [Check("one", "fail", "RuntimeError: two lines", "do this"), Check("two", "ok", "fine")]
 
 
-def test_every_probe_has_a_name_of_its_own_and_a_remedy() -> None:
-    assert len({probe.name for probe in ALL}) == len(ALL) > 20
-    assert all(probe.remedy for probe in ALL)
+def test_every_check_has_a_name_of_its_own_and_a_remedy() -> None:
+    assert len({row.name for row in CHECKS}) == len(CHECKS) > 20
+    assert all(row.remedy for row in CHECKS)
     with pytest.raises(AssertionError, match="without a remedy"):
         Check("x", "warn", "found")
 
@@ -196,12 +194,12 @@ SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
 UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
-REFILL = "memsaver.tag.refill.Arrival.fill"
+REFILL = "memsaver.tag.refill.Refill.fill"
 HOOK = "memsaver.native.cpu_hook.allocate_from"
 MISSING, REFUSED = raises(ModuleNotFoundError("no such module")), raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
-NO_DRIVER = {"memsaver.doctor.gpu.LIBCUDA": "libno-such-driver.so.1"}
-NO_DEVICE = NO_DRIVER | {"memsaver.doctor.gpu.DEVICE_FILE": Path("/no/nvidiactl")}
+NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
+NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the environment; what it says."""
 
@@ -243,7 +241,7 @@ CASES: list[Case] = [
     ("memory without a file", HERE, {"os.memfd_create": None}, "fail", ("no os.memfd_create", "Linux 3.17")),
     ("passing files between processes", HERE, DROPPED, "fail", ("did not arrive", "SCM_RIGHTS")),
     ("CUDA driver", HERE, NO_DEVICE, "skip", ("no NVIDIA driver",)),
-    ("CUDA driver", HERE, NO_DRIVER | {"memsaver.doctor.gpu.DEVICE_FILE": Path(os.devnull)}, "fail", ("--gpus all",)),
+    ("CUDA driver", HERE, NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path(os.devnull)}, "fail", ("--gpus all",)),
     (
         "pause and resume on the CPU",
         HERE,
@@ -278,18 +276,19 @@ def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(monkeypatch: 
     assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
 
 
-def test_the_round_trip_sees_other_memory(device: str, fds: int) -> None:
-    backend: Any = make_backend(torch.device(device))
-    assert software.round_trip(backend).status == "ok"
-    assert backend.committed_bytes == 0 and open_fds() == fds
+def test_sharing_sees_other_memory(device: str, fds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = torch.device(device)
+    assert gpu.sharing(on)[0] == "ok"
+    backend: Any = type(make_backend(on))
 
-    def import_fd(fd: int) -> int:
+    def import_fd(self: Any, fd: int) -> int:
         """New memory instead of what was exported."""
         os.close(fd)
-        return backend.create(backend.granularity).handle
+        return self.create(self.granularity).handle
 
-    backend.import_fd = import_fd
-    assert_tells(Check("x", *software.round_trip(backend)), "fail", "shows other bytes")
+    monkeypatch.setattr(backend, "import_fd", import_fd)
+    assert_tells(Check("x", *gpu.sharing(on)), "fail", "do not show the same bytes")
+    until(lambda: open_fds() <= fds)  # connections are closed by their own threads
 
 
 Driver = tuple[dict[str, int], str | None, str, Target, str, tuple[str, ...]]
@@ -337,10 +336,10 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_few_memory_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_MAP_COUNT", tmp_path / "max_map_count")
+    monkeypatch.setattr(doctor, "MAX_MAP_COUNT", tmp_path / "max_map_count")
     assert look("memory maps").status == "skip"
     for count, status in ((65530, "ok"), (65529, "warn")):
-        machine.MAX_MAP_COUNT.write_text(f"{count}\n")
+        doctor.MAX_MAP_COUNT.write_text(f"{count}\n")
         assert look("memory maps").status == status
     assert_tells(look("memory maps"), "warn", "65529", "sysctl -w vm.max_map_count=65530")
 
@@ -403,6 +402,6 @@ def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_speed_classes() -> None:
     told = [gpu.judge_speed(speed, "x") for speed in (55, 24, 12, 7, 3)]
-    assert [finding.status for finding in told] == ["ok", "ok", "ok", "ok", "warn"]
-    assert [finding.found.split(": ")[1] for finding in told[:3]] == [name for _, name in gpu.SPEEDS]
-    assert "slow" in told[4].found and "nvidia-smi" in told[4].remedy
+    assert [finding[0] for finding in told] == ["ok", "ok", "ok", "ok", "warn"]
+    assert [finding[1].split(": ")[1] for finding in told[:3]] == [name for _, name in gpu.SPEEDS]
+    assert "slow" in told[4][1] and "nvidia-smi" in told[4][-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memsaver.doctor import PROBES, Check
+from memsaver.doctor import CHECKS, Check
 from recipes.cli import main
 
 
@@ -12,9 +12,9 @@ def test_the_command_examines_this_machine(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["doctor", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith(f"{len(PROBES)} checks, ") and lines[-1].endswith(" need attention")
-    for probe in PROBES:
-        assert any(line.startswith(probe.name) for line in lines), probe.name
+    assert lines[-1].startswith(f"{len(CHECKS)} checks, ") and lines[-1].endswith(" need attention")
+    for row in CHECKS:
+        assert any(line.startswith(row.name) for line in lines), row.name
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("skip", 0), ("fail", 1)])

@@ -1,8 +1,0 @@
-"""``python -m memsaver.doctor``."""
-
-import sys
-
-from memsaver.doctor.printing import main
-
-if __name__ == "__main__":
-    sys.exit(main())
