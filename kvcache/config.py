@@ -8,6 +8,7 @@ import torch
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4_DTYPE = torch.float4_e2m1fn_x2
 FP4_BLOCK = 16  # elements that share one block scale
+FP4_MAX_EXPONENT = 125  # of a block scale, either sign: what is read is zero or a normal fp32
 STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES, FP4_DTYPE)
 
 _KV_DTYPES = {

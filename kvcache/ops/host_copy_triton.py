@@ -5,16 +5,12 @@ and writing pinned memory from the kernel itself needs no packed copy of scatter
 more programs than keep the link busy: more of them would only wait, in the place of kernels that compute.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from kvcache.ops.host_copy_plan import HostCopyPlan
 from kvcache.ops.units_triton import WORDS, unit_pointer
-
-if TYPE_CHECKING:
-    from kvcache.ops.host_copy import HostCopyPlan
 
 BLOCK = 4096  # units
 PROGRAMS = 8
@@ -23,7 +19,7 @@ FIELDS = tl.constexpr(6)  # of a row of the plan's table
 
 
 def copy_rows_triton(
-    plan: "HostCopyPlan", host_rows: torch.Tensor, device_slots: torch.Tensor, layers: range, to_host: bool
+    plan: HostCopyPlan, host_rows: torch.Tensor, device_slots: torch.Tensor, layers: range, to_host: bool
 ) -> None:
     """Same contract as `copy_rows`."""
     unit, parts, n = plan.unit, len(plan.parts), len(host_rows)

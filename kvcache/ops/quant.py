@@ -14,12 +14,11 @@ infinity the largest value (its neighbours then vanish), elements keep their sig
 
 import torch
 
-from kvcache.config import FP4_BLOCK
+from kvcache.config import FP4_BLOCK, FP4_MAX_EXPONENT
 from memsaver.common.dispatch import Impl, use_triton
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-FP4_MAX_EXPONENT = 125
 FP4_LIMIT = 6 * 2.0**FP4_MAX_EXPONENT
 
 

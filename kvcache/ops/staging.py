@@ -89,7 +89,7 @@ def scatter_staged(
     if use_triton(impl, k.device):
         from kvcache.ops.staging_triton import scatter_triton
 
-        scatter_triton(staged, k, v, loc, writers)
+        scatter_triton(staged, k, v, loc, writers.heads, writers.table)
         return
     at = 0
     for first, count in writers.heads:

@@ -4,16 +4,13 @@ Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, st
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcache.ops.units_triton import WORDS, unit_pointer
-
-if TYPE_CHECKING:
-    from kvcache.ops.staging import Writers
 
 MAX_BLOCK = 1024  # units a program
 MAX_BLOCKS = 65535  # programs in the second dimension of a CUDA grid; where there is more to do, they go round
@@ -32,14 +29,19 @@ def gather_triton(k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: t
 
 
 def scatter_triton(
-    staged: torch.Tensor, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, writers: "Writers"
+    staged: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    heads: Sequence[tuple[int, int]],
+    writers: torch.Tensor,
 ) -> None:
-    """k and v: uint8."""
+    """k and v: uint8. heads, writers: both fields of the `Writers`."""
     layers, tokens = k.shape[0], len(loc)
-    unit, constants, blocks = _instance(k, v, staged, max(count for _, count in writers.heads), tokens)
+    unit, constants, blocks = _instance(k, v, staged, max(count for _, count in heads), tokens)
     with torch.cuda.device_of(k):
-        scatter_kernel[(len(writers.heads) * 2 * layers, blocks)](
-            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, writers.table,
+        scatter_kernel[(len(heads) * 2 * layers, blocks)](
+            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, writers,
             *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 
 from kvcache.config import KVCacheConfig, check_positive
 from kvcache.ops.kv_write import set_rows
+from kvcache.pools.base import check_loc
 from kvcache.pools.mha import MHATokenToKVPool
 from kvcache.pools.storage import Part
 
@@ -39,7 +40,9 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         buffer = self.get_label_buffer(layer_id)
         if label.dtype != buffer.dtype:
             raise ValueError(f"label is {label.dtype}, the pool stores {buffer.dtype} labels; convert it before")
-        self._check_shape("label", label, loc, (self.config.num_kv_heads, self.heavy_channel_num))
+        check_loc("loc", loc, self.device)
+        shape = (self.config.num_kv_heads, self.heavy_channel_num)
+        self._check_shape("label", label, (len(loc), *shape))
         set_rows(label, buffer, loc)
 
     def get_label_buffer(self, layer_id: int) -> torch.Tensor:

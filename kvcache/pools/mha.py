@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcache.config import KVCacheConfig
+from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
 from kvcache.pools.base import check_loc
+from kvcache.pools.codec import PlainCodec
 from kvcache.pools.token import TokenPool
 
 if TYPE_CHECKING:
@@ -35,6 +37,37 @@ class MHATokenToKVPool(TokenPool):
         rows = self.config.rows
         self._check_rows(loc, k=(k, rows["k"]), v=(v, rows["v"]))
         self._codec.write(layer_id, (k, v), self._layers[layer_id], loc)
+
+    def set_rotated_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: RotaryTables,
+    ) -> torch.Tensor:
+        """Writes k and v as `set_kv_buffer` does, the keys rotated on the way; returns q rotated.
+
+        q `[n, Hq, D]`, k `[n, H, D]` and v `[n, H, Dv]` are of one floating dtype, their heads
+        contiguous; they are never modified. loc and positions are contiguous int64 `[n]`, what is
+        returned is contiguous `[n, Hq, D]`. One launch on a GPU where rows are stored as they are.
+        """
+        self._check_layer(layer_id)
+        rows = self.config.rows
+        queries = (q.shape[1] if q.ndim == 3 else 0, self.config.head_dim)
+        self._check_rows(loc, k=(k, rows["k"]), v=(v, rows["v"]), q=(q, queries))
+        check_loc("positions", positions, self.device)
+        if positions.shape != loc.shape:
+            raise ValueError(f"{len(positions)} positions for {len(loc)} slots; pair them")
+        stored, tables = self._layers[layer_id], (rotary.cos, rotary.sin)
+        if isinstance(self._codec, PlainCodec):
+            (k_buffer,), (v_buffer,) = stored
+            return rotate_and_store(q, k, v, positions, loc, *tables, k_buffer, v_buffer)
+        q, k = rotate(q, k, positions, *tables)
+        self._codec.write(layer_id, (k, v), stored, loc)
+        return q
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]` of a layer, as views of the pool's memory."""

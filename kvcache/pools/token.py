@@ -143,7 +143,8 @@ class TokenPool(KVPool):
 
     def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
         """ValueError unless each tensor fits. rows: name -> (tensor, its wanted heads and width)."""
-        first = next(iter(rows.values()))[0].dtype
+        check_loc("loc", loc, self.device)
+        count, first = loc.shape[0], next(iter(rows.values()))[0].dtype
         for name, (row, shape) in rows.items():
             if row.dtype not in self._codec.accepts:
                 raise ValueError(
@@ -151,14 +152,10 @@ class TokenPool(KVPool):
                 )
             if row.dtype != first:
                 raise ValueError(f"{name} is {row.dtype}, beside {first}; give all rows one dtype")
-            self._check_shape(name, row, loc, shape)
+            self._check_shape(name, row, (count, *shape))
 
-    def _check_shape(self, name: str, row: torch.Tensor, loc: torch.Tensor, shape: tuple[int, int]) -> None:
-        if loc.dtype != torch.int64 or loc.ndim != 1:
-            raise ValueError(f"loc must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
-        if row.shape != (len(loc), *shape):
-            raise ValueError(
-                f"{name} has shape {tuple(row.shape)}, needed {(len(loc), *shape)}: [tokens, KV heads, head dim]"
-            )
-        if row.device != self.device or loc.device != self.device:
-            raise ValueError(f"{name} on {row.device} and loc on {loc.device} must be on the pool's {self.device}")
+    def _check_shape(self, name: str, row: torch.Tensor, shape: tuple[int, int, int]) -> None:
+        if row.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(row.shape)}, needed {shape}: [tokens, KV heads, head dim]")
+        if row.device != self.device:
+            raise ValueError(f"{name} on {row.device} must be on the pool's {self.device}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array
 from kvcache.radix.node import Generation, RadixNode
-
-if TYPE_CHECKING:
-    from kvcache.radix.tree import PageLedger
 
 
 def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
@@ -33,11 +30,11 @@ def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
     return evictable, protected
 
 
-def check_pages(runs: list[Int64Array], allocator: PageLedger) -> None:
-    """Every page of the cache is in it once and has an owner in the ledger."""
+def check_pages(runs: list[Int64Array], ref_counts: Callable[[Int64Array], Int64Array]) -> None:
+    """Every page of the cache is in it once and has an owner by the ledger's `ref_counts`."""
     pages = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
     assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
-    assert (allocator.ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
+    assert (ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
 
 
 def _check_node(node: RadixNode, page_size: int) -> None:

@@ -159,7 +159,7 @@ class PrefixTree:
             for node in generation.nodes():
                 self._check_node(node)
         assert (evictable, protected) == (self._evictable, self._protected), "sizes differ from a walk"
-        check_pages([node.pages for g in self.generations() for node in g.nodes()], self.allocator)
+        check_pages([node.pages for g in self.generations() for node in g.nodes()], self.allocator.ref_counts)
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""

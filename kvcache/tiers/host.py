@@ -11,7 +11,8 @@ import torch
 
 from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
 from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
-from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
+from kvcache.ops.host_copy import copy_rows
+from kvcache.ops.host_copy_plan import HostCopyPlan, Side
 from kvcache.pools.token import TokenPool
 from kvcache.tiers.memory import host_memory
 from kvcache.tiers.transfer import Clock, Transfer

@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rollout.model.mixers.base import MixerConfig
-
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding. factor: linear and llama3; the last three: llama3 only."""
-
-    theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+from rollout.model.mixers.base import MixerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

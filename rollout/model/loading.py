@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvcache import layout
 from rollout.model import qwen3_next
-from rollout.model.config import ModelConfig, RopeConfig
+from rollout.model.config import ModelConfig
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import MixerConfig
+from rollout.model.rotary import RopeConfig
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

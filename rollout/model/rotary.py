@@ -1,4 +1,4 @@
-"""Rotary embedding. The tables are plain torch memory outside every tag: they survive any sleep."""
+"""How a model rotates its heads: what its config says of it, and the tables made from that."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.model.config import RopeConfig
+from kvcache.ops.rotary import RotaryTables
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. factor: linear and llama3; the last three: llama3 only."""
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
@@ -31,31 +49,11 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(medium, smoothed, scaled)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RotaryTables:
-    """cos, sin: fp32 [positions, dim / 2], dim being how much of a head is rotated."""
+def rotary_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> RotaryTables:
+    """The tables of positions 0..positions - 1 for heads of which `dim` elements are rotated.
 
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def build(cls, rope: RopeConfig, dim: int, positions: int, device: torch.device) -> "RotaryTables":
-        inv_freq = inverse_frequencies(rope, dim).to(device)
-        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
-        return cls(cos=angles.cos(), sin=angles.sin())
-
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they multiply."""
-        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(1)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] elements of heads x [tokens, heads, head_dim]; their halves are pairs, as in
-    Hugging Face checkpoints."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
-    out[..., 2 * half :] = rest
-    return out
+    They are plain torch memory outside every tag: they survive any sleep.
+    """
+    inv_freq = inverse_frequencies(rope, dim).to(device)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
+    return RotaryTables(cos=angles.cos(), sin=angles.sin())

@@ -9,104 +9,26 @@ positions that some query of it sees are ever read: whatever lies in other slots
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Union
 
 import torch
 from torch import Tensor
 
 from memsaver.common.dispatch import Impl, use_triton
-
-if TYPE_CHECKING:
-    from rollout.ops.attention_triton import TritonPlan
+from rollout.ops.attention_plan import (
+    AttentionPlan,
+    BatchShape,
+    DecodeBucket,
+    KVReader,
+    PrefillSegment,
+    StoredKV,
+    TorchPlan,
+    TritonPlan,
+)
 
 MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
 MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
 _MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """What is computed in one forward, in plain numbers.
-
-    rows: each request's row of req_to_token. q_lens: its query tokens in this forward, the last ones of kv_lens, its
-    tokens in the cache. num_decode: how many leading requests have exactly one query token and take the decode path.
-    """
-
-    rows: Sequence[int]
-    q_lens: Sequence[int]
-    kv_lens: Sequence[int]
-    num_decode: int
-
-    def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.q_lens) == len(self.kv_lens) >= self.num_decode >= 0
-        assert all(0 < q <= kv for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
-        assert all(q == 1 for q in self.q_lens[: self.num_decode])
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeBucket:
-    """Decode requests that see similarly much. tokens: int64 [b] query rows. slots: int64 [b, L], what each sees,
-    padded with its first one. padding: bool [b, 1, L], True past that."""
-
-    tokens: Tensor
-    slots: Tensor
-    padding: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillSegment:
-    """One prefill chunk: query rows [start, start + n). slots: int64 [L], what any of them sees. hidden: bool [n, L],
-    what each of them does not."""
-
-    start: int
-    slots: Tensor
-    hidden: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchPlan:
-    buckets: tuple[DecodeBucket, ...]
-    segments: tuple[PrefillSegment, ...]
-
-
-AttentionPlan = Union[TorchPlan, "TritonPlan"]
-
-
-class KVReader(Protocol):
-    """One layer's keys and values, however they are stored, as attention reads them."""
-
-    @property
-    def value_dim(self) -> int: ...
-
-    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 keys [n, Hkv, D] and values [n, Hkv, Dv] in slots int64 [n]."""
-
-    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
-        """Tensors that a kernel can read, and the plan over them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredKV:
-    """A reader of plain tensors, and what kernels read: k [S, Hkv, D] and v [S, Hkv, Dv] of one dtype.
-
-    scales: fp32 [2] on the device, what kernels multiply k and v by; only they read fp8.
-    """
-
-    k: Tensor
-    v: Tensor
-    scales: Tensor | None = None
-
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[-1]
-
-    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k.index_select(0, slots).float(), self.v.index_select(0, slots).float()
-
-    def for_kernels(self, plan: "TritonPlan") -> tuple["StoredKV", "TritonPlan"]:
-        return self, plan
 
 
 def plan_attention(
@@ -128,7 +50,7 @@ def plan_attention(
     return plan_torch(shape, req_to_token, window, mapping)
 
 
-def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> "TritonPlan":
+def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
     """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold them.
 
     rows, positions: integers [B] on the device, a request's row of req_to_token and the position of its query token.

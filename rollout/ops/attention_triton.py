@@ -5,58 +5,17 @@ decode launch depends on nothing but the batch size, so that a CUDA graph can re
 """
 
 import math
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from rollout.ops.attention import BatchShape, StoredKV
 from rollout.ops.attention_blocks import combine_warps, decode_blocks, is_latent, is_wide, prefill_blocks
 from rollout.ops.attention_kernels_triton import MIN_SPLIT, NUM_SPLITS, decode_combine, decode_split, prefill
+from rollout.ops.attention_plan import BatchShape, StoredKV, TritonPlan
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
-_NO_WINDOW = 2**31 - 1  # longer than any request
-
-
-@dataclass(frozen=True, kw_only=True)
-class TritonPlan:
-    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
-    query token, tokens cached, query tokens; decode requests first. kv_lens: the tokens cached on the host, too.
-    window, mapping: see `plan_attention`.
-
-    Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
-    max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
-    """
-
-    req_to_token: Tensor
-    meta: Tensor
-    num_decode: int
-    num_prefill: int
-    max_q_len: int
-    kv_lens: tuple[int, ...] = ()
-    window: int | None = None
-    mapping: Tensor | None = None
-
-    @property
-    def reach(self) -> int:
-        """Keys that a query sees at most."""
-        return self.window or _NO_WINDOW
-
-    @cached_property
-    def gathered(self) -> tuple[Tensor, "TritonPlan"]:
-        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of their rows alone."""
-        assert len(self.kv_lens) == self.meta.shape[1], "a plan without lengths on the host can't be gathered"
-        device, total = self.meta.device, sum(self.kv_lens)
-        lens = self.meta[2].long()
-        starts = lens.cumsum(0) - lens
-        request = torch.repeat_interleave(lens, output_size=total)
-        slots = self.req_to_token[self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]]
-        table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
-        meta = torch.cat([torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]])
-        slots = slots.long() if self.mapping is None else self.mapping[slots]
-        return slots, replace(self, req_to_token=table, meta=meta, mapping=None)
 
 
 def plan_triton(

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from rollout.ops.attention import DecodeBucket, StoredKV, decode_bucket
+from rollout.ops.attention import decode_bucket
+from rollout.ops.attention_plan import DecodeBucket, StoredKV
 
 
 def decode_sparse(

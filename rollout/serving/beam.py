@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rollout.types import Completion, FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from rollout.serving.samples import Sample
 
 Candidates = Sequence[Sequence[tuple[int, float]]]
 """[branch][(token, log-probability)], likeliest first."""
@@ -157,38 +153,3 @@ def _place(chosen: Sequence[_Extension], width: int) -> tuple[list[_Extension], 
     dead = [slot for slot in range(width) if slot not in slots]
     slots |= zip(dead, others, strict=True)
     return [slots[i] for i in range(width)], [(slot, each.parent) for slot, each in zip(dead, others, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class BeamGroup:
-    """The samples that compute the branches of one search, a slot each. They run, wait and end together."""
-
-    search: BeamSearch
-    members: list[Sample]
-
-    @classmethod
-    def of(cls, members: list[Sample]) -> BeamGroup:
-        """Makes new samples of one prompt a group."""
-        group = cls(BeamSearch(members[0].params, members[0].stop_ids), members)
-        for member in members:
-            member.beams = group
-        return group
-
-    def show(self) -> None:
-        """Each member has the answer of its slot."""
-        for member, branch in zip(self.members, self.search.branches, strict=True):
-            member.output, member.logprobs, member.versions = branch.tokens, branch.logprobs, branch.versions
-
-    def restart(self) -> Sample:
-        """From the prompt again; the member that the others wait for."""
-        self.search.restart()
-        self.show()
-        leader, *siblings = self.members
-        leader.siblings = siblings
-        return leader
-
-    def end(self) -> None:
-        """Each member has one of the results, best first."""
-        for member, result in zip(self.members, self.search.completions(), strict=True):
-            member.output, member.logprobs, member.versions = result.token_ids, result.logprobs, result.weight_versions
-            member.finish_reason, member.score = result.finish_reason, result.score

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from memsaver.common.hash import splitmix64_int
 from rollout.model.config import ModelConfig
-from rollout.serving.beam import BeamGroup, check_vocabulary
-from rollout.serving.samples import Sample
+from rollout.serving.beam import check_vocabulary
+from rollout.serving.samples import BeamGroup, Sample
 from rollout.serving.scheduler import Scheduler
 from rollout.types import SamplingParams
 

@@ -1,5 +1,6 @@
 """Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.allocators.base import to_device
+from kvcache.ops.rotary import RotaryTables
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl, use_triton
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding
-from rollout.ops.attention import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.model.rotary import RopeConfig, rotary_tables
+from rollout.ops.attention import plan_attention, plan_decode
+from rollout.ops.attention_plan import AttentionPlan, BatchShape
 from rollout.parallel import TensorParallel
 from rollout.serving.graphs import DecodeGraphs
 from rollout.serving.kv_setup import Cache
@@ -37,7 +41,7 @@ class ModelRunner:
         self._ranks = ranks
         self.device = cache.table.device
         self._weights = DecoderWeights.of(store, config)
-        parts = Parts(config, store, cache, attention, ranks)
+        parts = _parts(config, store, cache, ranks)
         self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
@@ -142,6 +146,26 @@ class ModelRunner:
         if list(rows) == list(range(len(logits))):
             return logits
         return logits[torch.tensor(rows, device=self.device)]
+
+
+def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:
+    """What the mixers of a model are built from."""
+
+    @functools.cache  # layers share tables
+    def rotary(rope: RopeConfig, dim: int) -> RotaryTables:
+        return rotary_tables(rope, dim, cache.table.max_context_len, cache.table.device)
+
+    return Parts(
+        store=store,
+        layout=cache.layout,
+        pool=cache.pool,
+        table=cache.table,
+        sparsity=cache.sparsity,
+        ranks=ranks,
+        norm_eps=config.rms_norm_eps,
+        zero_centred_norms=config.zero_centred_norms,
+        rotary=rotary,
+    )
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:

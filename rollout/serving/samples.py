@@ -1,4 +1,4 @@
-"""What the scheduler deals in: samples, chunks of their prompts, steps, and what was counted."""
+"""What the scheduler deals in: samples, groups and chunks of them, steps, and what was counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache import ReqHandle
 from kvcache.tiers import Transfer
-from rollout.serving.beam import BeamGroup
+from rollout.serving.beam import BeamSearch
 from rollout.serving.preemption import Swapped
 from rollout.types import Completion, FinishReason, SamplingParams
 
@@ -74,6 +74,41 @@ class Sample:
             weight_versions=self.versions,
             score=self.score,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BeamGroup:
+    """The samples that compute the branches of one search, a slot each. They run, wait and end together."""
+
+    search: BeamSearch
+    members: list[Sample]
+
+    @classmethod
+    def of(cls, members: list[Sample]) -> BeamGroup:
+        """Makes new samples of one prompt a group."""
+        group = cls(BeamSearch(members[0].params, members[0].stop_ids), members)
+        for member in members:
+            member.beams = group
+        return group
+
+    def show(self) -> None:
+        """Each member has the answer of its slot."""
+        for member, branch in zip(self.members, self.search.branches, strict=True):
+            member.output, member.logprobs, member.versions = branch.tokens, branch.logprobs, branch.versions
+
+    def restart(self) -> Sample:
+        """From the prompt again; the member that the others wait for."""
+        self.search.restart()
+        self.show()
+        leader, *siblings = self.members
+        leader.siblings = siblings
+        return leader
+
+    def end(self) -> None:
+        """Each member has one of the results, best first."""
+        for member, result in zip(self.members, self.search.completions(), strict=True):
+            member.output, member.logprobs, member.versions = result.token_ids, result.logprobs, result.weight_versions
+            member.finish_reason, member.score = result.finish_reason, result.score
 
 
 @dataclass(frozen=True, kw_only=True)

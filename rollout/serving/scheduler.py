@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from kvcache import Ledger, ReqHandle, pages_across
 from kvcache.tiers import Transfer
-from rollout.serving.beam import BeamGroup, Candidates
+from rollout.serving.beam import Candidates
 from rollout.serving.preemption import Swapped
-from rollout.serving.samples import Chunk, Sample, Stats, Step
+from rollout.serving.samples import BeamGroup, Chunk, Sample, Stats, Step
 from rollout.types import FinishReason, SamplingParams
 
 

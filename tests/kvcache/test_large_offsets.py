@@ -15,7 +15,8 @@ import torch
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, move, quant
 from kvcache.pools.token import TokenPool
-from rollout.ops.attention import BatchShape, paged_attention, plan_attention
+from rollout.ops.attention import paged_attention, plan_attention
+from rollout.ops.attention_plan import BatchShape
 from tests.helpers.effort import some
 from tests.helpers.kvcache import pools
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout.ops import attention as attention_module
-from rollout.ops.attention import BatchShape, paged_attention, plan_attention, plan_decode
-from rollout.ops.attention_triton import TritonPlan
+from rollout.ops.attention import paged_attention, plan_attention, plan_decode
+from rollout.ops.attention_plan import BatchShape, TritonPlan
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
 

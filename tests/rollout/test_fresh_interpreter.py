@@ -24,11 +24,12 @@ print("heavy", *{"ray", "transformers", "omegaconf"} & set(sys.modules))
 
 import re, subprocess, tempfile
 import triton
+from kvcache.ops import rotary_triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rollout.ops import activation_triton, attention_blocks as blocks, attention_kernels_triton as kernels
-from rollout.ops import norm_triton, rotary_triton, sample_triton
+from rollout.ops import norm_triton, sample_triton
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 

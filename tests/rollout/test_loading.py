@@ -10,7 +10,7 @@ import torch
 from rollout import Engine
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
-from rollout.model.rotary import RotaryTables, inverse_frequencies
+from rollout.model.rotary import inverse_frequencies, rotary_tables
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3
 
@@ -126,5 +126,5 @@ def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) 
     rope_config = config.mixers[0].rope
     assert torch.equal(inverse_frequencies(rope_config, 32), theirs.inv_freq)
     cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
-    tables = RotaryTables.build(rope_config, 32, 300, torch.device("cpu"))
+    tables = rotary_tables(rope_config, 32, 300, torch.device("cpu"))
     assert torch.equal(tables.cos, cos[0, :, :16]) and torch.equal(tables.sin, sin[0, :, :16])

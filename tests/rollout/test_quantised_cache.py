@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4, MLATokenToKVPool, layout
+from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4, layout
 from kvcache.config import FP4_DTYPE, kv_dtype
+from kvcache.ops.rotary import rotate
 from rollout import Completion, Engine, SamplingParams
-from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV, PlainKV
-from rollout.ops.attention import BatchShape, paged_attention, plan_attention
-from rollout.ops.rotary import rotate
+from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV
+from rollout.ops.attention import paged_attention, plan_attention
+from rollout.ops.attention_plan import BatchShape
 from tests.helpers import models
 from tests.helpers.effort import some
 from tests.helpers.kernels import decode_fp8_bytes
@@ -131,44 +132,36 @@ def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:
 # ---------------------------------------------------------------- the engine
 
 
-class Unfused(PlainKV):
-    """A plain layer that stores through its pool, as quantised ones do."""
-
-    def __init__(self, pool: Any, layer: int) -> None:
-        super().__init__(pool, layer)
-        self._pool, self._layer = pool, layer
-
-    def store(self, q: Any, k: Any, v: Any, positions: Any, slots: Any, rotary: Any) -> torch.Tensor:
-        q, k = rotate(q, k, positions, rotary.cos, rotary.sin)
-        self._pool.set_kv_buffer(self._layer, slots, k, v)
-        return q
-
-
 @pytest.fixture
-def rounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+def rounded(make: Make) -> Make:
     """rounded(device, dtype, kind, scales): a plain engine whose rows go through a quantised pool before they are
     stored: what a quantised engine must equal."""
 
     def rounded(device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any) -> Engine:
-        with monkeypatch.context() as patch:
-            if kind != "latent":
-                patch.setattr("rollout.model.mixers.attention.layer_kv", lambda cache, i: Unfused(cache.pool, i))
-            engine = make(device, "auto", kind, cuda_graphs=False, **config)  # graphs keep what they call
+        engine = make(device, "auto", kind, cuda_graphs=False, **config)  # graphs keep what they call
         plain: Any = engine.kv_pool
         kept = layout(engine.model.hf_config, dtype, torch.float32)
         pool: Any = kept.build(size=512, page_size=16, device=plain.device)
         for layer in range(2) if scales else ():
             pool.set_scales(layer, *scales)
-        name = "set_mla_kv_buffer" if isinstance(plain, MLATokenToKVPool) else "set_kv_buffer"
-        write = getattr(plain, name)
+        write_latent = plain.set_mla_kv_buffer if kind == "latent" else None
 
-        def write_rounded(layer: int, loc: torch.Tensor, *rows: torch.Tensor) -> None:
-            getattr(pool, name)(layer, loc, *rows)
-            read = pool.get_rows(layer, loc)
-            rank = MLA["kv_lora_rank"]
-            write(layer, loc, *(read if kind != "latent" else (read[0][..., :rank], read[0][..., rank:])))
+        def rounded_rows(layer: int, loc: Any, q: Any, k: Any, v: Any, positions: Any, rotary: Any) -> torch.Tensor:
+            q, k = rotate(q, k, positions, rotary.cos, rotary.sin)
+            pool.set_kv_buffer(layer, loc, k, v)
+            plain.set_kv_buffer(layer, loc, *pool.get_rows(layer, loc))
+            return q
 
-        setattr(plain, name, write_rounded)
+        def rounded_latent(layer: int, loc: torch.Tensor, *rows: torch.Tensor) -> None:
+            assert write_latent is not None
+            pool.set_mla_kv_buffer(layer, loc, *rows)
+            read, rank = pool.get_rows(layer, loc)[0], MLA["kv_lora_rank"]
+            write_latent(layer, loc, read[..., :rank], read[..., rank:])
+
+        if kind == "latent":
+            plain.set_mla_kv_buffer = rounded_latent
+        else:
+            plain.set_rotated_kv_buffer = rounded_rows
         return engine
 
     return rounded

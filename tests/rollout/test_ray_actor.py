@@ -69,6 +69,15 @@ def test_a_trainer_in_another_process_writes_the_weights(rollout: RemoteRollout)
         rollout.generate(PROMPTS, SamplingParams())
 
 
+def test_whatever_the_engine_has_is_called_by_its_name(actor: Any, rollout: RemoteRollout) -> None:
+    assert rollout.call("max_context_len") == ray.get(actor.call.remote("max_context_len")) > 0
+    rollout.call("check_integrity")
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'nothing'"):
+        rollout.call("nothing")
+    with pytest.raises(ValueError, match="_step is private"):
+        rollout.call("_step")
+
+
 def test_weights_come_as_messages(rollout: RemoteRollout) -> None:
     version = rollout.weights_version + 1
     receipt = write(rollout.begin_update(version), seed=2)

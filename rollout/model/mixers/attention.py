@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.model.config import RopeConfig
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
+from rollout.model.rotary import RopeConfig
 from rollout.ops.norm import rms_norm
 
 
@@ -85,9 +85,9 @@ class Attention:
         self._o = store.tensor(name + "o_proj.weight")
         self._ranks = parts.ranks
         self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias and parts.ranks.rank == 0 else None
-        self._eps, self._centred = parts.model.rms_norm_eps, parts.model.zero_centred_norms
+        self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
-        self._kv = layer_kv(parts.cache, index)
+        self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
         self._scale = config.head_dim**-0.5
         self._stage = f"attention of layer {index}"
 

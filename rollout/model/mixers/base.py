@@ -5,21 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcache import KVLayout, KVPool, ReqToTokenPool
+from kvcache.ops.rotary import RotaryTables
 from kvcache.tiers import Transfer
-from memsaver.common.dispatch import Impl
-from rollout.model.config import ModelConfig, RopeConfig
 from rollout.model.params import Group
-from rollout.model.rotary import RotaryTables
-from rollout.ops.attention import AttentionPlan, BatchShape
+from rollout.model.rotary import RopeConfig
+from rollout.ops.attention_plan import AttentionPlan, BatchShape
+from rollout.serving.double_sparsity import DoubleSparsity
 
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel
-    from rollout.serving.kv_setup import Cache
     from rollout.weights.store import WeightStore
 
 
@@ -67,14 +66,22 @@ class MixerConfig(ABC):
         """The mixer of layer `index`, over views of the weight store."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What mixers are built from."""
+    """What mixers are built from.
 
-    def __init__(
-        self, model: ModelConfig, store: WeightStore, cache_: Cache, attention: Impl, ranks: TensorParallel
-    ) -> None:
-        self.model, self.store, self.cache, self.attention, self.ranks = model, store, cache_, attention, ranks
-        self.rotary = cache(self._rotary)  # layers share tables
+    store: the weights. layout: what each layer keeps; tokens in `pool`, states of linear layers in
+    `table`. sparsity: what decode attends to, None for all. norm_eps, zero_centred_norms: see
+    `ModelConfig`. rotary: the tables of a `RopeConfig` and of how many elements of a head are
+    rotated, the same ones for all layers that ask alike.
+    """
 
-    def _rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:
-        return RotaryTables.build(rope, dim, self.cache.table.max_context_len, self.cache.table.device)
+    store: WeightStore
+    layout: KVLayout
+    pool: KVPool
+    table: ReqToTokenPool
+    sparsity: DoubleSparsity | None
+    ranks: TensorParallel
+    norm_eps: float
+    zero_centred_norms: bool
+    rotary: Callable[[RopeConfig, int], RotaryTables]

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcache import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
-from rollout.ops.attention import BatchShape
+from rollout.ops.attention_plan import BatchShape
 from rollout.ops.delta_rule import causal_conv, gated_delta_rule
 from rollout.ops.norm import rms_norm
 
@@ -75,11 +75,11 @@ class DeltaNet:
         self._in, self._conv = store.tensor(name + "in_proj.weight"), store.tensor(name + "conv1d.weight")
         self._dt_bias, self._a_log = store.tensor(name + "dt_bias"), store.tensor(name + "A_log")
         self._norm, self._out = store.tensor(name + "norm.weight"), store.tensor(name + "out_proj.weight")
-        self._eps = parts.model.rms_norm_eps
-        table = parts.cache.table
+        self._eps = parts.norm_eps
+        table = parts.table
         assert isinstance(table, HybridReqToTokenPool), "the cache of a model with linear layers holds states"
         self._slot_of = table.req_to_mamba
-        (self._conv_states,), self._states = table.mamba.states(parts.cache.layout.layers("linear").index(index))
+        (self._conv_states,), self._states = table.mamba.states(parts.layout.layers("linear").index(index))
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.shape is not None, "not capturable"

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache import MLATokenToKVPool
-from rollout.model.config import RopeConfig
+from kvcache.ops.rotary import rotate_heads
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
+from rollout.model.rotary import RopeConfig
 from rollout.ops.norm import rms_norm
-from rollout.ops.rotary import rotate_heads
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 _EPS = 1e-6  # transformers gives the norms inside attention no eps of the config
@@ -131,8 +131,9 @@ class LatentAttention:
         self._o = store.tensor(name + "o_proj.weight")
         self._o_bias = store.tensor(name + "o_proj.bias") if config.bias else None
         self._rotary = parts.rotary(config.rope, config.rope_dim)
-        assert isinstance(parts.cache.pool, MLATokenToKVPool)
-        self._layer, self._pool, self._kv = index, parts.cache.pool, layer_kv(parts.cache, index)
+        assert isinstance(parts.pool, MLATokenToKVPool)
+        self._layer, self._pool = index, parts.pool
+        self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from kvcache import KVCacheConfig, KVPool, MLACacheConfig, MLATokenToKVPool
 from kvcache.config import FP4_DTYPE, TokenConfig
 from rollout.model.layer_kv import FP4KV, FP8KV
-from rollout.ops.attention import BatchShape, KVReader, StoredKV, attend, plan_attention
+from rollout.ops.attention import attend, plan_attention
+from rollout.ops.attention_plan import BatchShape, KVReader, StoredKV
 from tests.benchmarks.common import Figures, Scale, device_us, share
 from tests.benchmarks.kvcache.pools import PAGE_SIZE, pool_config, pool_of, shuffled_slots
 

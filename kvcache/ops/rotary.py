@@ -1,11 +1,24 @@
 """Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the torch references."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
 from memsaver.common.dispatch import Impl, use_triton
-from rollout.model.rotary import RotaryTables, apply_rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryTables:
+    """cos, sin: contiguous fp32 [positions, dim / 2], dim being how much of a head is rotated."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they multiply."""
+        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(1)
 
 
 def rotate_and_store(
@@ -29,7 +42,7 @@ def rotate_and_store(
     slot named twice holds any of its rows afterwards.
     """
     if use_triton(impl, q.device):
-        from rollout.ops.rotary_triton import rotate_and_store_triton
+        from kvcache.ops.rotary_triton import rotate_and_store_triton
 
         return rotate_and_store_triton(q, k, v, positions, slots, cos, sin, k_cache, v_cache)
     q, k = rotate(q, k, positions, cos, sin, "torch")
@@ -42,7 +55,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel writes."""
     if use_triton(impl, q.device):
-        from rollout.ops.rotary_triton import rotate_and_store_triton
+        from kvcache.ops.rotary_triton import rotate_and_store_triton
 
         rows = torch.arange(len(k), device=k.device)
         rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -61,9 +74,23 @@ def rotate_heads(
     int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in `rotate_and_store`.
     """
     if use_triton(impl, x.device):
-        from rollout.ops.rotary_triton import rotate_heads_triton
+        from kvcache.ops.rotary_triton import rotate_heads_triton
 
         rotate_heads_triton(x, positions, cos, sin, out, interleaved=interleaved)
         return
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
     out.copy_(apply_rotary(halves, *RotaryTables(cos=cos, sin=sin).at(positions, x.dtype)))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [tokens, heads, head_dim] with the first 2 * cos.shape[-1] elements of its heads rotated.
+
+    cos, sin: [tokens, 1, pairs] of x's dtype. Elements of the two halves are pairs, as in Hugging Face checkpoints.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.sub(first * cos, second * sin, out=out[..., :half])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    out[..., 2 * half :] = rest
+    return out

@@ -1,15 +1,16 @@
-"""Rotation, and rotation and store in one: the Triton kernels against the references."""
+"""Rotation alone and with the store in one: Triton kernels and pools against the references."""
 
 import pytest
 import torch
 
-from rollout.model.config import RopeConfig
-from rollout.model.rotary import RotaryTables, apply_rotary
-from rollout.ops.rotary import rotate, rotate_and_store, rotate_heads
+from kvcache import MHATokenToKVPool
+from kvcache.config import FP4_DTYPE
+from kvcache.ops.rotary import RotaryTables, apply_rotary, rotate, rotate_and_store, rotate_heads
 from tests.helpers.effort import some
+from tests.helpers.kvcache.blocks import DEVICE
+from tests.helpers.kvcache.pools import mha, pool_of, stored
 
 SLOTS = 50
-pytestmark = pytest.mark.usefixtures("triton_device")
 # query heads, KV heads, head dim, value dim, tokens, and how much of a head is rotated
 CASES = some(
     (14, 2, 64, 64, 5, 64),
@@ -24,19 +25,20 @@ CASES = some(
 class Case:
     """Views of one fused product, scattered slots, caches full of a marker."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         heads, kv_heads, dim, value_dim, tokens, rotated = shape
         generator = torch.Generator().manual_seed(sum(shape))
         widths = (heads * dim, kv_heads * dim, kv_heads * value_dim)
-        fused = torch.randn(tokens, sum(widths) + 8, generator=generator).to(device, dtype)
+        fused = torch.randn(tokens, sum(widths) + 8, generator=generator).to(DEVICE, dtype)
         q, k, v = fused[:, : sum(widths)].split(widths, dim=1)
         self.q, self.k = q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim)
         self.v = v.view(tokens, kv_heads, value_dim)
-        self.positions = torch.randint(1000, (tokens,), generator=generator).to(device)
-        self.slots = torch.randperm(SLOTS, generator=generator)[:tokens].to(device)
-        self.tables = RotaryTables.build(RopeConfig(theta=10000.0), rotated, 1000, torch.device(device))
+        self.positions = torch.randint(1000, (tokens,), generator=generator).to(DEVICE)
+        self.slots = torch.randperm(SLOTS, generator=generator)[:tokens].to(DEVICE)
+        angles = torch.arange(1000.0)[:, None] / 10000.0 ** (torch.arange(0, rotated, 2) / rotated)
+        self.tables = RotaryTables(cos=angles.cos().to(DEVICE), sin=angles.sin().to(DEVICE))
         self.caches = [
-            torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=device) for width in (dim, value_dim)
+            torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=DEVICE) for width in (dim, value_dim)
         ]
 
     def run(self, impl: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,8 +50,8 @@ class Case:
 
 
 @pytest.mark.parametrize("shape", CASES)
-def test_fp32_equals_the_reference(shape: tuple[int, ...], device: str) -> None:
-    case = Case(shape, torch.float32, device)
+def test_fp32_equals_the_reference(shape: tuple[int, ...]) -> None:
+    case = Case(shape, torch.float32)
     inputs = case.q.clone(), case.k.clone(), case.v.clone()
     for out, expected in zip(case.run("triton"), case.run("torch"), strict=True):
         assert out.is_contiguous() and torch.equal(out, expected)
@@ -57,8 +59,8 @@ def test_fp32_equals_the_reference(shape: tuple[int, ...], device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [CASES[0], CASES[4]])
-def test_bf16_rounds_where_torch_does(shape: tuple[int, ...], device: str) -> None:
-    case = Case(shape, torch.bfloat16, device)
+def test_bf16_rounds_where_torch_does(shape: tuple[int, ...]) -> None:
+    case = Case(shape, torch.bfloat16)
     outs, expected = case.run("triton"), case.run("torch")
     assert torch.equal(outs[2], expected[2])  # values are copied
     for out, reference in zip(outs[:2], expected[:2], strict=True):
@@ -68,17 +70,17 @@ def test_bf16_rounds_where_torch_does(shape: tuple[int, ...], device: str) -> No
             torch.testing.assert_close(out.float(), reference.float(), rtol=2**-7, atol=2**-5)
 
 
-def test_the_rest_of_a_head_stays(device: str) -> None:
-    case = Case(CASES[4], torch.float32, device)
+def test_the_rest_of_a_head_stays() -> None:
+    case = Case(CASES[4], torch.float32)
     q, k_cache, _ = case.run("torch")
     assert torch.equal(q[..., 16:], case.q[..., 16:]) and torch.equal(k_cache[case.slots, :, 16:], case.k[..., 16:])
     cos, sin = case.tables.at(case.positions, torch.float32)
     assert torch.equal(q[..., :16], apply_rotary(case.q[..., :16], cos, sin))
 
 
-def test_reference_is_rotation_then_assignment(device: str) -> None:
+def test_reference_is_rotation_then_assignment() -> None:
     """And `rotate` alone does as much of it."""
-    case = Case(CASES[0], torch.bfloat16, device)
+    case = Case(CASES[0], torch.bfloat16)
     cos, sin = case.tables.at(case.positions, torch.bfloat16)
     for impl in ("torch", "triton"):
         q, k_cache, v_cache = case.run(impl)
@@ -94,10 +96,10 @@ def test_reference_is_rotation_then_assignment(device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("heads", [1, 20])
-def test_rotation_alone(heads: int, interleaved: bool, device: str) -> None:
+def test_rotation_alone(heads: int, interleaved: bool) -> None:
     """Between two views of wider rows; pairs of neighbours end up as halves."""
-    case = Case((heads, 1, 24, 24, 5, 24), torch.float32, device)
-    wide = torch.full((5, heads, 40), 7.0, device=device)
+    case = Case((heads, 1, 24, 24, 5, 24), torch.float32)
+    wide = torch.full((5, heads, 40), 7.0, device=DEVICE)
     outs = [wide.clone(), wide.clone()]
     for out, impl in zip(outs, ("torch", "triton"), strict=True):
         tables = case.tables.cos, case.tables.sin
@@ -106,3 +108,51 @@ def test_rotation_alone(heads: int, interleaved: bool, device: str) -> None:
     order = [*range(0, 24, 2), *range(1, 24, 2)] if interleaved else list(range(24))
     cos, sin = case.tables.at(case.positions, torch.float32)
     assert torch.equal(outs[0][..., 16:], apply_rotary(case.q[..., order], cos, sin))
+
+
+POOL_DTYPES = [torch.float32, torch.float8_e4m3fn, FP4_DTYPE]
+
+
+def layer_of(dtype: torch.dtype, case: Case) -> MHATokenToKVPool:
+    """A pool of one layer that has room for the case's rows, markers in its slots."""
+    heads, dim = case.k.shape[1:]
+    widths = {"head_dim": dim, "v_head_dim": case.v.shape[2]}
+    pool = pool_of(mha(dtype, layers=1, num_kv_heads=heads, **widths))
+    assert isinstance(pool, MHATokenToKVPool)
+    for part in stored(pool):
+        part.fill_(7)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_a_pool_stores_what_it_would_of_rotated_rows(dtype: torch.dtype) -> None:
+    case = Case(CASES[4], torch.float32)
+    pools = [layer_of(dtype, case) for _ in range(2)]
+    inputs = case.q.clone(), case.k.clone(), case.v.clone()
+    q, k = rotate(case.q, case.k, case.positions, case.tables.cos, case.tables.sin)
+    pools[0].set_kv_buffer(0, case.slots, k, case.v)
+    given = case.q, case.k, case.v, case.positions, case.tables
+    assert torch.equal(pools[1].set_rotated_kv_buffer(0, case.slots, *given), q)
+    assert all(map(torch.equal, stored(pools[0]), stored(pools[1])))
+    assert all(map(torch.equal, inputs, (case.q, case.k, case.v)))
+
+
+def test_mistakes_write_nothing() -> None:
+    case = Case(CASES[4], torch.float32)
+    pool = layer_of(torch.float32, case)
+    before = [part.clone() for part in stored(pool)]
+    q, k, v, positions = case.q, case.k, case.v, case.positions
+    for layer, wrong, message in (
+        (1, (q, k, v, positions), "layer 1 "),
+        (0, (q, k.half(), v, positions), "k is torch.float16, the pool stores"),
+        (0, (q.half(), k, v, positions), "q is torch.float16"),
+        (0, (q[..., :-1], k, v, positions), "q has shape"),
+        (0, (q[1:], k, v, positions), "q has shape"),
+        (0, (q[0], k, v, positions), "q has shape"),
+        (0, (q, k, v[1:], positions), "v has shape"),
+        (0, (q, k, v, positions.int()), "positions must be int64"),
+        (0, (q, k, v, positions[1:]), "3 positions for 4 slots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.set_rotated_kv_buffer(layer, case.slots, *wrong, case.tables)
+    assert all(map(torch.equal, before, stored(pool)))
