@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from recipes.generation import Samples, evaluate
 from recipes.recipe import Recipe
@@ -17,25 +17,12 @@ from recipes.setup.preparation import Setup
 from recipes.tasks import Score
 from recipes.watch.monitor import Monitor
 from rollout import Rollout
-from trainer_bridge import Cycle, SequenceBatch
+from trainer_bridge import Cycle
+from trainer_bridge.protocols import TrainerSide
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
 """One number a response token, by answer."""
-
-
-class TrainerSide(Protocol):
-    """What the loops ask of the trainer or its actor; the last three where the recipe needs reference or critic."""
-
-    def compute_log_prob(self, batch: SequenceBatch) -> PerToken: ...
-
-    def update_actor(self, batch: SequenceBatch) -> dict[str, float]: ...
-
-    def compute_ref_log_prob(self, batch: SequenceBatch) -> PerToken: ...
-
-    def compute_values(self, batch: SequenceBatch) -> PerToken: ...
-
-    def update_critic(self, batch: SequenceBatch) -> dict[str, float]: ...
 
 
 def compute_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:

@@ -24,29 +24,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
+from trainer_bridge.protocols import TrainerSide
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, MODELS, PARAMS, REFERENCE, TRAINED, TRAINER_TAGS
-
-
-class TrainerSide(Protocol):
-    """What the cycle asks of a trainer; see `Trainer`."""
-
-    def empty_cache(self) -> None: ...
-
-    def park(self, *tags: str) -> None: ...
-
-    def restore(self, *tags: str) -> None: ...
-
-    def sync_weights(self, version: int) -> SyncReceipt: ...
-
-    def share_weights(self, version: int) -> SyncReceipt: ...
-
 
 OnStage = Callable[[str, float, float], None]
 """Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""

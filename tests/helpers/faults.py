@@ -18,10 +18,10 @@ def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
     class Dying(TrainerActor):
         def sync_weights(self, version: int) -> SyncReceipt:
             def die(done: int, total: int) -> None:
-                if done >= total // 2 and self.trainer.rank == rank and version >= first:
+                if done >= total // 2 and self.held.rank == rank and version >= first:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            return self.trainer.sync_weights(version, on_part=die)
+            return self.held.sync_weights(version, on_part=die)
 
         def nap(self) -> None:
             time.sleep(2)
@@ -41,7 +41,7 @@ def killing_trainer() -> type[TrainerActor]:
                 if done >= total // 2 and (victim := self.__dict__.pop("victim", None)):
                     os.kill(victim, signal.SIGKILL)
 
-            return self.trainer.sync_weights(version, on_part=kill)
+            return self.held.sync_weights(version, on_part=kill)
 
     return Killing
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
+from rollout.actor_base import ActorBase
 from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.errors import SyncError
@@ -24,7 +25,7 @@ SECONDS = 200.0  # a busy machine takes its time to start the actors
 
 
 def start(*ranks: int | None) -> list[RemoteActor]:
-    class Echo:  # pickled by value
+    class Echo(ActorBase):  # pickled by value
         def __init__(self, rank: int | None) -> None:
             self.rank = 1 / 0 if rank is None else rank
 
@@ -69,6 +70,7 @@ def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
     assert group.call_all("say", "so") == [(0, "so"), (1, "so")]
     assert group.call_each("say", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
     assert group.call_each("say", [None, ("b",)]) == [None, (1, "b")]
+    assert group.call("say", value="so") == (0, "so")
     assert [each.call_one("say", 2) for each in group.each()] == [(0, 2), (1, 2)]
     with pytest.raises(
         ValueError, match=r"report\(\) is of one rank, these are trainer\[0\], trainer\[1\]; ask one of"

@@ -1,216 +1,145 @@
-"""The trainer as a Ray actor, and blocking handles on the ranks of both sides. ray is imported when first needed."""
+"""The trainer as a Ray actor, and blocking handles on the ranks of both sides.
+
+Each handle lists what it forwards, and how. The actors (`ActorBase.call`) forward whatever they are
+asked for, so a new method of `Engine` or `Trainer` is one line here. ray is imported when first
+needed.
+"""
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-import memsaver
+from memsaver import MemorySaver
+from rollout import Engine
+from rollout.actor_base import ActorBase
 from rollout.protocols import Progress
-from rollout.rendezvous import Seat, join, open_store
+from rollout.rendezvous import Seat
 from rollout.serving.intake import for_each
-from rollout.types import (
-    CommitReceipt,
-    Completion,
-    Manifest,
-    PackedBox,
-    SamplingParams,
-    VerifyReceipt,
-    WeightLayout,
-    WeightOffer,
-    WriteReceipt,
-)
+from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.remote.group import RemoteActor, RemoteGroup
+from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
 from trainer_bridge.remote.load_balance import deal_prompts
 from trainer_bridge.sync.consensus import group_consensus
-from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.batch import SequenceBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memsaver import Event, Report, Ticket, Usage
 
+class TrainerActor(ActorBase):
+    """A `Trainer` with a saver of its own, in a process of its own."""
 
-class TrainerActor:
-    """A `Trainer` with a saver of its own, in a process of its own. Methods are the trainer's.
-
-    Made empty, so that the process starts while others work; `build` takes the memory.
-    """
+    held: Trainer
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
-        self._store: Any = None
-
-    def meet(self) -> tuple[str, int]:
-        """Host and port at which the other ranks join this one, which is rank 0."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        self._store = open_store(host)
-        return host, self._store.port
 
     def build(
-        self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None, seat: Seat | None = None
+        self,
+        layout: Manifest | None = None,
+        shard_dims: Mapping[str, int] | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """seat: among several ranks, all of which call this at the same time. The rest is `Trainer`'s."""
-        if seat is not None:
-            join(seat, torch.device(self.config.device), self._store)
+        """Make the trainer. seat: this one's among several ranks. The rest is `Trainer`'s."""
+        self._join(seat, self.config.device)
         self._key = None if seat is None else seat.key
-        self.saver = memsaver.MemorySaver(device=self.config.device)
-        self.trainer = Trainer(self.config, self.saver, shard_dims=shard_dims, layout=layout)
-
-    def compute_log_prob(
-        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
-    ) -> list[list[float]]:
-        return self.trainer.compute_log_prob(batch, temperature, base=base)
-
-    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        return self.trainer.update_actor(batch)
-
-    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.trainer.compute_ref_log_prob(batch, temperature)
-
-    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        return self.trainer.compute_values(batch)
-
-    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        return self.trainer.update_critic(batch)
-
-    def park(self, *tags: str) -> None:
-        self.trainer.park(*tags)
-
-    def restore(self, *tags: str) -> None:
-        self.trainer.restore(*tags)
-
-    def empty_cache(self) -> None:
-        self.trainer.empty_cache()
+        saver = MemorySaver(device=self.config.device)
+        self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
     def connect(self, rollout: RemoteRollout) -> None:
+        """Speak for that engine rank; the ranks agree over their process group."""
         assert dist.group.WORLD is not None
-        self.trainer.connect([rollout], group_consensus(dist.group.WORLD, key=self._key))
-
-    def sync_weights(self, version: int) -> SyncReceipt:
-        return self.trainer.sync_weights(version)
-
-    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
-        return self.trainer.share_weights(version, verify=verify)
-
-    def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        self.trainer.save_checkpoint(directory, extra)
-
-    def load_checkpoint(self, directory: str) -> dict[str, Any]:
-        return self.trainer.load_checkpoint(directory)
-
-    def save_adapters(self, directory: str) -> None:
-        self.trainer.save_adapters(directory)
-
-    def report(self) -> Report:
-        return self.saver.report()
-
-    def drain_events(self) -> list[Event]:
-        return self.saver.drain_events()
-
-    def take_usage(self) -> Usage:
-        return self.saver.take_usage()
-
-    def pid(self) -> int:
-        return os.getpid()
+        self.held.connect([rollout], group_consensus(dist.group.WORLD, key=self._key))
 
 
 class RemoteTrainer(RemoteGroup):
-    """Methods and contracts of `Trainer`, called on every rank. `report`, `drain_events` and `take_usage` are of one
-    rank: ask one of `each()`."""
+    """Methods and contracts of `Trainer`, called on every rank.
 
-    def build(self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None) -> None:
+    `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`. A method that is
+    not listed here is called by its name: `call("zero_grad")`.
+    """
+
+    def build(
+        self,
+        layout: Manifest | None = None,
+        shard_dims: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make the trainer of every rank, all at the same time."""
         self.call_each("build", [(layout, shard_dims, seat) for seat in seats(self)])
-
-    def compute_log_prob(
-        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
-    ) -> list[list[float]]:
-        return self.call("compute_log_prob", batch, temperature, base=base)
-
-    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        return self.call("update_actor", batch)
-
-    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        return self.call("compute_ref_log_prob", batch, temperature)
-
-    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        return self.call("compute_values", batch)
-
-    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        return self.call("update_critic", batch)
-
-    def park(self, *tags: str) -> None:
-        self.call("park", *tags)
-
-    def restore(self, *tags: str) -> None:
-        self.call("restore", *tags)
-
-    def empty_cache(self) -> None:
-        self.call("empty_cache")
 
     def connect(self, rollout: RemoteRollout) -> None:
         """Each rank speaks for the engine rank of its device."""
         self.call_each("connect", [(target,) for target in rollout.each()])
 
-    def sync_weights(self, version: int) -> SyncReceipt:
-        return self.call("sync_weights", version)
-
-    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
-        return self.call("share_weights", version, verify=verify)
-
-    def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        self.call("save_checkpoint", directory, extra)
-
-    def load_checkpoint(self, directory: str) -> dict[str, Any]:
-        return self.call("load_checkpoint", directory)
-
-    def save_adapters(self, directory: str) -> None:
-        self.call("save_adapters", directory)
-
-    def report(self) -> Report:
-        return self.call_one("report")
-
-    def drain_events(self) -> list[Event]:
-        return self.call_one("drain_events")
-
-    def take_usage(self) -> Usage:
-        return self.call_one("take_usage")
+    compute_log_prob = on_every_rank(Trainer.compute_log_prob)
+    compute_ref_log_prob = on_every_rank(Trainer.compute_ref_log_prob)
+    compute_values = on_every_rank(Trainer.compute_values)
+    update_actor = on_every_rank(Trainer.update_actor)
+    update_critic = on_every_rank(Trainer.update_critic)
+    park = on_every_rank(Trainer.park)
+    restore = on_every_rank(Trainer.restore)
+    empty_cache = on_every_rank(Trainer.empty_cache)
+    sync_weights = on_every_rank(Trainer.sync_weights)
+    share_weights = on_every_rank(Trainer.share_weights)
+    save_checkpoint = on_every_rank(Trainer.save_checkpoint)
+    load_checkpoint = on_every_rank(Trainer.load_checkpoint)
+    save_adapters = on_every_rank(Trainer.save_adapters)
+    # As the saver declares them: a Trainer may have none, an actor's has one.
+    report = on_one_rank(MemorySaver.report)
+    drain_events = on_one_rank(MemorySaver.drain_events)
+    take_usage = on_one_rank(MemorySaver.take_usage)
 
 
 class RemoteRollout(RemoteGroup):
-    """Methods and contracts of `rollout.Engine`, over all replicas of it, each of which is `engine_size` ranks.
+    """Methods and contracts of `rollout.Engine`, over all replicas of it.
 
-    A weight update, `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`.
+    Each replica is `engine_size` ranks. A weight update, `report`, `drain_events` and `take_usage`
+    are of one rank: ask one of `each()`. A method that is not listed here is called by its name:
+    `call("check_integrity")`.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float, engine_size: int = 1) -> None:
         super().__init__(ranks, timeout)
-        self._engines = [range(first, first + engine_size) for first in range(0, len(self.ranks), engine_size)]
+        starts = range(0, len(self.ranks), engine_size)
+        self._engines = [range(start, start + engine_size) for start in starts]
 
     def build(self) -> None:
-        engines = [type(self)([self.ranks[rank] for rank in engine], self.timeout) for engine in self._engines]
-        self.call_each("build", [(seat,) for engine in engines for seat in seats(engine)])
+        """Make the engine of every rank, all at the same time."""
+        found: list[Seat | None] = []
+        for engine in self._engines:
+            found += seats(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
+        self.call_each("build", [(seat,) for seat in found])
+
+    sleep = on_every_rank(Engine.sleep)
+    wake_up = on_every_rank(Engine.wake_up)
+    served_version = on_every_rank(Engine.served_version)
+    abort_update = on_every_rank(Engine.abort_update)
+    weight_layout = on_one_rank(Engine.weight_layout)
+    begin_update = on_one_rank(Engine.begin_update)
+    verify_update = on_one_rank(Engine.verify_update)
+    commit_update = on_one_rank(Engine.commit_update)
+    adopt_update = on_one_rank(Engine.adopt_update)
+    report = on_one_rank(Engine.report)
+    drain_events = on_one_rank(Engine.drain_events)
+    take_usage = on_one_rank(Engine.take_usage)
 
     @property
     def weights_version(self) -> int:
+        """See `Engine.weights_version`."""
         return self.call("weights_version")
-
-    def served_version(self) -> int | None:
-        return self.call("served_version")
 
     def unavailable_reason(self) -> str | None:
         """Of the first rank that has one."""
-        return next((reason for reason in self.call_all("unavailable_reason") if reason is not None), None)
+        reasons = self.call_all("unavailable_reason")
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """`data` is copied once: a view would take all bytes of its buffer along."""
+        self.call_one("write_update", boxes, data.clone())
 
     def generate(
         self,
@@ -238,43 +167,6 @@ class RemoteRollout(RemoteGroup):
         for engine, numbers in zip(self._engines, dealt, strict=True):
             found |= zip(numbers, answers[engine.start] or (), strict=True)
         return [found[number] for number in range(len(prompts))]
-
-    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
-        self.call("sleep", level, unfinished, tags)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        self.call("wake_up", tags)
-
-    def weight_layout(self) -> WeightLayout:
-        return self.call_one("weight_layout")
-
-    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
-        return self.call_one("begin_update", version, shadow=shadow, names=names)
-
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """`data` is copied once: a view would take all bytes of its buffer along."""
-        self.call_one("write_update", boxes, data.clone())
-
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        return self.call_one("verify_update", receipt)
-
-    def commit_update(self, version: int) -> CommitReceipt:
-        return self.call_one("commit_update", version)
-
-    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
-        return self.call_one("adopt_update", version, ticket, layout_hash, digest)
-
-    def abort_update(self, reason: str) -> None:
-        self.call("abort_update", reason)
-
-    def report(self) -> Report:
-        return self.call_one("report")
-
-    def drain_events(self) -> list[Event]:
-        return self.call_one("drain_events")
-
-    def take_usage(self) -> Usage:
-        return self.call_one("take_usage")
 
 
 def seats(ranks: RemoteGroup) -> list[Seat | None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, RankFailed, SyncError
@@ -13,8 +14,12 @@ _GRACE_SECONDS = 5.0  # for the other ranks to answer, too, when one has failed:
 _ECHOES = (SyncError, RankError)  # what a rank raises because of another
 
 
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
+
 class RemoteActor:
-    """A handle on one Ray actor, and what to call it in an error."""
+    """A handle on one Ray actor (an `ActorBase`), and what to call it in an error."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.handle = handle
@@ -22,7 +27,7 @@ class RemoteActor:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A reference to the answer."""
-        return getattr(self.handle, method).remote(*args, **kwargs)
+        return self.handle.call.remote(method, *args, **kwargs)
 
     def answer(self, reference: Any, method: str) -> Any:
         """The answer, or what the method raised; ActorDied where there will be none. Waits for it."""
@@ -68,7 +73,7 @@ class RemoteGroup:
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """On every rank; all answers, by rank."""
         if len(self.ranks) > 1:
-            args = _stored_once(args)
+            args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
@@ -119,8 +124,35 @@ class RemoteGroup:
         return error
 
 
-def _stored_once(args: Sequence[Any]) -> tuple[Any, ...]:
+def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """References in place of arguments: Ray would store them once for every call."""
     import ray
 
-    return tuple(ray.put(arg) for arg in args)
+    return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
+
+
+def on_every_rank(
+    method: Callable[Concatenate[Any, P], Answer],
+) -> Callable[Concatenate[RemoteGroup, P], Answer]:
+    """The same method of a group, called on every rank; rank 0 answers (`RemoteGroup.call`)."""
+    return _forwarded(RemoteGroup.call, method)
+
+
+def on_one_rank(
+    method: Callable[Concatenate[Any, P], Answer],
+) -> Callable[Concatenate[RemoteGroup, P], Answer]:
+    """The same method of a group of one rank (`RemoteGroup.call_one`)."""
+    return _forwarded(RemoteGroup.call_one, method)
+
+
+def _forwarded(
+    how: Callable[..., Any], method: Callable[Concatenate[Any, P], Answer]
+) -> Callable[Concatenate[RemoteGroup, P], Answer]:
+    """Signature and docstring are the method's own, for readers and for type checkers."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def forward(group: RemoteGroup, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        return how(group, name, *args, **kwargs)
+
+    return forward

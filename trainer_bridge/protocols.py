@@ -1,0 +1,36 @@
+"""What the cycle and the recipes drive: a `Trainer`, or a handle on actors that hold one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.training.batch import SequenceBatch
+
+
+class TrainerSide(Protocol):
+    """What learns, scores, and gives its memory and its weights away. Contracts: `Trainer`.
+
+    `Cycle` asks for the first five methods alone. Of the others, the last three are for recipes
+    with a reference or a critic.
+    """
+
+    def empty_cache(self) -> None: ...
+
+    def park(self, *tags: str) -> None: ...
+
+    def restore(self, *tags: str) -> None: ...
+
+    def sync_weights(self, version: int) -> SyncReceipt: ...
+
+    def share_weights(self, version: int) -> SyncReceipt: ...
+
+    def compute_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def update_actor(self, batch: SequenceBatch) -> dict[str, float]: ...
+
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]: ...
