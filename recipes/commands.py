@@ -105,7 +105,7 @@ def _report_arguments(parser: ArgumentParser) -> None:
 
 
 def _report(arguments: Namespace) -> int:
-    from recipes.watch.report.command import write_report
+    from recipes.watch.report import write_report
 
     print(write_report(arguments.run, arguments.out))
     return 0

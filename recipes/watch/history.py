@@ -1,64 +1,40 @@
-"""What happened in a run, worked out for the pictures: memory over time, and which step is worth a closer look."""
+"""One reading of a run, for the live view, the pictures and the report: rows, stages, and memory
+over time.
+
+A running `RunFolder` fills a `Run` as it goes; `reading.read_run` makes one from the files of a
+folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from memsaver import Event
 
-TAGS = (
-    "weights",
-    "kv_cache",
-    "cuda_graph",
-    "params",
-    "optim",
-    "critic",
-    "critic_optim",
-    "reference",
-)  # in this order; others follow by name
+TAG_COLOURS = {
+    "weights": "#3b6fb6",
+    "kv_cache": "#f0a73a",
+    "cuda_graph": "#7bb662",
+    "params": "#8566ab",
+    "optim": "#c95d63",
+    "critic": "#2c7f78",
+    "critic_optim": "#e08fa5",
+    "reference": "#6b6f76",
+}  # tags are shown in this order; others follow by name
+STAGES = "stages"  # the process of a trace that holds them
+OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
+SLACK = 1e-6  # seconds by which the ends of stages and steps may differ
 
+Row = dict[str, Any]
 Span = tuple[str, float, float]
-"""A stage: name, start and end in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Levels:
-    """Bytes over time: `held[key][i]` on the device and `kept[i]` on the host hold from `times[i]` to `times[i + 1]`.
-
-    The last entry repeats the one before, at the end of the time asked for.
-    """
-
-    times: list[float]
-    held: dict[str, list[int]]
-    kept: list[int]
-
-    def total(self, index: int) -> int:
-        return sum(held[index] for held in self.held.values())
-
-    def thinned(self, columns: int) -> Levels:
-        """At most two moments for each of `columns` columns: the one that holds most, from when the column's first
-        change came, and the last, from when it came. So what holds beyond a column is always what held in truth.
-        """
-        if len(self.times) <= 2 * columns + 1:
-            return self
-        width = (self.times[-1] - self.times[0]) / columns or 1.0
-        groups: dict[int, list[int]] = {}
-        for index, time in enumerate(self.times[:-1]):
-            groups.setdefault(min(int((time - self.times[0]) / width), columns - 1), []).append(index)
-        chosen: list[tuple[float, int]] = []
-        for group in groups.values():
-            chosen.append((self.times[group[0]], max(group, key=self.total)))
-            if len(group) > 1:
-                chosen.append((self.times[group[-1]], group[-1]))
-        chosen.append((self.times[-1], len(self.times) - 1))
-        return Levels(
-            times=[time for time, _ in chosen],
-            held={key: [held[index] for _, index in chosen] for key, held in self.held.items()},
-            kept=[self.kept[index] for _, index in chosen],
-        )
+"""A stage or a whole step: its name, and when it began and ended, in seconds."""
+Key = Callable[[str, str], str]
+"""Names the sum that an event counts in, by the event's owner and tag."""
 
 
 def by_tag(owner: str, tag: str) -> str:
@@ -69,79 +45,169 @@ def by_process(owner: str, tag: str) -> str:
     return owner
 
 
-def levels(
-    events: Mapping[str, Sequence[Event]], first: float, last: float, key: Callable[[str, str], str] = by_tag
-) -> Levels:
-    """Committed and kept bytes between two times, summed over everything with the same `key(owner, tag)`."""
-    flat = [(event, owner) for owner, group in events.items() for event in group]
-    flat.sort(key=lambda pair: pair[0].time)
-    keys = in_order({key(owner, event.tag) for event, owner in flat})
-    now: dict[tuple[str, str], Event] = {}
-    found = Levels(times=[first], held={name: [0] for name in keys}, kept=[0])
-    for event, owner in flat:
-        if event.time > last:
-            break
-        now[owner, event.tag] = event
-        before = event.time < first
-        _enter(found, now, key, first if before else event.time, replace=before)
-    found.times.append(last)
-    for column in (*found.held.values(), found.kept):
-        column.append(column[-1])
-    return found
+def by_device(owner: str, tag: str) -> str:
+    """The number behind the owner's name ("trainer[1]") is its device's, where there are several."""
+    return f"device {owner.partition('[')[2][:-1]}" if owner.endswith("]") else "the device"
 
 
-def _enter(
-    found: Levels,
-    now: Mapping[tuple[str, str], Event],
-    key: Callable[[str, str], str],
-    time: float,
-    replace: bool,
-) -> None:
-    """Adds the bytes of `now` as of `time`, or puts them in the place of the newest entry."""
-    sums = dict.fromkeys(found.held, 0)
-    for (owner, tag), event in now.items():
-        sums[key(owner, tag)] += event.committed_bytes
-    if replace:
-        found.times.pop()
-    found.times.append(time)
-    kept = sum(event.backup_bytes for event in now.values())
-    for column, value in zip((*found.held.values(), found.kept), (*sums.values(), kept), strict=True):
-        if replace:
-            column.pop()
-        column.append(value)
+class Moment(NamedTuple):
+    """Bytes from `time` on: `held` on the device, by name, and `kept` on the host."""
+
+    time: float
+    held: dict[str, int]
+    kept: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """Bytes over time. The last moment repeats the one before, at the end of the time asked for."""
+
+    names: list[str]
+    moments: list[Moment]
+
+    @property
+    def times(self) -> list[float]:
+        return [moment.time for moment in self.moments]
+
+    @property
+    def peak(self) -> int:
+        return max(moment.total for moment in self.moments)
+
+    def held(self, name: str) -> list[int]:
+        return [moment.held[name] for moment in self.moments]
+
+    def thinned(self, columns: int) -> Levels:
+        """At most two moments for each of `columns` columns: the one that holds most, from when the
+        column's first change came, and the last. So what holds beyond a column always held in
+        truth.
+        """
+        if len(self.moments) <= 2 * columns + 1:
+            return self
+        first, last = self.moments[0].time, self.moments[-1].time
+        width = (last - first) / columns or 1.0
+
+        def column(moment: Moment) -> int:
+            return min(int((moment.time - first) / width), columns - 1)
+
+        chosen: list[Moment] = []
+        for _, members in itertools.groupby(self.moments[:-1], column):
+            group = list(members)
+            fullest = max(group, key=lambda moment: moment.total)
+            chosen.append(Moment(group[0].time, fullest.held, fullest.kept))
+            chosen += group[-1:] if len(group) > 1 else []
+        return Levels(names=self.names, moments=[*chosen, self.moments[-1]])
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What is known of a run. Times are seconds on one clock; sessions stand one behind the other.
+
+    events: by owner. breaks: where a resumed session begins. plan: plan.json. environments: newest
+    last. gaps: what is not there, or not whole, as sentences.
+    """
+
+    path: Path = Path()
+    recipe_text: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    breaks: list[float] = field(default_factory=list)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    environments: list[Mapping[str, Any]] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+    @property
+    def train(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "train"]
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "eval"]
+
+    def rows_with(self, *keys: str) -> list[Row]:
+        """Training rows that have all of these."""
+        return [row for row in self.train if all(row.get(key) is not None for key in keys)]
+
+    def add_events(self, owner: str, events: Iterable[Event]) -> None:
+        self.events.setdefault(owner, []).extend(events)
+
+    @property
+    def begin(self) -> float:
+        """When the first stage or operation began; 0 where there is none."""
+        starts = [event.time - event.seconds for event in self._all_events()]
+        return min([*starts, *(begin for _, begin, _ in self.spans)], default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last stage or operation ended; 0 where there is none."""
+        times = [event.time for event in self._all_events()]
+        return max([*times, *(finish for _, _, finish in self.spans)], default=0.0)
+
+    def _all_events(self) -> Iterator[Event]:
+        return itertools.chain.from_iterable(self.events.values())
+
+    def stages(self, first: float = float("-inf"), last: float = float("inf")) -> list[Span]:
+        """The stages, no whole steps, that lie between these times."""
+        inside = [span for span in self.spans if first - SLACK <= span[1] and span[2] <= last + SLACK]
+        return [span for span in inside if not _is_step(span)]
+
+    def one_step(self) -> Span:
+        """The last step that neither evaluated nor saved, or else the last one; without any, the
+        whole time.
+        """
+        steps = [span for span in self.spans if _is_step(span)]
+        if not steps:
+            return "incomplete", self.begin, self.end
+        extra = [span[1] for span in self.spans if span[0] in ("evaluate", "save_checkpoint")]
+        plain = [span for span in steps if not any(span[1] <= time <= span[2] for time in extra)]
+        return (plain or steps)[-1]
+
+    def wake_up(self) -> Span | None:
+        """From the first stage of that step's to_rollout, which depends on cycle.keep and the
+        algorithm, to its last.
+        """
+        step, first, last = self.one_step()
+        inside = [span for span in self.spans if first - SLACK <= span[1] <= last]
+        heads = ("park_", "empty_cache", "wake_weights")
+        begins = [begin for name, begin, _ in inside if name.startswith(heads)]
+        ends = [finish for name, _, finish in inside if name == "wake_kv_cache"]
+        if not begins or not ends:
+            return None
+        return step, begins[0], ends[0] + 0.08 * (ends[0] - begins[0])
+
+    def levels(self, first: float, last: float, key: Key = by_tag) -> Levels:
+        """Committed and kept bytes between two times, summed over all events of the same `key`."""
+        flat = [(event, owner) for owner, group in self.events.items() for event in group]
+        flat.sort(key=lambda pair: pair[0].time)
+        names = in_order({key(owner, event.tag) for event, owner in flat})
+        now: dict[tuple[str, str], Event] = {}
+        moments = [Moment(first, dict.fromkeys(names, 0), 0)]
+        for event, owner in flat:
+            if event.time > last:
+                break
+            now[owner, event.tag] = event
+            held = dict.fromkeys(names, 0)
+            for (holder, tag), newest in now.items():
+                held[key(holder, tag)] += newest.committed_bytes
+            kept = sum(newest.backup_bytes for newest in now.values())
+            if event.time < first:
+                moments.pop()
+            moments.append(Moment(max(event.time, first), held, kept))
+        return Levels(names=names, moments=[*moments, Moment(last, *moments[-1][1:])])
 
 
 def in_order(tags: set[str]) -> list[str]:
-    known = [tag for tag in TAGS if tag in tags]
+    known = [tag for tag in TAG_COLOURS if tag in tags]
     return known + sorted(tags - set(known))
 
 
-def one_step(spans: Sequence[Span]) -> tuple[float, float, str]:
-    """The last step that neither evaluated nor saved, or else the last one; the whole time where there is none."""
-    steps = [span for span in spans if is_step(span[0])]
-    if not steps:
-        return min(begin for _, begin, _ in spans), max(finish for _, _, finish in spans), "incomplete"
-    extra = [begin for name, begin, _ in spans if name in ("evaluate", "save_checkpoint")]
-    plain = [span for span in steps if not any(span[1] <= begin <= span[2] for begin in extra)]
-    name, begin, finish = (plain or steps)[-1]
-    return begin, finish, name
-
-
-def wake_up(spans: Sequence[Span], first: float, last: float) -> tuple[float, float] | None:
-    """From the first stage of the step's to_rollout, which depends on cycle.keep and the algorithm, to its last."""
-    inside = [span for span in spans if first - 1e-6 <= span[1] <= last]
-    begins = [begin for name, begin, _ in inside if name.startswith(("park_", "empty_cache", "wake_weights"))]
-    ends = [finish for name, _, finish in inside if name == "wake_kv_cache"]
-    return (begins[0], ends[0] + 0.08 * (ends[0] - begins[0])) if begins and ends else None
-
-
-def stages_between(spans: Sequence[Span], first: float, last: float) -> list[Span]:
-    """The stages (no whole steps) that lie inside, a microsecond of slack on both sides."""
-    return [span for span in spans if not is_step(span[0]) and span[1] >= first - 1e-6 and span[2] <= last + 1e-6]
-
-
-def is_step(name: str) -> bool:
-    return name.startswith("step ")
+def _is_step(span: Span) -> bool:
+    return span[0].startswith("step ")
 
 
 def kind_of(stage: str) -> str:
@@ -149,6 +215,21 @@ def kind_of(stage: str) -> str:
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
     return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"
+
+
+def beside_the_task(*rows: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of the evaluations' other exact matches, and what to call them: exact_match_2_digits ->
+    "2 digits".
+
+    A kind of which no problem at all was trained on is called so; rows of older runs do not tell.
+    """
+    names = {}
+    for row in rows:
+        for key in [key for key in row if key.startswith(OTHER_KINDS)]:
+            kind = key.removeprefix(OTHER_KINDS)
+            untrained = kind not in row.get("trained_beside", [kind])
+            names[key] = kind.replace("_", " ") + (" (untrained)" if untrained else "")
+    return names
 
 
 def format_seconds(seconds: float) -> str:
@@ -159,11 +240,3 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 100:
         return f"{int(seconds) // 60} min {int(seconds) % 60} s"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
-
-
-def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
-    """Exponential moving average."""
-    out: list[float] = []
-    for value in values:
-        out.append(value if not out else weight * out[-1] + (1 - weight) * value)
-    return out

@@ -7,19 +7,19 @@ import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
+from recipes.watch.history import Run, beside_the_task
 
-OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
 BARS = "▁▂▃▄▅▆▇█"
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
@@ -51,27 +51,17 @@ def sparkline(values: list[float], width: int = 48) -> str:
     '▁▅█'
     """
     shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(0.0, *shown), max(1.0, *shown)
-    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1) + 1e-9)] for value in shown)
-
-
-def beside_the_task(row: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of an evaluation's other exact matches, and what to call them: exact_match_2_digits -> "2 digits".
-
-    A kind of which no problem at all was trained on is called so; rows of older runs do not tell.
-    """
-    kinds = {key: key.removeprefix(OTHER_KINDS) for key in row if key.startswith(OTHER_KINDS)}
-    trained = row.get("trained_beside", kinds.values())
-    return {key: kind.replace("_", " ") + ("" if kind in trained else " (untrained)") for key, kind in kinds.items()}
+    low, high = min([0.0, *shown]), max([1.0, *shown])
+    heights = [(value - low) / (high - low) * (len(BARS) - 1) for value in shown]
+    return "".join(BARS[round(height + 1e-9)] for height in heights)
 
 
 def describe(row: Mapping[str, Any]) -> str:
     """One line for a row of metrics.jsonl."""
     if row["kind"] == "eval":
-        beside = "".join(f", {name} {row[key]:.3f}" for key, name in beside_the_task(row).items())
-        return f"held-out exact match {row['exact_match']:.3f} of {row['problems']}{beside} after {row['step']} updates"
+        others = [f", {name} {row[key]:.3f}" for key, name in beside_the_task(row).items()]
+        result = f"{row['exact_match']:.3f} of {row['problems']}{''.join(others)}"
+        return f"held-out exact match {result} after {row['step']} updates"
     parts = [
         f"reward {row['reward']:.3f}",
         f"exact {row['exact_match']:.3f}",
@@ -84,18 +74,11 @@ def describe(row: Mapping[str, Any]) -> str:
     return " | ".join(parts)
 
 
-class Pace:
-    """How long the rest of a run takes, by its last steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._seconds: deque[float] = deque(maxlen=10)
-
-    def left(self, row: Mapping[str, Any]) -> str:
-        """After the step of this row; evaluations and checkpoints come on top."""
-        self._seconds.append(row["step_seconds"])
-        seconds = statistics.fmean(self._seconds) * (self.steps - row["step"])
-        return f"ETA {datetime.timedelta(seconds=round(seconds))}"
+def time_left(run: Run, steps: int) -> str:
+    """How long the rest takes, by the last ten steps; evaluations and checkpoints come on top."""
+    last = run.train[-10:]
+    seconds = statistics.fmean(row["step_seconds"] for row in last) * (steps - last[-1]["step"])
+    return f"ETA {datetime.timedelta(seconds=round(seconds))}"
 
 
 class LogView:
@@ -104,9 +87,9 @@ class LogView:
     def __init__(self, steps: int, quiet_seconds: float = 30.0) -> None:
         """quiet_seconds: without a line, before a line tells the stage."""
         self.steps = steps
-        self._pace = Pace(steps)
+        self._run = Run()
         self._quiet_seconds = quiet_seconds
-        self._step, self._stage = 0, "starting"
+        self._stage = "starting"
         self._printed = threading.Condition()
         self._closed = False
         self._watch = threading.Thread(target=self._tell_stage_when_quiet, daemon=True)
@@ -121,11 +104,12 @@ class LogView:
         self._stage = name
 
     def row(self, row: Mapping[str, Any]) -> None:
-        if row["kind"] != "train":
+        self._run.rows.append(dict(row))
+        if row["kind"] == "train":
+            left = time_left(self._run, self.steps)
+            self.note(f"step {row['step']}/{self.steps}: {describe(row)} | {left}")
+        else:
             self.note(f"eval: {describe(row)}")
-            return
-        self._step = row["step"]
-        self.note(f"step {row['step']}/{self.steps}: {describe(row)} | {self._pace.left(row)}")
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
         """In metrics.jsonl and trace.json."""
@@ -140,7 +124,8 @@ class LogView:
         with self._printed:
             while not self._closed:
                 if not self._printed.wait(self._quiet_seconds):
-                    head = f"after step {self._step}/{self.steps}: " if self._step else ""
+                    train = self._run.train
+                    head = f"after step {train[-1]['step']}/{self.steps}: " if train else ""
                     print(f"{head}in {self._stage}", flush=True)
 
 
@@ -149,12 +134,8 @@ class LiveView:
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         self.title, self.steps = title, steps
-        self.step = 0
+        self.run = Run()
         self.stage_name, self.stage_started = "starting", time.time()
-        self.rewards: list[float] = []
-        self.last: Mapping[str, Any] | None = None
-        self._pace, self.left = Pace(steps), ""
-        self.evaluation: Mapping[str, Any] | None = None
         self.tags: Mapping[str, tuple[int, int]] = {}
         self.live = Live(get_renderable=self.render, console=console, refresh_per_second=8)
         self.live.start()
@@ -166,11 +147,7 @@ class LiveView:
         self.stage_name, self.stage_started = name, time.time()
 
     def row(self, row: Mapping[str, Any]) -> None:
-        if row["kind"] == "eval":
-            self.evaluation = row
-            return
-        self.step, self.last, self.left = row["step"], row, self._pace.left(row)
-        self.rewards.append(row["reward"])
+        self.run.rows.append(dict(row))
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
         self.tags = dict(tags)
@@ -179,26 +156,27 @@ class LiveView:
         self.live.stop()
 
     def render(self) -> RenderableType:
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim")
-        facts.add_column()
-        facts.add_row("step", f"{self.step}/{self.steps}  {self.left}")
+        train, evaluations = self.run.train, self.run.evaluations
+        step, left = (train[-1]["step"], time_left(self.run, self.steps)) if train else (0, "")
+        facts = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
+        facts.add_row("step", f"{step}/{self.steps}  {left}")
         facts.add_row("stage", Text(f"{self.stage_name}  {time.time() - self.stage_started:.1f} s"))
-        if self.last is not None:
-            facts.add_row("reward", Text(f"{sparkline(self.rewards)} {self.last['reward']:.3f}", style="green"))
-            facts.add_row("last step", Text(describe(self.last)))
-        if self.evaluation is not None:
-            facts.add_row("evaluation", Text(describe(self.evaluation)))
-        return Panel(Group(facts, Text(), self._memory_table()), title=Text(self.title), border_style="blue")
+        if train:
+            rewards = [row["reward"] for row in train]
+            facts.add_row("reward", Text(f"{sparkline(rewards)} {rewards[-1]:.3f}", style="green"))
+            facts.add_row("last step", Text(describe(train[-1])))
+        if evaluations:
+            facts.add_row("evaluation", Text(describe(evaluations[-1])))
+        content = Group(facts, Text(), self._memory_table())
+        return Panel(content, title=Text(self.title), border_style="blue")
 
     def _memory_table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for justify in ("left", "left", "right", "right"):
-            table.add_column(justify=justify)  # type: ignore[arg-type]
+        right = (Column(justify="right"), Column(justify="right"))
+        table = Table.grid(Column(), Column(), *right, padding=(0, 2))
         largest = max([1, *(committed for committed, _ in self.tags.values())])
-        table.add_row(Text("memory", style="dim"), "", Text("device", style="dim"), Text("host", style="dim"))
+        table.add_row(*(Text(name, style="dim") for name in ("memory", "", "device", "host")))
         for tag, (committed, kept) in self.tags.items():
-            bar = Text("█" * round(24 * committed / largest), style="cyan")
+            bar = Bar(largest, 0, committed, width=24, color="cyan")
             table.add_row(
                 Text(tag),
                 bar if committed else Text("paused", style="yellow"),

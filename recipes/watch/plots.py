@@ -1,10 +1,14 @@
-"""The two pictures of a run, and their panels. Imported only where they are drawn, because it needs matplotlib."""
+"""The two pictures of a run, and the panels that the report draws too. Imported only where
+something is drawn, because it needs matplotlib.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -12,138 +16,147 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from memsaver.common.files import replaced
 from recipes.watch.history import (
+    TAG_COLOURS,
     Levels,
+    Run,
     Span,
+    beside_the_task,
     format_seconds,
     kind_of,
-    levels,
-    one_step,
-    smooth,
-    stages_between,
-    wake_up,
 )
-from recipes.watch.live import beside_the_task
-
-if TYPE_CHECKING:
-    from memsaver import Event
 
 matplotlib.rcParams["text.parse_math"] = False  # a dollar in a stage's name is a dollar
 MIB = 2**20
 INK, GRID, EDGE = "#222222", "#e3e3e3", "#bbbbbb"
-TAG_COLOURS = {
-    "weights": "#3b6fb6",
-    "kv_cache": "#f0a73a",
-    "cuda_graph": "#7bb662",
-    "params": "#8566ab",
-    "optim": "#c95d63",
-    "critic": "#2c7f78",
-    "critic_optim": "#e08fa5",
-    "reference": "#6b6f76",
-}
 OTHER_COLOURS = ("#5aa7a7", "#b58863", "#8a8f98", "#d18ad0")
 BAND_COLOURS = {"rollout": "#eaf2fb", "train": "#fbeeee", "switch": "#f4f4f4"}
 PALE = "#9db8d9"  # beside its smoothed curve
 
-Row = Mapping[str, Any]
 
-
-def draw_reward(rows: Sequence[Row], file: Path) -> None:
+def draw_reward(run: Run, file: Path) -> None:
     """Reward and exact match above, log-probability gap below, over steps."""
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(2, 1))
-    reward_panel(top, rows)
-    gap_panel(bottom, rows)
+    shape: dict[str, Any] = {"sharex": True, "height_ratios": (2, 1)}
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), **shape)
+    reward_panel(top, run)
+    gap_panel(bottom, run)
     bottom.set(xlabel="step", title="Log-probability gap, rollout against trainer")
     for axes in (top, bottom):
         tidy(axes)
     _save(figure, file)
 
 
-def reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def reward_panel(axes: Axes, run: Run) -> None:
     """Reward and exact match of the training rows, and every kind of evaluation."""
-    train = [row for row in rows if row["kind"] == "train"]
-    steps, rewards = [row["step"] for row in train], [row["reward"] for row in train]
-    axes.plot(steps, rewards, color=PALE, linewidth=1.2, label="reward, mean of the step")
-    axes.plot(steps, smooth(rewards), color=TAG_COLOURS["weights"], linewidth=2.2, label="reward, smoothed")
-    exact, green = [row["exact_match"] for row in train], TAG_COLOURS["cuda_graph"]
-    axes.plot(steps, exact, color=green, linewidth=1.4, linestyle="--", label="exact match of samples")
-    evaluations_panel(axes, [row for row in rows if row["kind"] == "eval"])
+    train = run.rows_with("reward", "exact_match")
+    rewards = [row["reward"] for row in train]
+    smoothed = itertools.accumulate(rewards, lambda last, value: 0.7 * last + 0.3 * value)
+    rows = [{**row, "smoothed": value} for row, value in zip(train, smoothed, strict=True)]
+    blue, green = TAG_COLOURS["weights"], TAG_COLOURS["cuda_graph"]
+    curve(axes, rows, "reward", color=PALE, linewidth=1.2, label="reward, mean of the step")
+    curve(axes, rows, "smoothed", color=blue, linewidth=2.2, label="reward, smoothed")
+    exact: dict[str, Any] = {"linestyle": "--", "label": "exact match of samples"}
+    curve(axes, rows, "exact_match", color=green, linewidth=1.4, **exact)
+    evaluations_panel(axes, run.evaluations)
     axes.set(ylabel="reward", ylim=(-0.03, 1.03))
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
+    _legend(axes, "lower center", (0.5, 1.0))
 
 
-def evaluations_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def evaluations_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """A curve for the held-out problems and one for each other set, over the rows that have it."""
-    curves = {"exact_match": "held-out exact match, greedy"} if rows else {}
-    for row in rows:
-        curves |= {key: f"held-out exact match, {name}, greedy" for key, name in beside_the_task(row).items()}
-    colours = (TAG_COLOURS["optim"], *OTHER_COLOURS * len(curves))
-    for (key, label), colour in zip(curves.items(), colours, strict=False):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1.8, markersize=5, label=label)
+    colours = itertools.chain([TAG_COLOURS["optim"]], itertools.cycle(OTHER_COLOURS))
+    for (key, name), colour in zip(held_out_names(rows).items(), colours, strict=False):
+        style: dict[str, Any] = {"marker": "o", "markersize": 5, "linewidth": 1.8}
+        curve(axes, rows, key, color=colour, label=f"{name}, greedy", **style)
 
 
-def gap_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    """Of the training rows: mean and largest log-probability gap, KL divergence from a reference; logarithmic."""
-    train = [row for row in rows if row["kind"] == "train"]
-    steps = [row["step"] for row in train]
-    if train:
+def held_out_names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Keys of these evaluations, and what their curves are called."""
+    names = {"exact_match": "held-out exact match"} if rows else {}
+    others = beside_the_task(*rows).items()
+    return names | {key: f"held-out exact match, {name}" for key, name in others}
+
+
+def gap_panel(axes: Axes, run: Run) -> None:
+    """Mean and largest log-probability gap, KL divergence from a reference; logarithmic."""
+    if rows := run.rows_with("gap_mean", "gap_max"):
         for key, label, tag in (("gap_mean", "mean", "params"), ("gap_max", "max", "kv_cache")):
-            axes.semilogy(steps, [max(row[key], 1e-9) for row in train], color=TAG_COLOURS[tag], label=label)
-        if away := [row for row in train if row.get("kl_to_reference", 0) > 0]:
-            distance = [row["kl_to_reference"] for row in away]
-            style: dict[str, Any] = {"color": OTHER_COLOURS[2], "linestyle": "--", "label": "KL from the reference"}
-            axes.semilogy([row["step"] for row in away], distance, **style)
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize=9, frameon=False)
+            shown = [{**row, key: max(row[key], 1e-9)} for row in rows]
+            curve(axes, shown, key, color=TAG_COLOURS[tag], label=label)
+        if away := [row for row in rows if row.get("kl_to_reference", 0) > 0]:
+            style: dict[str, Any] = {"linestyle": "--", "label": "KL from the reference"}
+            curve(axes, away, "kl_to_reference", color=OTHER_COLOURS[2], **style)
+        axes.set_yscale("log")
+        _legend(axes, "lower right", (1.0, 1.0))
     axes.set(ylabel="nats a token")
 
 
-def draw_memory(spans: Sequence[Span], events: Mapping[str, Sequence[Event]], file: Path) -> None:
-    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up inside it.
+def curve(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
+    """A line over steps, through the rows that have the key."""
+    found = [row for row in rows if row.get(key) is not None]
+    axes.plot([row["step"] for row in found], [row[key] for row in found], **style)
 
-    events: by owner; of several devices the first one's are drawn.
+
+def _legend(axes: Axes, corner: str, place: tuple[float, float]) -> None:
+    """Above the panel: this corner of the legend lies at that place of the panel."""
+    style: dict[str, Any] = {"loc": corner, "bbox_to_anchor": place}
+    axes.legend(ncols=3, fontsize=9, frameon=False, **style)
+
+
+def draw_memory(run: Run, file: Path) -> None:
+    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up
+    inside it.
+
+    Of several devices the first one's bytes are drawn.
     """
-    start = min(begin for _, begin, _ in spans)
-    end = max(finish for _, _, finish in spans)
-    shown = {owner: group for owner, group in events.items() if owner.partition("[")[2] in ("", "0]")}
-    origin = min([start, *(event.time - event.seconds for group in shown.values() for event in group)])
-    panels = [("Memory on the device by tag, whole session", origin, end)]
-    first, last, step = one_step(spans)
-    panels.append((f"One step ({step}) and its stages", first, last))
-    if found := wake_up(spans, first, last):
-        panels.append((f"The wake-up of {step}, stage by stage", *found))
+    name, first, last = run.one_step()
+    panels = [("Memory on the device by tag, whole session", run.begin, run.end)]
+    panels.append((f"One step ({name}) and its stages", first, last))
+    if found := run.wake_up():
+        panels.append((f"The wake-up of {name}, stage by stage", *found[1:]))
     heights = [1.0, 1.3, 1.3][: len(panels)]
-    figure, rows = pyplot.subplots(len(panels), 1, figsize=(12, 1.2 + 3.2 * len(panels)), height_ratios=heights)
+    size = (12, 1.2 + 3.2 * len(panels))
+    figure, rows = pyplot.subplots(len(panels), 1, figsize=size, height_ratios=heights)
+    first_of_devices = [owner for owner in run.events if owner.partition("[")[2] in ("", "0]")]
+    shown = replace(run, events={owner: run.events[owner] for owner in first_of_devices})
     for axes, (title, left, right) in zip(rows, panels, strict=True):
         headroom = 1.15 if axes is rows[0] else 1.5  # room for stage names
-        stack_panel(axes, levels(shown, left, right), origin, MIB, headroom)
+        stack_panel(axes, shown.levels(left, right), run.begin, MIB, headroom)
         axes.set(title=title, ylabel="MiB")
         if axes is not rows[0]:
-            _bands(axes, stages_between(spans, left, right), origin)
+            _bands(axes, run.stages(left, right), run.begin)
         tidy(axes)
     rows[-1].set_xlabel("seconds since the run began")
-    handles, labels = rows[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=len(labels), fontsize=9, frameon=False)
+    entries = rows[0].get_legend_handles_labels()
+    columns = len(entries[1])
+    figure.legend(*entries, loc="upper center", ncols=columns, fontsize=9, frameon=False)
     _save(figure, file, top=0.96)
 
 
 def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: float) -> None:
-    """Committed bytes of every key, stacked, as steps; the dashed line is what the host keeps for paused tags."""
+    """Committed bytes of every key, stacked, as steps; the dashed line is what the host keeps for
+    paused tags.
+    """
     times = [time - origin for time in found.times]
-    base = [0.0] * len(times)
-    spare = iter(OTHER_COLOURS * (1 + len(found.held)))
-    for name, held in found.held.items():
-        upper = [low + nbytes / unit for low, nbytes in zip(base, held, strict=True)]
-        colour = TAG_COLOURS.get(name) or next(spare)
-        axes.fill_between(times, base, upper, step="post", color=colour, alpha=0.9, linewidth=0, label=name, zorder=2)
-        base = upper
-    kept = [nbytes / unit for nbytes in found.kept]
-    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.1, "zorder": 3}
-    axes.step(times, kept, where="post", label="host backup", **style)
+    if found.names:
+        sizes = [[nbytes / unit for nbytes in column] for column in map(found.held, found.names)]
+        area: dict[str, Any] = {"step": "post", "alpha": 0.9, "linewidth": 0, "zorder": 2}
+        colours = colours_of(found.names)
+        axes.stackplot(times, sizes, labels=found.names, colors=colours, **area)
+    kept = [moment.kept / unit for moment in found.moments]
+    line: dict[str, Any] = {"linestyle": "--", "linewidth": 1.1, "zorder": 3}
+    axes.step(times, kept, where="post", color=INK, label="host backup", **line)
     axes.set_xlim(times[0], times[-1])
-    axes.set_ylim(0, headroom * max([*base, *kept, 1e-3]))
+    axes.set_ylim(0, headroom * max([found.peak / unit, *kept, 1e-3]))
+
+
+def colours_of(names: Iterable[str]) -> list[str]:
+    """Every tag's own colour; other names take turns."""
+    spare = itertools.cycle(OTHER_COLOURS)
+    return [TAG_COLOURS.get(name) or next(spare) for name in names]
 
 
 def _bands(axes: Axes, spans: Sequence[Span], origin: float) -> None:
@@ -151,14 +164,15 @@ def _bands(axes: Axes, spans: Sequence[Span], origin: float) -> None:
     left, right = axes.get_xlim()
     top = axes.get_ylim()[1]
     for name, begin, finish in spans:
-        axes.axvspan(begin - origin, finish - origin, color=BAND_COLOURS[kind_of(name)], zorder=0, linewidth=0)
+        colour = BAND_COLOURS[kind_of(name)]
+        axes.axvspan(begin - origin, finish - origin, color=colour, zorder=0, linewidth=0)
         axes.axvline(begin - origin, color=EDGE, linewidth=0.6, zorder=1)
         if finish - begin > 0.012 * (right - left):
-            middle = (begin + finish) / 2 - origin
             wide = finish - begin > 0.14 * (right - left)
             text = f"{name}\n{format_seconds(finish - begin)}" if wide else name
-            place: dict[str, Any] = {"rotation": 0 if wide else 90, "ha": "center", "va": "top", "fontsize": 8.5}
-            axes.text(middle, top * 0.985, text, color=INK, zorder=4, **place)
+            place: dict[str, Any] = {"rotation": 0 if wide else 90, "ha": "center", "va": "top"}
+            middle = (begin + finish) / 2 - origin
+            axes.text(middle, top * 0.985, text, color=INK, zorder=4, fontsize=8.5, **place)
 
 
 def tidy(axes: Axes) -> None:
@@ -167,7 +181,7 @@ def tidy(axes: Axes) -> None:
     axes.title.set_fontsize(11)
 
 
-def _save(figure: Any, file: Path, top: float = 1.0) -> None:
+def _save(figure: Figure, file: Path, top: float = 1.0) -> None:
     figure.tight_layout(rect=(0, 0, 1, top))
     try:
         with replaced(file) as partial:

@@ -18,10 +18,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -32,13 +35,14 @@ from memsaver.common.timeline import Timeline
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe
 from recipes.recipe.loading import recipe_text
-from recipes.watch.environment import describe_environment
+from recipes.watch.history import STAGES, Row, Run
 
 if TYPE_CHECKING:
     from memsaver import Event
 
-Row = dict[str, Any]
 LOCK = ".lock"
+PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
+QUERY = ("name", "memory.total", "driver_version")
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
 
 
@@ -102,13 +106,11 @@ def _is(descriptor: int, file: Path) -> bool:
 
 
 class RunFolder:
-    """Owner of the files above. Rows, spans and events are kept in memory too, for the trace and the pictures."""
+    """Owner of the files above. The run is kept in memory too, for the trace and the pictures."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        self.spans: list[tuple[str, float, float]] = []
-        self.events: dict[str, list[Event]] = {}  # by owner: trainer, rollout
+        self.run = Run(path=path)
         self._latest = path / "checkpoints" / "latest"
 
     @staticmethod
@@ -144,9 +146,13 @@ class RunFolder:
 
     def _cut_back(self) -> None:
         step = self.last_checkpoint_step() if self.has_checkpoint() else 0
-        rows = [json.loads(line) for line in _complete_lines(self.path / "metrics.jsonl")]
-        self.rows = [row for row in rows if row["step"] < step or (row["kind"] == "train" and row["step"] == step)]
-        replace_text(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+        file = self.path / "metrics.jsonl"
+        text = file.read_text() if file.is_file() else ""
+        whole = text[: text.rfind("\n") + 1]  # a killed run may leave half a line
+        for row in map(json.loads, whole.splitlines()):
+            if row["step"] < step or (row["kind"] == "train" and row["step"] == step):
+                self.run.rows.append(row)
+        replace_text(file, "".join(json.dumps(row) + "\n" for row in self.run.rows))
         for name in ("trace.json", "memory.png", "environment.json"):
             if (self.path / name).exists():  # of the session that ended here
                 (self.path / name).rename(_free_name(self.path / name, step))
@@ -156,7 +162,7 @@ class RunFolder:
         replace_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
 
     def add_row(self, row: Row) -> None:
-        self.rows.append(row)
+        self.run.rows.append(row)
         self._append("metrics.jsonl", row)
 
     def add_restart(self, number: int, cause: str) -> None:
@@ -180,10 +186,10 @@ class RunFolder:
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """A stage, in time.time() seconds."""
-        self.spans.append((name, start, end))
+        self.run.spans.append((name, start, end))
 
     def add_events(self, owner: str, events: Iterable[Event]) -> None:
-        self.events.setdefault(owner, []).extend(events)
+        self.run.add_events(owner, events)
 
     def last_checkpoint_step(self) -> int:
         """Updates that the newest complete checkpoint holds; RecipeError where there is none."""
@@ -215,9 +221,9 @@ class RunFolder:
 
     def write_trace(self) -> None:
         timeline = Timeline()
-        for name, start, end in self.spans:
-            timeline.span(name, start, end, process="stages")
-        for owner, events in self.events.items():
+        for name, start, end in self.run.spans:
+            timeline.span(name, start, end, process=STAGES)
+        for owner, events in self.run.events.items():
             for event in sorted(events, key=lambda item: item.time):
                 start = event.time - event.seconds
                 sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
@@ -231,17 +237,11 @@ class RunFolder:
             from recipes.watch import plots
         except ImportError as error:
             return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
-        if self.rows:
-            plots.draw_reward(self.rows, self.path / "reward.png")
-        if self.spans:
-            plots.draw_memory(self.spans, self.events, self.path / "memory.png")
+        if self.run.rows:
+            plots.draw_reward(self.run, self.path / "reward.png")
+        if self.run.spans:
+            plots.draw_memory(self.run, self.path / "memory.png")
         return None
-
-
-def _complete_lines(file: Path) -> list[str]:
-    """Lines that end in a newline: a killed run may leave half a line."""
-    text = file.read_text() if file.is_file() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _free_name(file: Path, step: int) -> Path:
@@ -249,3 +249,34 @@ def _free_name(file: Path, step: int) -> Path:
     while (target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")).exists():
         number += 1
     return target
+
+
+def describe_environment() -> dict[str, Any]:
+    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context is made.
+
+    `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed."""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": platform.node(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": _gpus(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[dict[str, str]]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []  # no driver here, or one that does not answer: a run goes on without
+    lines = [line.split(", ") for line in listed.splitlines()]
+    return [dict(zip(("name", "memory", "driver"), words, strict=True)) for words in lines if len(words) == len(QUERY)]

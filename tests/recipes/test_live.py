@@ -8,7 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from recipes.watch.live import LiveView, LogView, Pace, describe, sparkline
+from recipes.watch.history import Run
+from recipes.watch.live import LiveView, LogView, describe, sparkline, time_left
 from tests.helpers.recipes.folders import eval_row, train_row
 
 ROW = train_row(3)
@@ -49,11 +50,10 @@ def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_time_left_follows_the_last_ten_steps() -> None:
-    pace = Pace(100)
-    assert pace.left({"step": 1, "step_seconds": 50.0}) == "ETA 1:22:30"
-    for step in range(2, 12):
-        told = pace.left({"step": step, "step_seconds": 2.0})
-    assert told == "ETA 0:02:58"
+    run = Run(rows=[{"kind": "train", "step": 1, "step_seconds": 50.0}])
+    assert time_left(run, 100) == "ETA 1:22:30"
+    run.rows += [{"kind": "train", "step": step, "step_seconds": 2.0} for step in range(2, 12)]
+    assert time_left(run, 100) == "ETA 0:02:58"
 
 
 def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from recipes.cli import main
 from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
-from recipes.watch.report.reading import read_run
+from recipes.watch.reading import read_run
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import SMALL, MakeRun, has_pictures, rows, same_rows, trace

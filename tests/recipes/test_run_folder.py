@@ -20,7 +20,8 @@ import recipes
 from memsaver import Event
 from recipes.run import continue_run, start_run
 from recipes.setup.models import toy_tokenizer
-from recipes.watch import environment
+from recipes.watch import run_folder
+from recipes.watch.history import Run
 from recipes.watch.plots import draw_reward, evaluations_panel
 from recipes.watch.run_folder import RunFolder, claimed
 from tests.helpers.memsaver.savers import at_once
@@ -153,7 +154,7 @@ def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> Non
             recipes.RunError, match="writing metrics.jsonl failed: .*too large; mend that, then go on with"
         ):
             folder.add_row(train_row(40))
-    assert RunFolder.reopen(folder.path, RECIPE).rows == rows[:30]
+    assert RunFolder.reopen(folder.path, RECIPE).run.rows == rows[:30]
 
 
 def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(folder: RunFolder) -> None:
@@ -185,7 +186,7 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(checkpoint: int, kept
     (folder.path / "trace.json").write_text("old")
     again = RunFolder.reopen(folder.path, RECIPE)
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert again.rows == [json.loads(line) for line in lines] == rows[:kept]
+    assert again.run.rows == [json.loads(line) for line in lines] == rows[:kept]
     assert (folder.path / f"trace-until-step-{checkpoint}-1.json").read_text() == "old"
 
 
@@ -202,7 +203,7 @@ def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
         "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
         "held-out exact match, 2 digits (untrained), greedy": [[1, 0.125]],
     }
-    draw_reward([*evaluations, train_row(1)], folder.path / "reward.png")
+    draw_reward(Run(rows=[*evaluations, train_row(1)]), folder.path / "reward.png")
     assert (folder.path / "reward.png").read_bytes().startswith(PNG)
 
 
@@ -235,7 +236,7 @@ def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
     assert found["cpus"] >= 1 and found["packages"]["torch"] == torch.__version__
     listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05\n"
     monkeypatch.setattr(
-        environment.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed)
+        run_folder.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed)
     )
     RunFolder.reopen(folder.path, RECIPE)
     gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": "81559 MiB", "driver": "580.95.05"}

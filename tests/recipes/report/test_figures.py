@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 
 from memsaver import Event
-from recipes.watch.history import levels, one_step, stages_between, wake_up
-from recipes.watch.report import learning, memory, tables, timing
-from recipes.watch.report.chart import VARIABLES, Chart, Tip, draw_chart
-from recipes.watch.report.page import FOLDER
-from recipes.watch.report.reading import RunRecord, read_run
+from recipes.watch import charts, tables, time_charts
+from recipes.watch.charts import VARIABLES, Chart, Tip, draw_chart
+from recipes.watch.history import Run
+from recipes.watch.reading import read_run
+from recipes.watch.report import FOLDER
 from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.runs import Row
 
 ALL = [
-    learning.reward_chart,
-    learning.gap_chart,
-    learning.critic_chart,
-    timing.run_chart,
-    timing.seconds_chart,
-    timing.speed_chart,
-    timing.sync_chart,
-    memory.tags_chart,
-    memory.processes_chart,
-    memory.devices_chart,
-    memory.step_chart,
-    memory.wake_up_chart,
-    memory.phases_chart,
+    charts.reward_chart,
+    charts.gap_chart,
+    charts.critic_chart,
+    time_charts.run_chart,
+    charts.seconds_chart,
+    charts.speed_chart,
+    charts.sync_chart,
+    time_charts.tags_chart,
+    time_charts.processes_chart,
+    time_charts.devices_chart,
+    time_charts.step_chart,
+    time_charts.wake_up_chart,
+    time_charts.phases_chart,
 ]
 
 
@@ -38,7 +38,7 @@ GPU = {"name": "H100", "memory": "81559 MiB", "driver": "580.1"}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(make_run(tmp_path_factory.mktemp("runs") / "run", value_loss=0.5, kl_to_reference=0.0625))
 
 
@@ -47,61 +47,59 @@ def tips(chart: Chart | None) -> list[str]:
     return [tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)]
 
 
-def test_there_is_no_figure_of_what_is_not_there(run: RunRecord, tmp_path: Path) -> None:
-    assert [figure.__name__ for figure in ALL if figure(RunRecord(path=tmp_path)) is not None] == []
-    assert learning.critic_chart(RunRecord(path=tmp_path, rows=[train_row(1)])) is None
-    assert memory.phases_chart(run) is None, "there is a trace"
+def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> None:
+    assert [figure.__name__ for figure in ALL if figure(Run()) is not None] == []
+    assert charts.critic_chart(Run(rows=[train_row(1)])) is None
+    assert time_charts.phases_chart(run) is None, "there is a trace"
 
 
 @pytest.mark.parametrize(
     ("figure", "tip"),
     [
-        (learning.reward_chart, "step 1, reward: 0.1, exact match of samples: 0.05"),
-        (learning.reward_chart, "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75"),
-        (learning.gap_chart, "step 3, mean gap: 1e-06, largest gap: 1e-05"),
-        (learning.critic_chart, "step 1, loss of the critic: 0.5"),
-        (learning.critic_chart, "step 6, KL to the reference, nats a token: 0.0625"),
-        (timing.run_chart, "generate_sequences, took 0.50 s, from 1.10 s to 1.60 s"),
+        (charts.reward_chart, "step 1, reward: 0.1, exact match of samples: 0.05"),
+        (charts.reward_chart, "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75"),
+        (charts.gap_chart, "step 3, mean gap: 1e-06, largest gap: 1e-05"),
+        (charts.critic_chart, "step 1, loss of the critic: 0.5"),
+        (charts.critic_chart, "step 6, KL to the reference, nats a token: 0.0625"),
+        (time_charts.run_chart, "generate_sequences, took 0.50 s, from 1.10 s to 1.60 s"),
         (
-            timing.seconds_chart,
+            charts.seconds_chart,
             "step 1, generate_sequences (s): 0.5, update_actor (s): 0.24, compute_log_prob (s): 0.1, "
             "sync_weights (s): 0.04, park_params (s): 0.02, everything else (s): 0.1",
         ),
         (
-            timing.sync_chart,
+            charts.sync_chart,
             "step 1, whole stage (ms): 40, copies (ms): 2, reading back (ms): 10, MiB written: 4, "
             "GB/s of the copies: 2.09715",
         ),
         (
-            memory.wake_up_chart,
+            time_charts.wake_up_chart,
             "from 20.0 ms to 80.0 ms, weights: 4.0 MiB, kv_cache: 0 B, params: 4.0 MiB, optim: 0 B, in all: 8.0 MiB, "
             "host: 8.0 MiB",
         ),
         (
-            memory.processes_chart,
+            time_charts.processes_chart,
             "from 1.10 s to 1.61 s, rollout: 36.0 MiB, trainer: 0 B, in all: 36.0 MiB, host: 12.0 MiB",
         ),
     ],
 )
-def test_tips_hold_exact_values(figure: Any, tip: str, run: RunRecord) -> None:
+def test_tips_hold_exact_values(figure: Any, tip: str, run: Run) -> None:
     found = tips(figure(run))
     assert tip in found
     if tip.startswith("step"):
-        assert len(found) == 6 * (2 if figure is learning.critic_chart else 1)
+        assert len(found) == 6 * (2 if figure is charts.critic_chart else 1)
 
 
-def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(
-    run: RunRecord, tmp_path: Path
-) -> None:
-    assert len([tip for tip in tips(timing.run_chart(run)) if tip.startswith("update_actor, ")]) == 6
+def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(run: Run, tmp_path: Path) -> None:
+    assert len([tip for tip in tips(time_charts.run_chart(run)) if tip.startswith("update_actor, ")]) == 6
     spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [("evaluate", 0.0, 100.0)]
-    found = tips(timing.run_chart(RunRecord(path=tmp_path, spans=spans)))
+    found = tips(time_charts.run_chart(Run(spans=spans)))
     assert found[0].startswith("sleep, 100 times, 0.50 s in all") and len(found) == 2
 
 
-def test_sync_figures_come_from_the_receipt_or_the_stage(run: RunRecord, tmp_path: Path) -> None:
-    assert "Each sync wrote 4.0 MiB." in timing.sync_chart(run).caption
-    old = timing.sync_chart(RunRecord(path=tmp_path, rows=[train_row(1, sync={})]))
+def test_sync_figures_come_from_the_receipt_or_the_stage(run: Run, tmp_path: Path) -> None:
+    assert "Each sync wrote 4.0 MiB." in charts.sync_chart(run).caption
+    old = charts.sync_chart(Run(rows=[train_row(1, sync={})]))
     assert "not recorded" in old.caption and tips(old) == ["step 1, whole stage (ms): 40"]
 
 
@@ -111,37 +109,37 @@ def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
         for second in range(10)
         for part in range(1, 81)
     ]
-    found = levels({"trainer": bursts}, 0.0, 10.0)
+    found = Run(events={"trainer": bursts}).levels(0.0, 10.0)
     thin = found.thinned(10)
     assert thin.times[:5] == [0.0, 0.8, 1.01, 1.8, 2.01] and thin.times[-1] == 10.0
-    assert thin.held["params"] == [6, 80 % 7] * 10 + [80 % 7]
+    assert thin.held("params") == [6, 80 % 7] * 10 + [80 % 7]
     assert found.thinned(1000) is found
 
 
 def test_the_zoom_is_the_last_step_of_the_ordinary_kind() -> None:
     spans = [("build", 0.0, 1.0), ("step 1", 1.0, 2.0), ("step 2", 2.0, 3.5), ("park_optim", 3.5, 3.6)]
-    assert one_step(spans) == (2.0, 3.5, "step 2")
-    assert one_step([*spans, ("save_checkpoint", 3.0, 3.2)]) == (1.0, 2.0, "step 1")
-    assert one_step(spans[:1]) == (0.0, 1.0, "incomplete")
-    assert stages_between(spans, 0.0, 3.5) == spans[:1]
+    assert Run(spans=spans).one_step() == ("step 2", 2.0, 3.5)
+    assert Run(spans=[*spans, ("save_checkpoint", 3.0, 3.2)]).one_step() == ("step 1", 1.0, 2.0)
+    assert Run(spans=spans[:1]).one_step() == ("incomplete", 0.0, 1.0)
+    assert Run(spans=spans).stages(0.0, 3.5) == spans[:1]
 
 
 @pytest.mark.parametrize("first", ["park_optim", "park_critic", "empty_cache", "wake_weights"])
 def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first: str) -> None:
     spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
-    begin, end = wake_up(spans, 0.0, 6.0)
+    _, begin, end = Run(spans=spans).wake_up()
     assert begin == 2.0 and 4.0 <= end < 5.0
 
 
 def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
     event = Event(time=1.0, seconds=0.0, op="grow", tag="params", committed_bytes=2**20, backup_bytes=0)
     events = {"trainer[0]": [event], "trainer[1]": [event], "rollout[1]": [event]}
-    run = RunRecord(path=tmp_path, events=events, spans=[("build", 0.0, 2.0)])
-    assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in tips(memory.devices_chart(run)))
+    run = Run(events=events, spans=[("build", 0.0, 2.0)])
+    assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in tips(time_charts.devices_chart(run)))
 
 
 def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
-    found = tips(memory.phases_chart(RunRecord(path=tmp_path, rows=[train_row(1), train_row(2)])))
+    found = tips(time_charts.phases_chart(Run(rows=[train_row(1), train_row(2)])))
     assert found[:2] == [f"step {step}, rollout, weights: 4.0 MiB, params: 0 B" for step in (1, 2)]
     assert found[2] == "step 1, train, weights: 0 B, params: 4.0 MiB"
 
@@ -186,7 +184,7 @@ def peaks(stage: str, device: int | None, **processes: int) -> Row:
     return {"kind": "train", "step": 1, "peaks": {stage: {"device_bytes": device, "processes": processes}}}
 
 
-def test_key_figures(run: RunRecord, tmp_path: Path) -> None:
+def test_key_figures(run: Run, tmp_path: Path) -> None:
     figures = dict(tables.key_figures(run))
     assert figures["steps"] == "6 of 6"
     assert figures["reward, first and last step"] == "0.100 → 0.600"
@@ -195,10 +193,10 @@ def test_key_figures(run: RunRecord, tmp_path: Path) -> None:
     assert figures["weight sync, median"] == "40.0 ms"
     assert figures["peak of all tags"] == "36.0 MiB"  # weights and KV cache
     assert figures["time in all"] == "7.00 s"
-    assert tables.key_figures(RunRecord(path=tmp_path)) == [("steps", "0 of ?")]
+    assert tables.key_figures(Run()) == [("steps", "0 of ?")]
 
 
-def test_slowest_stages_come_first_with_their_share(run: RunRecord) -> None:
+def test_slowest_stages_come_first_with_their_share(run: Run) -> None:
     found = tables.slowest_stages(run)
     assert found.rows[0] == ("generate_sequences", "rollout", "50.0 %", "0.50 s", "0.50 s", "3.00 s", "6")
     assert found.rows[1][:3] == ("update_actor", "train", "24.0 %")
@@ -217,7 +215,7 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         peaks("sync_weights", None, trainer=100 * MIB),
     ]
     plan = {"stages": stages, "gpu": "h100-80gb", "gpu_bytes": 80 * 2**30}
-    found = tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows, plan=plan))
+    found = tables.planned_and_measured(Run(rows=rows, plan=plan))
     assert "h100-80gb (80.00 GiB)" in found.caption
     assert found.rows == [
         ("update_actor", "102.0 MiB", "100.0 MiB", "+2.0 %", "✓"),
@@ -226,20 +224,20 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         ("sync_weights", "98.0 MiB", "not measured", "–", ""),
         ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
-    assert tables.planned_and_measured(RunRecord(path=tmp_path, rows=rows)) is None
-    assert tables.planned_and_measured(RunRecord(path=tmp_path, plan=plan)) is None
+    assert tables.planned_and_measured(Run(rows=rows)) is None
+    assert tables.planned_and_measured(Run(plan=plan)) is None
 
 
 def test_evaluations_keep_a_place_for_what_was_not_measured(tmp_path: Path) -> None:
     rows = [eval_row(0, 0.5), eval_row(5, 1.0, exact_match_2_digits=0.25)]
-    found = tables.evaluations(RunRecord(path=tmp_path, rows=rows))
+    found = tables.evaluations(Run(rows=rows))
     assert list(found.head) == ["updates", "held-out", "2 digits", "problems"]
     assert found.rows == [("0", "0.500", "–", "16"), ("5", "1.000", "0.250", "16")]
 
 
 def test_where_it_ran(tmp_path: Path) -> None:
     first = {"date": "today", "cpus": 2, "gpus": [GPU, GPU], "packages": {"torch": "2.11"}}
-    found = tables.environment(RunRecord(path=tmp_path, environments=[first, {"gpus": []}]))
+    found = tables.environment(Run(environments=[first, {"gpus": []}]))
     cells = {row[0]: row[1:] for row in found.rows}
     assert cells["gpu"] == ("2 x H100, 81559 MiB", "none")
     assert cells["driver"] == ("580.1", "–")
@@ -248,6 +246,6 @@ def test_where_it_ran(tmp_path: Path) -> None:
 
 
 def test_every_step_has_only_columns_that_are_there(tmp_path: Path) -> None:
-    found = tables.every_step(RunRecord(path=tmp_path, rows=[train_row(step) for step in (1, 2, 3)]))
+    found = tables.every_step(Run(rows=[train_row(step) for step in (1, 2, 3)]))
     assert list(found.head)[:3] == ["step", "reward", "exact match"] and "value loss" not in found.head
     assert found.rows[2][:3] == ("3", "0.3", "0.15")

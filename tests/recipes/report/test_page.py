@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
+import recipes
 from memsaver.common.timeline import Timeline
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.watch.report.command import write_report
-from recipes.watch.report.page import FOLDER
+from recipes.watch.report import FOLDER, write_report
 from tests.helpers.recipes import browser
 from tests.helpers.recipes.folders import MIB, make_run
 
@@ -140,6 +140,7 @@ def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path: Path, monkeyp
     (tmp_path / "recipe.yaml").touch()
     with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a place"):
         write_report(tmp_path, tmp_path / "no" / "where.html")
-    monkeypatch.setitem(__import__("sys").modules, "recipes.watch.report.page", None)
+    monkeypatch.setitem(__import__("sys").modules, "recipes.watch.charts", None)
+    monkeypatch.delattr(recipes.watch, "charts", raising=False)
     with pytest.raises(RecipeError, match=r"pip install 'memsaver\[plots\]'"):
         write_report(tmp_path, tmp_path / "out.html")

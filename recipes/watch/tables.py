@@ -1,0 +1,214 @@
+"""Figures of a run as rows of text: what it came to, slowest stages, planned against measured,
+where it ran.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memsaver.errors import format_bytes
+from recipes.watch.history import Row, Run, beside_the_task, format_seconds, kind_of
+
+DEVICE = "device"  # among the measured: everything on it, whoever holds it
+WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be off the measured peak, and may be under it
+MEDIANS = (
+    ("step_seconds", "step, median", format_seconds),
+    ("tokens_per_second", "tokens a second, median", lambda value: f"{value:,.0f}"),
+    ("gap_mean", "log-probability gap, median", lambda value: f"{value:.1e}"),
+)
+COLUMNS = (
+    "reward",
+    "exact_match",
+    "loss",
+    "value_loss",
+    "kl_to_reference",
+    "entropy",
+    "grad_norm",
+    "gap_mean",
+    "gap_max",
+    "response_length",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells as shown; all but the first column are numbers, to the right, unless `prose`. folded:
+    shown on a click.
+    """
+
+    title: str
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    prose: bool = False
+    folded: bool = False
+
+
+def key_figures(run: Run) -> list[tuple[str, str]]:
+    """Name and value of what one wants to know first, as far as it is known."""
+    done, asked = run.train[-1]["step"] if run.train else 0, run.recipe.get("steps", "?")
+    found = [("steps", f"{done} of {asked}")]
+    if rewards := [row["reward"] for row in run.rows_with("reward")]:
+        found.append(("reward, first and last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
+    if exact := [row["exact_match"] for row in run.evaluations if "exact_match" in row]:
+        found.append(("held-out exact match", f"{exact[0]:.0%} → {exact[-1]:.0%}".replace("%", " %")))
+    for key, name, show in MEDIANS:
+        if values := [row[key] for row in run.rows_with(key)]:
+            found.append((name, show(statistics.median(values))))
+    if syncs := _seconds_of_stages(run.rows_with("stages")).get("sync_weights"):
+        found.append(("weight sync, median", format_seconds(statistics.median(syncs))))
+    if run.events:
+        peak = run.levels(run.begin, run.end).peak
+        found.append(("peak of all tags", format_bytes(peak)))
+    if run.spans:
+        found.append(("time in all", format_seconds(run.end - run.begin)))
+    return found
+
+
+def slowest_stages(run: Run) -> Table | None:
+    """Stages by their share of all the steps' time; from the rows, so also of a run that left no
+    trace.
+    """
+    rows = run.rows_with("stages", "step_seconds")
+    if not rows:
+        return None
+    whole = sum(row["step_seconds"] for row in rows)
+    order = sorted(_seconds_of_stages(rows).items(), key=lambda item: -sum(item[1]))
+    return Table(
+        title="Slowest stages",
+        caption="What to speed up first. A largest time far above the median is one bad step, not a slow stage.",
+        head=("stage", "who works", "share", "median", "largest", "in all", "times"),
+        rows=[
+            (
+                name,
+                kind_of(name),
+                f"{100 * sum(times) / whole:.1f} %",
+                *map(format_seconds, (statistics.median(times), max(times), sum(times))),
+                str(len(times)),
+            )
+            for name, times in order
+        ],
+    )
+
+
+def _seconds_of_stages(rows: Sequence[Row]) -> dict[str, list[float]]:
+    spent: dict[str, list[float]] = {}
+    for row in rows:
+        for name, seconds in row["stages"].items():
+            spent.setdefault(name, []).append(seconds)
+    return spent
+
+
+def planned_and_measured(run: Run) -> Table | None:
+    """A line for each stage's fullest device and one for each process; None without a plan, or
+    without peaks.
+    """
+    peaks = measured_peaks(run.rows)
+    rows: list[Sequence[str]] = []
+    for entry in [entry for entry in run.plan.get("stages", ()) if entry["stage"] in peaks]:
+        sides, measured = entry["device_bytes"], peaks[entry["stage"]]
+        device = entry.get("used_bytes") or sum(sides.values())  # used: with contexts
+        of = measured.get(DEVICE)
+        rows.append((entry["stage"], *_compared(device, of)))
+        for side, nbytes in sides.items():
+            rows.append((f"– {side}", *_compared(nbytes, measured.get(side), of)))
+    if not rows:
+        return None
+    gpu, size = run.plan.get("gpu"), run.plan.get("gpu_bytes")
+    on = f" on {gpu} ({format_bytes(size)})" if gpu and size else ""
+    caption = (
+        f"The planner's bytes of each stage{on} beside the largest that any step measured. ✗: the "
+        f"plan is under by more than {UNDER:g} % of the device's bytes, or off by more than "
+        f"{WITHIN:g} %."
+    )
+    head = ("stage", "planned", "measured", "difference", "")
+    return Table(title="Planned and measured", caption=caption, head=head, rows=rows)
+
+
+def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """By stage, the most of all rows: of the fullest device under DEVICE, and of each side's
+    fullest process.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for stage, peak in row.get("peaks", {}).items():
+            largest = found.setdefault(stage, {})
+            for owner, nbytes in {DEVICE: peak.get("device_bytes"), **peak.get("processes", {})}.items():
+                side = owner.partition("[")[0]
+                if nbytes is not None:  # the CPU has no figure of the whole device
+                    largest[side] = max(largest.get(side, 0), nbytes)
+    return found
+
+
+def _compared(planned: int, measured: int | None, of: int | None = None) -> tuple[str, str, str, str]:
+    """of: what a difference is judged by in place of the measured bytes: an idle process holds next
+    to nothing.
+    """
+    if not measured:
+        unknown = "not measured" if measured is None else format_bytes(0)
+        return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"
+    off = 100 * (planned - measured) / measured
+    judged = 100 * (planned - measured) / (of or measured)
+    sign = "✓" if -UNDER <= judged <= WITHIN else "✗"
+    return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", sign
+
+
+def evaluations(run: Run) -> Table | None:
+    if not run.evaluations:
+        return None
+    keys = {"exact_match": "held-out"} | beside_the_task(*run.evaluations)
+    rows = []
+    for row in run.evaluations:
+        cells = _cells(row, keys, ".3f")
+        rows.append((str(row["step"]), *cells, str(row.get("problems", "–"))))
+    caption = (
+        "Exact match of greedy answers to problems never trained on, after so many updates; "
+        "untrained: nor were any of their kind."
+    )
+    head = ("updates", *keys.values(), "problems")
+    return Table(title="Evaluations", caption=caption, head=head, rows=rows)
+
+
+def every_step(run: Run) -> Table | None:
+    keys = [key for key in COLUMNS if run.rows_with(key)]
+    if not keys:
+        return None
+    rows = [(str(row["step"]), *_cells(row, keys, ".4g")) for row in run.train]
+    head = ("step", *(key.replace("_", " ") for key in keys))
+    return Table(title="Every step", caption="The rows of metrics.jsonl.", head=head, rows=rows, folded=True)
+
+
+def _cells(row: Row, keys: Iterable[str], form: str) -> list[str]:
+    return [f"{row[key]:{form}}" if key in row else "–" for key in keys]
+
+
+def environment(run: Run) -> Table | None:
+    """A column for each session that recorded where it ran."""
+    if not run.environments:
+        return None
+    columns = [_described(found) for found in run.environments]
+    names = ["date", "host", "cpus", "gpu", "driver", "python"]
+    names += sorted(set().union(*columns) - set(names))
+    rows = [(name, *(column.get(name, "–") for column in columns)) for name in names]
+    several = [f"session {number}" for number in range(1, 1 + len(columns))]
+    caption = "Recorded when a session began. Compare only runs whose rows are the same here."
+    head = ("", *(several if len(columns) > 1 else ["session"]))
+    return Table(title="Where it ran", caption=caption, head=head, rows=rows, prose=True)
+
+
+def _described(found: Mapping[str, Any]) -> dict[str, str]:
+    gpus = found.get("gpus", [])
+    names = ("date", "host", "cpus", "python")
+    text = {name: str(found[name]) for name in names if name in found}
+    cards = Counter(f"{gpu['name']}, {gpu['memory']}" for gpu in gpus)
+    counted = [card if count == 1 else f"{count} x {card}" for card, count in cards.items()]
+    text["gpu"] = "; ".join(counted) or "none"
+    text["driver"] = "; ".join(dict.fromkeys(gpu["driver"] for gpu in gpus)) or "–"
+    return text | found.get("packages", {})
