@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.errors import StateError
-from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout.protocols import SyncTarget
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.remote.processes import ensure_process_group, sum_ranks, use_device
 from trainer_bridge.sync.cast_copy import OnPart
 from trainer_bridge.sync.consensus import Consensus
 from trainer_bridge.sync.publisher import Publisher
@@ -26,12 +22,13 @@ from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.lora import without_adapters
+from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs
-from trainer_bridge.training.model import base_params, build_model, reshard, trained_params
+from trainer_bridge.training.model import build_model, reshard, trained_params
 from trainer_bridge.training.offload import Parking
 from trainer_bridge.training.optimizer import build_optimizer, optimizer_step, set_steps
 from trainer_bridge.training.reference import Reference
+from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import score_tokens, token_logits
 
 if TYPE_CHECKING:
@@ -61,38 +58,40 @@ class Trainer:
         *,
         shard_dims: Mapping[str, int] | None = None,
         layout: Manifest | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first dimension.
 
         layout: of the rollout that `share_weights` is for: parameters lie on tag `params` as its weights do. One rank
         with a saver, whole parameters of the same dtypes; a ValueError says what is not so.
+
+        runtime: in place of the device that `config` names and of this process's default group.
         """
         self.config = config
         self.saver = saver
-        self.device = use_device(config.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        self._owns_group = ensure_process_group(self.device)
+        self._runtime = runtime = runtime or Runtime.open(config.device)
+        self.device, self.rank = runtime.device, runtime.rank
         with contextlib.ExitStack() as undo:
-            undo.callback(self._end_group)
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("fsdp",))
-            if layout is not None and (saver is None or self.world > 1):
+            undo.callback(runtime.close)
+            if layout is not None and (saver is None or runtime.world > 1):
                 raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
             if layout is not None and config.lora is not None:
                 raise ValueError(
                     "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
                 )
             self._parking = Parking(saver)
-            self.reference = self._first_weights(mesh)
-            self.model = build_model(config, mesh, self.device, saver, shard_dims, layout, drawn_as=config.torch_dtype)
+            self.reference = self._first_weights()
+            dtype = config.torch_dtype
+            self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
             self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
             self.step = 0
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._parking.add(OPTIM)
-            self.critic = self._value_model(mesh)
+            self.critic = self._value_model()
             self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
             undo.pop_all()
 
@@ -115,7 +114,7 @@ class Trainer:
                 batch,
                 lambda micro: self._score(micro, temperature)[0],
                 self.config.micro_batch_size,
-                self.device,
+                self._runtime,
             )
 
     def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
@@ -157,13 +156,13 @@ class Trainer:
         self.model.train()
         self.zero_grad()
         sums = [0.0, 0.0, 0.0, 0.0]
-        for rows in deal(batch, self.rank, self.world, self.config.micro_batch_size):
+        for rows in deal(batch, self.rank, self._runtime.world, self.config.micro_batch_size):
             part = self._backward(batch, pad(batch, rows, self.device))
             sums = [total + value for total, value in zip(sums, part, strict=True)]
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
-        means = [total / batch.num_tokens for total in sum_ranks(sums, self.device)]
+        means = [total / batch.num_tokens for total in self._runtime.sum_ranks(sums)]
         return dict(zip(names, means, strict=True)) | {"grad_norm": grad_norm, "tokens": float(batch.num_tokens)}
 
     def park(self, *tags: str) -> None:
@@ -185,7 +184,7 @@ class Trainer:
         for side in (self, self.critic, self.reference):
             if side is not None:
                 reshard(side.model)
-        empty_torch_cache(self.device)
+        self._runtime.empty_cache()
 
     def models(self) -> list[nn.Module]:
         """Policy, reference and critic, as far as there are."""
@@ -284,12 +283,7 @@ class Trainer:
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""
         self._publisher.close()
-        self._end_group()
-
-    def _end_group(self) -> None:
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
+        self._runtime.close()
 
     def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's response tokens."""
@@ -303,7 +297,8 @@ class Trainer:
         loss = sums.loss
         if self.config.kl_loss_coef:
             loss = loss + self.config.kl_loss_coef * kl_k3(logprobs, batch.of_tokens("ref_logprobs", micro))
-        (loss * (self.world / batch.num_tokens)).backward()  # FSDP divides the ranks' sum by their number
+        # FSDP divides the sum of the ranks' gradients by their number.
+        (loss * (self._runtime.world / batch.num_tokens)).backward()
         return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
     def _add_params(self) -> None:
@@ -313,19 +308,19 @@ class Trainer:
         alone = self.reference is None and self.config.critic is None  # a policy is parked once a step, always changed
         self._parking.add(PARAMS, None if alone else lambda: self.step)
 
-    def _first_weights(self, mesh: DeviceMesh) -> Reference | None:
+    def _first_weights(self) -> Reference | None:
         """The reference, parked before anything else takes memory."""
         if not self.config.reference or self.config.lora is not None:
             return None
-        reference = Reference(self.config, mesh, self.device, self.saver)
+        reference = Reference(self.config, self._runtime, self.saver)
         self._parking.add(REFERENCE, lambda: 0)
         self._parking.park(REFERENCE)
         return reference
 
-    def _value_model(self, mesh: DeviceMesh) -> Critic | None:
+    def _value_model(self) -> Critic | None:
         if self.config.critic is None:
             return None
-        critic = Critic(self.config, mesh, self.device, self.saver)
+        critic = Critic(self.config, self._runtime, self.saver)
         self._parking.add(CRITIC, lambda: critic.step)
         self._parking.add(CRITIC_OPTIM)
         return critic

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-NAME = "sdpa"
+NAME = "planned"
 
 
 def attention(
@@ -34,17 +32,10 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-@contextlib.contextmanager
-def planned_attention() -> Iterator[None]:
-    """transformers' models compute with `attention`, and make no mask, inside the block."""
+def register_attention() -> None:
+    """Make `attention` known to transformers as `NAME`. Models that ask for it make no masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    before = ALL_ATTENTION_FUNCTIONS[NAME], ALL_MASK_ATTENTION_FUNCTIONS[NAME]
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, before[0])
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, before[1])

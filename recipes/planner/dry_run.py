@@ -13,17 +13,17 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memsaver import Usage
+from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
-from recipes.planner.attention import planned_attention
+from recipes.planner.attention import NAME as ATTENTION
+from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout
 from recipes.planner.layers import repeated_layers
 from recipes.planner.log import replay, with_layers
@@ -35,9 +35,12 @@ from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from recipes.watch.monitor import Monitor
 from recipes.watch.peaks import Peaks
+from recipes.watch.run_folder import RunFolder
+from rollout import Rollout
 from trainer_bridge import Cycle
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
+from trainer_bridge.training.runtime import Runtime
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
@@ -51,14 +54,39 @@ class PlannedSetup(Setup):
         return [0] * self.prompt_tokens
 
 
-class PlannedTrainer(Trainer):
-    """A sync reads shards and writes elsewhere: nothing to reckon."""
+@dataclasses.dataclass(kw_only=True)
+class PlannedRuntime(Runtime):
+    """One rank of `mesh`, with tensors that have a size and no content.
+
+    It shares its batch with nobody: the planned batch is this rank's share already.
+    """
 
     planned: PlannedDevice
+    device: torch.device = PlannedSaver.device
+    rank: int = 0
+    world: int = 1
+    attention: str | None = ATTENTION
+
+    def make_buffers(self, model: nn.Module) -> None:
+        """Of any content, also where the trainer could not make it (routers of DeepSeek-V3)."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+                    setattr(module, name, empty)
+
+    def draw_weights(self, model: nn.Module, seed: int, drawn_as: torch.dtype | None) -> None:
+        """Drawing takes long, and the weights have no content."""
 
     def empty_cache(self) -> None:
-        super().empty_cache()
         self.planned.empty_cache()
+
+    def numbers(self, tensor: Tensor) -> list[float]:
+        return [0.0] * len(tensor)
+
+
+class PlannedTrainer(Trainer):
+    """A sync reads shards and writes elsewhere: nothing to reckon."""
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         return _nothing_moved(version)
@@ -72,50 +100,35 @@ def _nothing_moved(version: int) -> SyncReceipt:
     return SyncReceipt(version=version, digests=(), stages={}, **none)
 
 
-class _NoFolder:
-    """Keeps nothing of what a monitor notes."""
-
-    def add_span(self, *_: Any) -> None: ...
-
-    def add_row(self, *_: Any) -> None: ...
-
-    def add_events(self, *_: Any) -> None: ...
-
-
 class _NoView:
-    def stage(self, *_: Any) -> None: ...
+    """Shows nothing."""
 
-    def row(self, *_: Any) -> None: ...
+    def note(self, *_: Any) -> None: ...
 
-    def memory(self, *_: Any) -> None: ...
+    stage = row = memory = close = note
 
 
-@dataclasses.dataclass
-class Readings:
-    """In the place of a monitor's `Peaks`: notes where they would be read. See `PlannedDevice.read`."""
+class Readings(Peaks):
+    """Notes where peaks would be read; `peaks` has them once the saver's log has been played."""
 
-    device: PlannedDevice
-    saver: PlannedSaver
-    rollout: PlannedRollout
-    stages: list[tuple[str, frozenset[str], Usage]] = dataclasses.field(default_factory=list)
-
-    def watch(self, owner: str, take_usage: Any) -> None: ...
-
-    def take(self) -> Stages:
-        return {}
+    def __init__(self, saver: PlannedSaver, rollout: PlannedRollout) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, frozenset[str], Usage]] = []
+        self._saver, self._rollout = saver, rollout
 
     def passed(self, stage: str) -> None:
-        self.device.read()
-        self.stages.append((stage, frozenset(self.saver.paused), self.rollout.take_usage()))
+        self._saver.planned.read()
+        self.noted.append((stage, frozenset(self._saver.paused), self._rollout.take_usage()))
 
     def peaks(self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int) -> Stages:
         """Of a step that another has gone before. first: readings before and in the first step."""
-        now = [_usage(sizes, paused, use) for (_, paused, _), use in zip(self.stages, torch_use, strict=True)]
-        peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.stages)
+        both = zip(self.noted, torch_use, strict=True)
+        now = [_usage(sizes, paused, use) for (_, paused, _), use in both]
+        peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.noted)
         peaks.watch("trainer", lambda: next(trainer))
         peaks.watch("rollout", lambda: next(rollout))
         steps: list[Stages] = []
-        for part in (self.stages[:1], self.stages[1:first], self.stages[first:]):
+        for part in (self.noted[:1], self.noted[1:first], self.noted[first:]):
             for stage, _, _ in part:
                 peaks.passed(stage)
             steps.append(peaks.take())
@@ -156,13 +169,14 @@ def dry_run(
     traced = fields["num_hidden_layers"] - copies * period
     few = _with_layers(fields, traced)
     rollout = PlannedRollout(engine, staged)
-    readings, before = _trace(recipe, few, rollout, prompt_tokens, workspace_bytes)
-    sizes = readings.saver.sizes()
+    saver = PlannedSaver(PlannedDevice(workspace_bytes))
+    readings, before = _trace(recipe, few, rollout, prompt_tokens, saver)
+    sizes = saver.sizes()
     if copies:
         larger = _built(recipe, _with_layers(fields, traced + period), prompt_tokens)
         sizes = {tag: nbytes + copies * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
-    torch_use = replay(with_layers(readings.device.log.entries, first, period, copies))
+    torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
     return DryRun(readings.peaks(sizes, torch_use, before), sizes)
 
 
@@ -177,94 +191,73 @@ def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _trace(
-    recipe: Recipe, fields: dict[str, Any], rollout: PlannedRollout, prompt_tokens: int, workspace_bytes: int
+    recipe: Recipe,
+    fields: dict[str, Any],
+    rollout: PlannedRollout,
+    prompt_tokens: int,
+    saver: PlannedSaver,
 ) -> tuple[Readings, int]:
     """A step, and the way to the next one's rollout; and how many readings there were before that."""
-    with _trainer(recipe, fields, prompt_tokens, workspace_bytes) as (setup, trainer, saver):
-        monitor = Monitor(_NoFolder(), _NoView())  # type: ignore[arg-type]
-        readings = Readings(trainer.planned, saver, rollout)
-        monitor.peaks = readings  # type: ignore[assignment]
-        cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))  # type: ignore[arg-type]
-        loop = LOOPS[recipe.algorithm](
-            setup=setup,
-            trainer=trainer,
-            rollout=rollout,  # type: ignore[arg-type]
-            cycle=cycle,
-            monitor=monitor,
-        )
+    readings = Readings(saver, rollout)
+    with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
+        monitor = Monitor(RunFolder(setup.model_dir), _NoView())
+        monitor.peaks = readings
+        served = cast(Rollout, rollout)  # but for the methods of a sync
+        cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
+        make_loop = LOOPS[recipe.algorithm]
+        loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
         for model in trainer.models():
-            trainer.planned.mark_layers(model)
+            saver.planned.mark_layers(model)
         readings.passed("build")
-        with mock.patch.object(dist, "get_world_size", _alone(dist.get_world_size)):
-            loop.train_step(1)
-            first = len(readings.stages)
-            loop.to_rollout(2)
+        loop.train_step(1)
+        first = len(readings.noted)
+        loop.to_rollout(2)
     return readings, first
 
 
 def _built(recipe: Recipe, fields: dict[str, Any], prompt_tokens: int) -> dict[str, int]:
     """Bytes of the tags alone."""
-    with _trainer(recipe, fields, prompt_tokens, 0) as (_, _, saver):
+    saver = PlannedSaver(PlannedDevice(workspace_bytes=0))
+    with _trainer(recipe, fields, prompt_tokens, saver):
         return saver.sizes()
 
 
 @contextlib.contextmanager
 def _trainer(
-    recipe: Recipe, fields: dict[str, Any], prompt_tokens: int, workspace_bytes: int
-) -> Iterator[tuple[PlannedSetup, PlannedTrainer, PlannedSaver]]:
-    device = PlannedDevice(workspace_bytes)
-    saver = PlannedSaver(device)
-    with tempfile.TemporaryDirectory() as folder, _without_memory(recipe.cluster.size), device.following():
+    recipe: Recipe, fields: dict[str, Any], prompt_tokens: int, saver: PlannedSaver
+) -> Iterator[tuple[PlannedSetup, PlannedTrainer]]:
+    """The recipe's trainer on `saver`, alive inside the block."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _without_memory(recipe.cluster.size) as mesh,
+        saver.planned.following(),
+    ):
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
         setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
-        config = dataclasses.replace(trainer_config(setup), device="cpu", threads=None, random_init=True)
-        trainer = PlannedTrainer(config, saver)  # type: ignore[arg-type]
-        trainer.planned, trainer.world = device, 1  # this rank's share of the sequences is all there is
-        yield setup, trainer, saver
+        config = dataclasses.replace(trainer_config(setup), threads=None, random_init=True)
+        runtime = PlannedRuntime(mesh=mesh, planned=saver.planned)
+        real = cast(MemorySaver, saver)  # as far as a trainer without a layout needs one
+        yield setup, PlannedTrainer(config, real, runtime=runtime)
 
 
 @contextlib.contextmanager
-def _without_memory(world: int) -> Iterator[None]:
-    """Fake tensors on the CPU, and a process group of `world` ranks in which nobody else is."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+def _without_memory(world: int) -> Iterator[DeviceMesh]:
+    """Fake tensors on the CPU, and a mesh of `world` ranks in which nobody else is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ValueError("a plan needs a process without a torch.distributed process group; end it, or plan elsewhere")
+    register_attention()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     try:
-        with (
-            planned_attention(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(FakeTensor, "tolist", _zeros),
-            mock.patch("trainer_bridge.trainer.ensure_process_group", lambda device: False),
-            mock.patch("trainer_bridge.training.model.randomise_weights", lambda *_: None),  # slow, and of no weight
-            mock.patch("trainer_bridge.training.model._rebuild_buffers", _take_buffers),
-            mock.patch("trainer_bridge.trainer.init_device_mesh", lambda *args, **kwargs: mesh),  # reads real tensors
-        ):
-            yield
+        # Real, for it reads the tensor of its ranks.
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield mesh
     finally:
         dist.destroy_process_group()
-
-
-def _take_buffers(model: nn.Module, device: torch.device) -> None:
-    """Of any content, also where the trainer could not make it (routers of DeepSeek-V3)."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
-
-
-def _zeros(tensor: Tensor) -> list[Any]:
-    if tensor.dim() == 1:
-        return [0.0] * tensor.shape[0]
-    return [_zeros(row) for row in tensor]
-
-
-def _alone(real: Any) -> Any:
-    return lambda group=None: 1 if group is None else real(group)
 
 
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:

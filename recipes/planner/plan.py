@@ -15,7 +15,6 @@ from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
 from recipes.recipe import FieldError, Recipe
-from recipes.recipe.shapes import random_model_fields
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
@@ -102,7 +101,7 @@ def make_plan(
     card, count = find_gpu(gpu or recipe.cluster.gpu)
     if count is not None:
         recipe = _on(recipe, count)
-    model = dict(fields or random_model_fields(recipe.model))
+    model = dict(fields or recipe.model.random_fields())
     notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT

@@ -58,7 +58,11 @@ class PlannedDevice(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """FSDP frees and takes unsharded parameters by resizing storages, which is no operation."""
+        """FSDP frees and takes unsharded parameters by resizing storages.
+
+        That is no operation, so no dispatch mode sees it, and FSDP calls no hook of ours there:
+        torch's own method is replaced inside the block.
+        """
         resize = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
@@ -204,20 +208,20 @@ class PlannedSaver:
     device = torch.device("cpu")
 
     def __init__(self, device: PlannedDevice) -> None:
-        self._planned = device
+        self.planned = device
         self._direct: dict[str, int] = {}
         self._regions: dict[str, CachingAllocator] = {}
         self.paused: set[str] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard") -> Tensor:
-        with self._planned.placing(CachingAllocator()):
+        with self.planned.placing(CachingAllocator()):
             tensor = torch.empty(shape, dtype=dtype)
         self._direct[tag] = self._direct.get(tag, 0) + tensor.numel() * dtype.itemsize
         return tensor
 
     @contextlib.contextmanager
     def region(self, tag: str, content: str | None = None) -> Iterator[None]:
-        with self._planned.placing(self._regions.setdefault(tag, CachingAllocator())):
+        with self.planned.placing(self._regions.setdefault(tag, CachingAllocator())):
             yield
 
     def pause(self, *tags: str, content: str | None = None) -> None:

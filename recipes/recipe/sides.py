@@ -37,6 +37,10 @@ class ModelSection:
         """Random weights instead of a checkpoint's."""
         return self.path is None
 
+    def random_fields(self) -> dict[str, Any]:
+        """What describes the random model: its shape's fields, or those that the recipe gives."""
+        return dict(self.config or {}) if self.shape is None else dict(shapes()[self.shape])
+
     def _check_description(self) -> None:
         neither = self.config is None and self.shape is None
         remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from memsaver.common.rounding import round_up
 from recipes.errors import RecipeError, one_line, writable
 from recipes.recipe import LoraSection, ModelSection, Recipe
-from recipes.recipe.shapes import random_model_fields
 from recipes.recipe.sides import LORA_MODULES
 from recipes.setup.fetch import find_model
 from recipes.setup.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
@@ -87,7 +86,7 @@ def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
         raise RecipeError(f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer(list(task.words))
-        describe_random_model(random_model_fields(recipe.model), tokenizer, Path(folder))
+        describe_random_model(recipe.model.random_fields(), tokenizer, Path(folder))
         yield Path(folder), tokenizer
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.staging import Watermark
-from memsaver.common.plain import Plain
 from memsaver import Ticket
+from memsaver.common.plain import Plain
 from rollout.types import SamplingParams
 
 

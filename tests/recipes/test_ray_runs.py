@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,3 +132,41 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
     lost = json.loads((folder / "trace-until-step-2-1.json").read_text())["traceEvents"]
     assert "step 2" in {entry["name"] for entry in lost}
     assert {entry["ph"] for entry in trace(folder)} >= {"X", "C"} and has_pictures(folder)
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes that have this word in the environment they began with."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@pytest.mark.extended
+def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path) -> None:
+    """Agents of Ray that read their parent's number too late would live on for ever."""
+    mark = f"MEMSAVER_TEST={tmp_path}"
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.cli",
+        "run",
+        "tiny",
+        "driver=ray",
+        "device=cpu",
+        "--run-dir",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "MEMSAVER_TEST": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: any("runtime_env/agent" in line for line in marked(mark)))  # it has just begun
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "memsaver: interrupted\n")
+    until(lambda: not marked(mark))

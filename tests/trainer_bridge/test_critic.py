@@ -22,7 +22,7 @@ from tests.helpers.trainer_bridge.plain import plain_bits
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import CriticConfig, SequenceBatch, Trainer
-from trainer_bridge.training.model import local_shard
+from trainer_bridge.training.shards import local_shard
 
 Make = Callable[..., Trainer]
 BOTH: dict[str, Any] = {"critic": CriticConfig(learning_rate=5e-3), "reference": True}

@@ -24,7 +24,7 @@ from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
 from trainer_bridge.sync.plan import torch_dtype
 from trainer_bridge.sync.rank_copies import RankCopies
 from trainer_bridge.sync.weight_sync import WeightSync
-from trainer_bridge.training.model import local_shard
+from trainer_bridge.training.shards import local_shard
 
 Make = Callable[..., PageTarget]
 

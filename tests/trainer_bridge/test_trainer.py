@@ -22,7 +22,7 @@ from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
-from trainer_bridge.training.model import randomise_weights
+from trainer_bridge.training.initial import randomise_weights
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {

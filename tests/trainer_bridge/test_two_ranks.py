@@ -20,8 +20,8 @@ from tests.helpers.trainer_bridge.models import config, describe, make_batch, va
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
-from trainer_bridge.training import model
-from trainer_bridge.training.model import shard_box
+from trainer_bridge.training import initial
+from trainer_bridge.training.shards import shard_box
 
 UNEVEN = {
     "vocab_size": 97,
@@ -156,7 +156,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["adapted"] = adapted(trainer, path, out)
     result["models"] = with_models(path, memsaver.MemorySaver())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "BLOCK_ELEMENTS", BLOCK)
+        patch.setattr(initial, "BLOCK_ELEMENTS", BLOCK)
         result["drawn"] = drawn(f"{out}/described")
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
@@ -222,7 +222,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(two_ranks: Ranks, make_traine
 def test_two_ranks_draw_the_model_of_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "BLOCK_ELEMENTS", BLOCK)
+    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", BLOCK)
     alone = make_trainer(str(two_ranks[1] / "described"), random_init=True).shards()
     seen = dict.fromkeys(alone, 0)
     for result in (each["drawn"] for each in two_ranks[2]):

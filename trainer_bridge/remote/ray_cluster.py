@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from memsaver.common.signals import held
+
 START_SECONDS = 60.0  # for Ray to find room
 _NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
 _STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, weights never pass through it
@@ -30,12 +32,14 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
-    with _sigterm_kept():
-        if address is not None:  # the environment of its workers is the cluster's and the job's own
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            _start(devices)
     try:
+        if address is not None:  # the environment of its workers is the cluster's and the job's own
+            with _sigterm_kept():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            # Interrupted halfway, a cluster leaves agents behind, which never learn that it is gone.
+            with held(), _sigterm_kept():
+                _start(devices)
         yield
     finally:
         ray.shutdown()

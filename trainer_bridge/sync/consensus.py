@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from memsaver.common.plain import Forged, Plain, seal, unseal
 from memsaver import Ticket
+from memsaver.common.plain import Forged, Plain, seal, unseal
 from rollout.types import CommitReceipt, Manifest, ModuleTensor, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.rank_copies import Written

@@ -21,7 +21,7 @@ from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.transport.routes import Transport
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import PARAMS
-from trainer_bridge.training.model import local_shard
+from trainer_bridge.training.shards import local_shard
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

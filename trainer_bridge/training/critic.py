@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.remote.processes import sum_ranks
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
 from trainer_bridge.training.losses import value_clip
 from trainer_bridge.training.model import build_model
 from trainer_bridge.training.optimizer import build_optimizer, optimizer_step
+from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import score_tokens, token_logits
 
 if TYPE_CHECKING:
@@ -29,21 +26,21 @@ class Critic:
     predicts it: the prompt and the response before it are seen, the token is not.
     """
 
-    def __init__(
-        self, config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None
-    ) -> None:
+    def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver | None) -> None:
         """config: the policy's, with a `critic`."""
         assert config.critic is not None
-        self.config, self._device = config.of_critic(), device
+        self.config, self._runtime = config.of_critic(), runtime
         self._limit = config.critic.value_clip
-        self.model = build_model(self.config, mesh, device, saver, tag=CRITIC, value_head=True)
-        self.optimizer = build_optimizer(list(self.model.parameters()), self.config, device, saver, CRITIC_OPTIM)
+        self.model = build_model(self.config, runtime, saver, tag=CRITIC, value_head=True)
+        params = list(self.model.parameters())
+        self.optimizer = build_optimizer(params, self.config, runtime.device, saver, CRITIC_OPTIM)
         self.step = 0
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """fp32, one a response token."""
         check_tokens(batch, self.model.config)
-        return score_tokens(self.model, batch, self._values, self.config.micro_batch_size, self._device)
+        size = self.config.micro_batch_size
+        return score_tokens(self.model, batch, self._values, size, self._runtime)
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
         """One AdamW step on the clipped squared error to `returns`, the mean over all response tokens of the batch.
@@ -59,12 +56,13 @@ class Critic:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         sums = [0.0, 0.0]
-        for rows in deal(batch, dist.get_rank(), dist.get_world_size(), self.config.micro_batch_size):
-            part = self._backward(batch, pad(batch, rows, self._device))
+        runtime = self._runtime
+        for rows in deal(batch, runtime.rank, runtime.world, self.config.micro_batch_size):
+            part = self._backward(batch, pad(batch, rows, runtime.device))
             sums = [total + value for total, value in zip(sums, part, strict=True)]
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
-        loss, clipped = (total / batch.num_tokens for total in sum_ranks(sums, self._device))
+        loss, clipped = (total / batch.num_tokens for total in runtime.sum_ranks(sums))
         return {"value_loss": loss, "value_clip_fraction": clipped, "critic_grad_norm": grad_norm}
 
     def _values(self, micro: MicroBatch) -> Tensor:
@@ -74,5 +72,6 @@ class Critic:
         """Add the micro batch's gradient. Returns its sums of loss and clipped tokens."""
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         sums = value_clip(self._values(micro), old, returns, self._limit)
-        (sums.loss * (dist.get_world_size() / batch.num_tokens)).backward()  # FSDP divides by the number of ranks
+        # FSDP divides the gradients by the number of ranks.
+        (sums.loss * (self._runtime.world / batch.num_tokens)).backward()
         return [float(sums.loss.detach()), float(sums.clipped)]

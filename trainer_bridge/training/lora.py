@@ -76,6 +76,11 @@ def is_adapter(name: str) -> bool:
     return _last(name) in NAMES
 
 
+def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By checkpoint name, tied ones once; without adapters."""
+    return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
+
+
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the frozen one."""

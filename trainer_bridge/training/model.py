@@ -20,24 +20,28 @@ from torch.distributed.tensor import DTensor, Shard
 from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.sync.boxes import Box
 from trainer_bridge.sync.layout import byte_offsets
-from trainer_bridge.sync.shards import local_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
-from trainer_bridge.training.lora import NAMES, adapted_layers, add_adapters, is_adapter, linear_names
+from trainer_bridge.training.lora import (
+    NAMES,
+    adapted_layers,
+    add_adapters,
+    base_params,
+    is_adapter,
+    linear_names,
+)
 from trainer_bridge.training.memory import side_by_side
+from trainer_bridge.training.runtime import Runtime
+from trainer_bridge.training.shards import like_shard, local_shard, shard_box
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
-BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
-
 
 def build_model(
     config: TrainerConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
+    runtime: Runtime,
     saver: MemorySaver | None,
     shard_dims: Mapping[str, int] | None = None,
     layout: Manifest | None = None,
@@ -56,30 +60,25 @@ def build_model(
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
-    model = _meta_model(config)
+    model = _meta_model(config, runtime.attention)
     if value_head:
         _put_value_head(model, config)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
-    _shard(model, config, mesh, shard_dims or {})
-    _allocate_shards(model, device, saver, tag, starts)
+    _shard(model, config, runtime.mesh, shard_dims or {})
+    _allocate_shards(model, runtime.device, saver, tag, starts)
     if config.lora is not None:
         _pad_adapters(model, saver)
     _finish_fsdp(model, saver, tag)
-    _rebuild_buffers(model, device)
+    runtime.make_buffers(model)
     head = _output_name(model) if value_head else None
     if files is None:
-        randomise_weights(model, config.seed, drawn_as)
+        runtime.draw_weights(model, config.seed, drawn_as)
     else:
         _load_weights(model, files, made_here={head} if head else set())
     if head:
         local_shard(dict(model.named_parameters())[head]).zero_()
     _start_adapters(model, config.seed)
     return model
-
-
-def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By checkpoint name, tied ones once; without adapters."""
-    return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -92,14 +91,6 @@ def linear_layer_names(model_path: str) -> set[str]:
     return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
 
 
-def local_shard(param: Tensor) -> Tensor:
-    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes the shard."""
-    assert isinstance(param, DTensor)
-    local = param.detach()
-    assert isinstance(local, DTensor)
-    return local.to_local()
-
-
 def reshard(model: nn.Module) -> None:
     """Drop every unsharded parameter; the root module keeps its own after a forward without backward."""
     for module in model.modules():
@@ -107,14 +98,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _meta_model(config: TrainerConfig) -> nn.Module:
+def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_model_dtype)
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=config.torch_model_dtype, attn_implementation=attention
+        )
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
     if config.activation_checkpointing:
@@ -197,13 +190,6 @@ def _allocate_shards(
             setattr(module, name, shard)
 
 
-def like_shard(local: Tensor, param: Tensor) -> DTensor:
-    """`local` as this rank's shard of a tensor sharded like `param`."""
-    assert isinstance(param, DTensor)
-    mesh, places = param.device_mesh, param.placements
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
-
-
 def _local(param: Tensor) -> Tensor:
     assert isinstance(param, DTensor)
     return param.to_local()
@@ -238,19 +224,6 @@ def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextMa
     return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
 
 
-def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by modules made again."""
-    for path, module in model.named_modules():
-        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if not names:
-            continue
-        if not hasattr(module, "config") or any(True for _ in module.parameters()):
-            raise ValueError(f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew")
-        fresh = dict(type(module)(module.config).named_buffers())
-        for name in names:
-            setattr(module, name, fresh[name].to(device))
-
-
 def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
     """Copy each rank's boxes from the files into its shards, cast to the shards' dtype. made_here: not from files."""
     params = {name: param for name, param in base_params(model).items() if name not in made_here}
@@ -261,27 +234,6 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
         shard = local_shard(param)
         if shard.numel():
             shard.copy_(files.box(name, *shard_box(param)))
-
-
-def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
-    """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
-    ranks share or that is drawn in another dtype.
-
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits are a function of the
-    seed, the parameter's name and the dtype drawn in, on one kind of device: a model that is to be a narrower copy of
-    another is drawn as that one.
-    """
-    deviation = getattr(model.config, "initializer_range", None) or 0.02
-    for name, param in base_params(model).items():
-        if param.ndim > 1:
-            _draw(param, deviation, f"{seed}/{name}", drawn_as)
-        else:
-            local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
-            if 0 <= row < shard.shape[0]:
-                shard[row] = 0.0
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
@@ -296,36 +248,3 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
         (row, column), (rows, columns) = shard_box(layer.lora_a)
         local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
         local_shard(layer.lora_b).zero_()
-
-
-def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
-    """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
-    shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
-    rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
-    for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
-        block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
-        mine = box.intersect(block)
-        if mine is None:
-            continue
-        generator = torch.Generator(shard.device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
-        target = shard[_within(mine, box)]
-        if mine == block and drawn_as in (None, shard.dtype):
-            target.normal_(0.0, deviation, generator=generator)
-        else:
-            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=shard.device)
-            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
-
-
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor of what another one holds."""
-    starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
-    return tuple(slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True))
-
-
-def shard_box(param: Tensor) -> Box:
-    """(start, shape) of this rank's shard in the whole parameter."""
-    assert isinstance(param, DTensor)
-    mesh = param.device_mesh
-    at = mesh.get_coordinate()
-    assert at is not None
-    return local_box(param.shape, param.placements, mesh.mesh.shape, at)

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.memory import side_by_side
-from trainer_bridge.training.model import like_shard, local_shard
+from trainer_bridge.training.shards import like_shard, local_shard
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

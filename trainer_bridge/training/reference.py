@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import REFERENCE
 from trainer_bridge.training.batch import SequenceBatch, check_tokens
 from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.model import build_model
+from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import score_tokens, token_logits
 
 if TYPE_CHECKING:
@@ -22,14 +20,12 @@ if TYPE_CHECKING:
 class Reference:
     """An FSDP2 model on tag `reference`, in the dtype that the policy computes in, with the weights it begins with."""
 
-    def __init__(
-        self, config: TrainerConfig, mesh: DeviceMesh, device: torch.device, saver: MemorySaver | None
-    ) -> None:
+    def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver | None) -> None:
         """config: the policy's; masters of more precision are not needed by what never changes."""
         stored = dataclasses.replace(config, dtype=config.param_dtype or config.dtype, lora=None)
         self._micro_batch_size = config.micro_batch_size
-        self._device = device
-        self.model = build_model(stored, mesh, device, saver, tag=REFERENCE, drawn_as=config.torch_dtype)
+        self._runtime = runtime
+        self.model = build_model(stored, runtime, saver, tag=REFERENCE, drawn_as=config.torch_dtype)
         self.model.requires_grad_(False)
 
     def compute_log_prob(self, batch: SequenceBatch, temperature: float) -> list[list[float]]:
@@ -40,5 +36,5 @@ class Reference:
             batch,
             lambda micro: token_logprobs(token_logits(self.model, micro), micro.target, temperature)[0],
             self._micro_batch_size,
-            self._device,
+            self._runtime,
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver.common.plain import all_gather_plain
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, deal, pad
 from trainer_bridge.training.model import reshard
+from trainer_bridge.training.runtime import Runtime
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -25,22 +25,21 @@ def score_tokens(
     batch: SequenceBatch,
     score: Callable[[MicroBatch], Tensor],
     micro_batch_size: int,
-    device: torch.device,
+    runtime: Runtime,
 ) -> list[list[float]]:
     """What `score` makes of each micro batch, [N] by the model in eval mode, as one list a sequence.
 
     Every rank calls it with the same batch. The model is left sharded.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     model.eval()
     mine: dict[int, list[float]] = {}
     with torch.no_grad():
-        for rows in deal(batch, rank, world, micro_batch_size):
-            micro = pad(batch, rows, device)
-            mine |= micro.split(score(micro).tolist())
+        for rows in deal(batch, runtime.rank, runtime.world, micro_batch_size):
+            micro = pad(batch, rows, runtime.device)
+            mine |= micro.split(runtime.numbers(score(micro)))
     reshard(model)
     shares: list[dict[int, list[float]]] = [mine]
-    if world > 1:
+    if runtime.world > 1:
         shares = all_gather_plain(mine)
     together = {row: values for share in shares for row, values in share.items()}
     return [together[row] for row in range(len(batch))]

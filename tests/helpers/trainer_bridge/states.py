@@ -10,7 +10,7 @@ from torch import Tensor
 import memsaver
 from rollout import Engine
 from trainer_bridge import Trainer
-from trainer_bridge.training.model import local_shard
+from trainer_bridge.training.shards import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 

@@ -1,0 +1,71 @@
+"""What a trainer runs on, and what it does there besides computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from memsaver.vmm.torch_usage import empty_torch_cache
+from trainer_bridge.remote.processes import ensure_process_group, sum_ranks, use_device
+from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """A device, and the ranks of a process group on it.
+
+    A subclass has a trainer run on something else; the planner's has tensors without memory.
+    mesh: the ranks that every model is sharded over. rank, world: this rank's number among those
+    that share the sequences of a batch, and how many they are. attention: transformers' name of
+    the attention that the models compute with; None leaves the choice to transformers.
+    owns_group: `close` ends the default process group.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    rank: int
+    world: int
+    attention: str | None = None
+    owns_group: bool = False
+
+    @classmethod
+    def open(cls, name: str) -> Runtime:
+        """All ranks of the default process group; where there is none, of one that is made here.
+
+        name: of this process's device, as `TrainerConfig.device` has it.
+        """
+        device = use_device(name)
+        made = ensure_process_group(device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+        return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=made)
+
+    def close(self) -> None:
+        """End the process group if it was made here."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False
+
+    def make_buffers(self, model: nn.Module) -> None:
+        """Give the buffers of a meta model their content; see `rebuild_buffers`."""
+        rebuild_buffers(model, self.device)
+
+    def draw_weights(self, model: nn.Module, seed: int, drawn_as: torch.dtype | None) -> None:
+        """Fill a model without a checkpoint; see `randomise_weights`."""
+        randomise_weights(model, seed, drawn_as)
+
+    def empty_cache(self) -> None:
+        """Give torch's cached blocks back to the device."""
+        empty_torch_cache(self.device)
+
+    def numbers(self, tensor: Tensor) -> list[float]:
+        """The content of an fp32 tensor of shape [N], read from the device."""
+        return tensor.tolist()
+
+    def sum_ranks(self, values: list[float]) -> list[float]:
+        """The sums of the ranks' values, element by element, in fp64."""
+        return values if self.world == 1 else sum_ranks(values, self.device)

@@ -1,0 +1,33 @@
+"""This rank's part of a sharded tensor: to write to, to make, and where it lies in the whole."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer_bridge.sync.boxes import Box
+from trainer_bridge.sync.shards import local_box
+
+
+def local_shard(param: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes the shard."""
+    assert isinstance(param, DTensor)
+    local = param.detach()
+    assert isinstance(local, DTensor)
+    return local.to_local()
+
+
+def like_shard(local: Tensor, param: Tensor) -> DTensor:
+    """`local` as this rank's shard of a tensor sharded like `param`."""
+    assert isinstance(param, DTensor)
+    mesh, places = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def shard_box(param: Tensor) -> Box:
+    """(start, shape) of this rank's shard in the whole parameter."""
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    at = mesh.get_coordinate()
+    assert at is not None
+    return local_box(param.shape, param.placements, mesh.mesh.shape, at)
