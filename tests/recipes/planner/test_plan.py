@@ -60,7 +60,7 @@ def hybrid(*kinds: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (FIELDS, ["trainer.activation_checkpointing=true", "lora.rank=8"]),
+        pytest.param(FIELDS, ["trainer.activation_checkpointing=true", "lora.rank=8"], marks=pytest.mark.extended),
         (hybrid(*[FULL, LINEAR] * 5, FULL), ["sampling.max_tokens=20"]),
         pytest.param(FIELDS, [], marks=pytest.mark.extended),  # the measured figures guard this, too
         pytest.param(HYBRID | {"num_hidden_layers": 20}, [], marks=pytest.mark.extended),
