@@ -31,7 +31,7 @@ from memsaver.common.host_limits import container_memory, meminfo
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
 from memsaver.native import build, shim
-from memsaver.vmm import registrations as foreign
+from memsaver.vmm import registrations
 
 PYTHONS = (3, 11), (3, 13)  # first and last
 TORCH, TRITON = (2, 11), (3, 6)
@@ -214,11 +214,11 @@ def preload() -> Finding:
 
 def registration() -> Finding:
     """What notes physical pages instead of addresses goes on using them after a pause."""
-    if hook := foreign.registering_hook():
+    if hook := registrations.registering_hook():
         found = "torch registers its segments with NCCL, tags' segments among them"
         return "warn", f"{hook} is set: {found}", f"unset {hook}"
-    name, registers = foreign.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
-    if not foreign.registers_graphs():
+    name, registers = registrations.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
+    if not registrations.registers_graphs():
         return "ok", f"{name}=0: NCCL registers no buffers of captured graphs"
     if name in os.environ:
         found = f"{registers}, under the drop-ins (memsaver.compat) tags' too"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memsaver.backup import saved_content as reading
+from memsaver.backup import saved_content
 from memsaver.backup.disk_file import default_directory
 from memsaver.common.signals import Unbroken, held
 from memsaver.errors import StateError, format_bytes
@@ -363,7 +363,7 @@ class MemorySaver:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
-            return reading.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
+            return saved_content.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
 
     # ---------------------------------------------------------------- size
 

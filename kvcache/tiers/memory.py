@@ -10,8 +10,7 @@ import torch
 
 from memsaver import HostMemoryError
 from memsaver.errors import format_bytes
-from memsaver.vmm import make_pinner
-from memsaver.vmm import pinned_pages as host_pages
+from memsaver.vmm import make_pinner, pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
 
@@ -22,11 +21,11 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     what this process has pinned (`room_bytes`).
     """
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-    room = max(0, host_pages.room_bytes())
+    room = max(0, pinned_pages.room_bytes())
     if size > room:
         raise HostMemoryError(
             f"a host tier of {format_bytes(size)} is more than the {format_bytes(room)} of host memory "
-            f"that may be taken beside the {format_bytes(host_pages.held_bytes())} that this process "
+            f"that may be taken beside the {format_bytes(pinned_pages.held_bytes())} that this process "
             f"holds already; make the tier smaller or free memory; nothing was changed",
             size,
             size - room,
@@ -34,7 +33,7 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         )
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         pinner = make_pinner(device)
-        (address,) = host_pages.obtain([size], pinner)
+        (address,) = pinned_pages.obtain([size], pinner)
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, _give_back, address, size, pinner, device).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
@@ -43,4 +42,4 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # kernels may still read it or write it
-    host_pages.give_back(address, size, pinner)
+    pinned_pages.give_back(address, size, pinner)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memsaver.common.rounding import round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
-from memsaver.vmm import pinned_pages as host_pages
+from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
 UNIT = 4096  # bytes: what direct I/O asks for
@@ -87,7 +87,7 @@ class HostArena:
             self._collect()
             unused = [s for s in self._segments if sum(piece.nbytes for piece in s.free) == s.nbytes]
             for segment in unused:
-                host_pages.give_back(segment.address, segment.nbytes, self._pinner)
+                pinned_pages.give_back(segment.address, segment.nbytes, self._pinner)
                 self._segments.remove(segment)
             return sum(segment.nbytes for segment in unused)
 
@@ -109,7 +109,7 @@ class HostArena:
         most = size if whole else SEGMENT
         sizes = [min(most, size - at) for at in range(0, size, most)]
         try:
-            addresses = host_pages.obtain(sizes, self._pinner)
+            addresses = pinned_pages.obtain(sizes, self._pinner)
         except (MemoryError, BackendError) as error:
             raise self._refusal(size, 0, str(error)) from error
         made = [_Segment(address, each) for address, each in zip(addresses, sizes, strict=True)]
@@ -123,7 +123,7 @@ class HostArena:
         if self.budget_bytes is not None:
             left, why = self.budget_bytes - self.committed_bytes, f"the budget is {format_bytes(self.budget_bytes)}"
         else:
-            left = host_pages.room_bytes()
+            left = pinned_pages.room_bytes()
             why = f"{format_bytes(max(0, left))} more may be taken of the machine's and the container's memory"
         if more > left:
             raise self._refusal(more, more - left, why)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.vmm.torch_usage import empty_torch_cache
-from trainer_bridge.remote.processes import ensure_process_group, sum_ranks, use_device
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
 
 
@@ -38,8 +37,8 @@ class Runtime:
 
         name: of this process's device, as `TrainerConfig.device` has it.
         """
-        device = use_device(name)
-        made = ensure_process_group(device)
+        device = _use_device(name)
+        made = _ensure_process_group(device)
         rank, world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
         return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=made)
@@ -68,4 +67,32 @@ class Runtime:
 
     def sum_ranks(self, values: list[float]) -> list[float]:
         """The sums of the ranks' values, element by element, in fp64."""
-        return values if self.world == 1 else sum_ranks(values, self.device)
+        if self.world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+
+def _use_device(name: str) -> torch.device:
+    """The device of that name; a GPU with its number, and current from here on."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _ensure_process_group(device: torch.device) -> bool:
+    """Join the default group, or make one of this process only. True if it was made here and is the caller's to end.
+
+    A group that is there must suit the device: gloo for the CPU, NCCL for CUDA.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        return True
+    if backend not in str(dist.get_backend_config()):
+        raise ValueError(f"device {device} needs a process group with {backend}, this process has {dist.get_backend()}")
+    return False
