@@ -84,7 +84,7 @@ def test_cycles_with_new_weights_each(
     path = write_model(tmp_path / "model", "qwen3", **SHAPE)
     count = 5 if alias else rounds(8, 100)
     with open_inprocess(config(path, device="cuda:0"), ENGINE, alias=alias) as (trainer, rollout):
-        graphs = rollout.serving.graphs
+        graphs = rollout.graphs
         assert graphs is not None
         captured, addresses = graphs.captures, graphs.addresses()
         scribbler.fill(64 << 20)  # starts its process, and its context, before bytes are counted

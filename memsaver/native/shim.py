@@ -170,6 +170,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_set_state": (None, [ctypes.c_int, ctypes.c_int]),
     "ms_trim": (_size, [ctypes.c_int]),
     "ms_shrink": (_size, [ctypes.c_int, _size]),
+    "ms_dlpack_delete": (None, [ctypes.c_void_p]),
     "ms_extend": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
 }
 

@@ -1,6 +1,36 @@
-/* What torch.cuda's pluggable allocator calls. The calls carry no tag, so one pair of symbols per slot, named by the
- * slot's two hex digits. */
+/* What torch calls. */
 #include "shim.h"
+
+/* Of CPython, which has loaded this library. */
+typedef struct PyObject PyObject;
+int Py_IsInitialized(void);
+int PyGILState_Ensure(void);
+void PyGILState_Release(int state);
+void Py_DecRef(PyObject *object);
+
+typedef struct { /* DLManagedTensor of DLPack 0 */
+    struct {
+        void *data;
+        int32_t device_type, device_id, ndim;
+        uint8_t code, bits;
+        uint16_t lanes;
+        int64_t *shape, *strides;
+        uint64_t byte_offset;
+    } tensor;
+    PyObject *context; /* what the tensor keeps alive, this structure with it */
+    void (*deleter)(void *);
+} ms_dlpack;
+
+/* In C: a deleter written in Python fails where a tensor dies while an exception unwinds. */
+void ms_dlpack_delete(ms_dlpack *managed) {
+    if (!Py_IsInitialized())
+        return;
+    int state = PyGILState_Ensure();
+    Py_DecRef(managed->context);
+    PyGILState_Release(state);
+}
+
+/* The pluggable allocator's calls carry no tag, so one pair of symbols per slot, named by the slot's two hex digits. */
 
 #define PAIR(h)                                                                       \
     void *ms_cuda_alloc_##h(ptrdiff_t nbytes, int device, void *stream) {             \

@@ -138,7 +138,7 @@ class CudaBackend(Backend):
         It says that it is on this device, whichever GPU the memory is of: torch asks the driver for that, and copies,
         where ``view`` is used.
         """
-        return dlpack.tensor(address, nbytes, self.device.index, keeper)
+        return dlpack.tensor(address, nbytes, self.device, keeper)
 
     @property
     def host_arena(self) -> HostArena:

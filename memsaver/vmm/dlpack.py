@@ -1,4 +1,4 @@
-"""Tensors over GPU memory at an address, by DLPack: torch takes the device as it is told, and tells when they are dead.
+"""Tensors over memory at an address, by DLPack: torch takes the device as it is told, and tells when they are dead.
 
 The structures are those of the DLPack standard, version 0 (dmlc/dlpack, include/dlpack/dlpack.h).
 """
@@ -9,7 +9,10 @@ import ctypes
 
 import torch
 
-_CUDA, _UINT = 2, 1
+from memsaver.common.signals import held
+from memsaver.native import shim
+
+_CPU, _CUDA, _UINT = 1, 2, 1
 
 
 class _Tensor(ctypes.Structure):
@@ -31,24 +34,19 @@ class _Managed(ctypes.Structure):
     _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_alive: dict[int, tuple[_Managed, object, object]] = {}
-"""By address of the structure: it, its arrays, and what the tensor keeps alive."""
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _delete(managed: int, alive: dict = _alive) -> None:  # bound: at the interpreter's end globals go first
-    alive.pop(managed, None)
-
-
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_keep = ctypes.pythonapi.Py_IncRef
+_keep.restype, _keep.argtypes = None, [ctypes.py_object]
 
 
-def tensor(address: int, nbytes: int, index: int, keeper: object) -> torch.Tensor:
-    """uint8 tensor ``[nbytes]`` at an address, said to be on GPU ``index``, whose storage keeps ``keeper`` alive."""
+def tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
+    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``, whose storage keeps ``keeper`` alive."""
     shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
-    managed = _Managed(_Tensor(address, _CUDA, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
-    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    at = ctypes.addressof(managed)
-    _alive[at] = managed, (shape, strides), keeper
-    return torch.utils.dlpack.from_dlpack(_capsule(at, b"dltensor", None))
+    kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
+    managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
+    kept = managed, shape, strides, keeper
+    managed.context, managed.deleter = id(kept), ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p)
+    with held():  # from here on the tensor's, which lets go of it
+        _keep(kept)
+        return torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))

@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,11 +21,16 @@ import torch
 import memsaver
 from memsaver.common.libc import libc
 from memsaver.native import build
+from memsaver.vmm import dlpack
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.savers import MIB, at_once, python
 from tests.helpers.peers import Peer
 
 MAP_FIXED_NOREPLACE = 0x100000
+
+
+class Keeper:
+    """What a tensor keeps alive."""
 
 
 def _exits(child: Callable[[], object]) -> int:
@@ -249,3 +255,20 @@ def test_the_hook_is_installed_once_however_many_threads_ask() -> None:
     peer = Peer(_first_regions)
     assert peer.hear() == 100
     peer.bury()
+
+
+def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
+    """As by a Ctrl-C in the middle of an expression; what it kept goes with it."""
+    buffer = torch.arange(8, dtype=torch.uint8)
+    keeper = Keeper()
+    gone = weakref.ref(keeper)
+    window = dlpack.tensor(buffer.data_ptr(), 8, buffer.device, keeper)
+    del keeper
+    assert gone() and window.tolist() == list(range(8))
+    with pytest.raises(ZeroDivisionError):
+        dlpack.tensor(buffer.data_ptr(), 8, buffer.device, None).add(1 // 0)
+    view = window[5:]
+    del window
+    assert gone() and view.tolist() == [5, 6, 7]
+    del view
+    assert gone() is None
