@@ -175,8 +175,9 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
     """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own scorer."""
     try:
         import reasoning_gym
-    except ImportError:
-        raise RecipeError("task.name=chain_sum: needs reasoning-gym; run: pip install 'memsaver[models]'") from None
+    except ImportError as error:
+        rule = f"needs reasoning-gym ({one_line(error)}); run: pip install 'memsaver[models]'"
+        raise RecipeError(f"task.name=chain_sum: {rule}") from None
     terms = section.num_terms
     limits = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
     size = 6000  # two terms of one digit: 200 distinct problems, all of them among so many draws

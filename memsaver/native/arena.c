@@ -259,6 +259,20 @@ int ms_find(const void *address) {
     return -1;
 }
 
+/* Waits also where another thread captures a graph, and where no context is current, as in a finalizer's thread. */
+void ms_wait_for_stream(int slot, void *stream) {
+    ms_phys *phys = arenas[slot].phys;
+    if (!phys || phys->kind != MS_CUDA || ms_forked(phys)) return;
+    const ms_driver *driver = &phys->driver;
+    int mode = MS_CUDA_RELAXED;
+    void *context;
+    if (driver->push(driver->context)) return; /* the process ends */
+    driver->capture_mode(&mode);
+    driver->synchronize(stream);
+    driver->capture_mode(&mode);
+    driver->pop(&context);
+}
+
 int ms_free_any(void *address) {
     int slot = ms_find(address);
     if (slot < 0) return 0;

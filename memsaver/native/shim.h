@@ -74,9 +74,15 @@ typedef struct { /* CUDA driver entry points and arguments, handed in from Pytho
     int (*export_fd)(void *fd, uint64_t handle, int type, unsigned long long flags);
     int (*import_fd)(uint64_t *handle, void *fd, int type);
     int (*copy)(uint64_t to, uint64_t from, size_t nbytes, void *stream);
+    int (*push)(void *context);
+    int (*pop)(void **context);
+    int (*capture_mode)(int *mode); /* exchanges the thread's */
+    int (*synchronize)(void *stream);
+    void *context; /* the device's primary one */
     const void *prop;
     const void *access;
 } ms_driver;
+#define MS_CUDA_RELAXED 2    /* CU_STREAM_CAPTURE_MODE_RELAXED */
 #define MS_CUDA_FD 1         /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
 #define MS_CUDA_E_SYSTEM 304 /* CUDA_ERROR_OPERATING_SYSTEM */
 
@@ -130,6 +136,7 @@ int ms_arena_new(ms_phys *phys, size_t base, size_t reserved, size_t unit);
 int ms_arena_free(int slot); /* MS_E_PAUSED if blocks are alive: the slot then stays taken */
 void *ms_alloc(int slot, size_t nbytes);
 int ms_free(int slot, void *address);
+void ms_wait_for_stream(int slot, void *stream); /* before memory that it used goes to another one */
 int ms_free_any(void *address); /* 1 if some arena owned it */
 int ms_find(const void *address); /* slot or -1 */
 void ms_get_stats(int slot, ms_stats *out);

@@ -100,7 +100,8 @@ class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy", "push", "pop")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("capture_mode", "synchronize", "context")]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
 

@@ -38,7 +38,8 @@ void ms_dlpack_delete(ms_dlpack *managed) {
         return ms_alloc(0x##h, (size_t)nbytes);                                       \
     }                                                                                 \
     void ms_cuda_free_##h(void *p, ptrdiff_t nbytes, int device, void *stream) {      \
-        (void)nbytes, (void)device, (void)stream;                                     \
+        (void)nbytes, (void)device;                                                   \
+        ms_wait_for_stream(0x##h, stream);                                            \
         ms_free(0x##h, p);                                                            \
     }
 #define ROW(h)                                                                         \

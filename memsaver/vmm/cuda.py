@@ -103,8 +103,16 @@ class CudaBackend(Backend):
         library = ctypes.CDLL("libcuda.so.1")
         names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
         names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
+        names += [
+            "cuCtxPushCurrent_v2",
+            "cuCtxPopCurrent_v2",
+            "cuThreadExchangeStreamCaptureMode",
+            "cuStreamSynchronize",
+        ]
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
-        return shim.Driver(*addresses, self._prop.getPtr(), self._access.getPtr())
+        with torch.cuda.device(self.device):
+            context = int(_value("asking for the context", driver.cuCtxGetCurrent()))
+        return shim.Driver(*addresses, context, self._prop.getPtr(), self._access.getPtr())
 
     def reserve(self, nbytes: int) -> int:
         with self._call(Operation.RESERVE, nbytes):

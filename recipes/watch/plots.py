@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from memsaver.common.files import replaced
 from recipes.watch.history import (
@@ -43,7 +44,8 @@ def draw_reward(run: Run, file: Path) -> None:
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), **shape)
     reward_panel(top, run)
     gap_panel(bottom, run)
-    bottom.set(xlabel="step", title="Log-probability gap, rollout against trainer")
+    bottom.set_title("Log-probability gap, rollout against trainer", loc="left")
+    bottom.set_xlabel("step")
     for axes in (top, bottom):
         tidy(axes)
     _save(figure, file)
@@ -62,7 +64,7 @@ def reward_panel(axes: Axes, run: Run) -> None:
     curve(axes, rows, "exact_match", color=green, linewidth=1.4, **exact)
     evaluations_panel(axes, run.evaluations)
     axes.set(ylabel="reward", ylim=(-0.03, 1.03))
-    _legend(axes, "lower center", (0.5, 1.0))
+    _legend(axes, "lower left", (0.0, 1.0), columns=2)
 
 
 def evaluations_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -90,6 +92,8 @@ def gap_panel(axes: Axes, run: Run) -> None:
             style: dict[str, Any] = {"linestyle": "--", "label": "KL from the reference"}
             curve(axes, away, "kl_to_reference", color=OTHER_COLOURS[2], **style)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # its own writes mathtext
+        axes.yaxis.set_minor_formatter(NullFormatter())
         _legend(axes, "lower right", (1.0, 1.0))
     axes.set(ylabel="nats a token")
 
@@ -100,10 +104,10 @@ def curve(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, **style: Any)
     axes.plot([row["step"] for row in found], [row[key] for row in found], **style)
 
 
-def _legend(axes: Axes, corner: str, place: tuple[float, float]) -> None:
+def _legend(axes: Axes, corner: str, place: tuple[float, float], columns: int = 3) -> None:
     """Above the panel: this corner of the legend lies at that place of the panel."""
     style: dict[str, Any] = {"loc": corner, "bbox_to_anchor": place}
-    axes.legend(ncols=3, fontsize=9, frameon=False, **style)
+    axes.legend(ncols=columns, fontsize=9, frameon=False, **style)
 
 
 def draw_memory(run: Run, file: Path) -> None:

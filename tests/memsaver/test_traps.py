@@ -191,3 +191,29 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
     saver.trim()
     report = saver.report()
     assert report.committed_bytes == report.tags["weights"].committed_bytes and bool((weights == 1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dies", ["inside", "after"])
+def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
+    """Freed with its region, which torch does without waiting, as it tells a pluggable allocator the stream."""
+    saver = MemorySaver("cuda:0")
+    one, other, nbytes = torch.cuda.Stream(), torch.cuda.Stream(), 256 << 20
+    with torch.cuda.stream(one):
+        with saver.region("x"):
+            first = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+            if dies == "inside":
+                torch.cuda._sleep(1_000_000_000)  # most of a second
+                address = first.fill_(1).data_ptr()
+                del first
+        if dies == "after":
+            torch.cuda._sleep(1_000_000_000)
+            address = first.fill_(1).data_ptr()
+            del first
+    with torch.cuda.stream(other), saver.region("x"):
+        second = torch.full((nbytes,), 2, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    assert second.data_ptr() == address
+    assert bool((second == 2).all())
+    del second
+    saver.close()

@@ -45,7 +45,9 @@ class Allowed(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.products = torch.backends.cuda.matmul if torch.device(device).type == "cuda" else torch.backends.mkldnn.matmul
+        self.products = (
+            torch.backends.cuda.matmul if torch.device(device).type == "cuda" else torch.backends.mkldnn.matmul
+        )
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
