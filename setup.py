@@ -1,4 +1,6 @@
-"""Only here for the C shim: a plain shared library (no Python module inside) that travels with the package."""
+"""Only here for the C shim: a plain shared library (no Python module inside) that travels with the
+package.
+"""
 
 from glob import glob
 

@@ -1,4 +1,5 @@
-"""`memsaver` alone around another engine: here transformers' `generate`, its weights and its KV cache on tags.
+"""`memsaver` alone around another engine: here transformers' `generate`, its weights and its KV
+cache on tags.
 
 python examples/own_engine.py MODEL_DIR
 """
@@ -17,26 +18,43 @@ PROMPT = [1, 2, 3, 4]
 
 
 class OtherEngine:
-    """An engine that knows nothing of memsaver, but for the two regions in which it makes what is large."""
+    """An engine that knows nothing of memsaver, but for the two regions in which it makes what is
+    large.
+    """
 
     def __init__(self, path: str, saver: memsaver.MemorySaver) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = AutoConfig.from_pretrained(path)
-        with saver.region("weights", content="host"):  # saved over a pause; "discard" if they are synced anew anyway
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE)
+        with saver.region(
+            "weights", content="host"
+        ):  # saved over a pause; "discard" if they are synced anew anyway
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32
+            ).to(DEVICE)
         self.model.load_state_dict(loaded.state_dict())
         self.cache = StaticCache(config=config, max_cache_len=64)
         heads, width = config.num_key_value_heads, config.head_dim
-        with saver.region("kv_cache"):  # content "discard": given back without a copy, undefined after the resume
+        with saver.region(
+            "kv_cache"
+        ):  # content "discard": given back without a copy, undefined after the resume
             self.cache.early_initialization(1, heads, width, torch.float32, torch.device(DEVICE))
 
     def generate(self, prompt: list[int], tokens: int = 8) -> list[int]:
-        """Greedy. The cache is emptied first: nothing of it is needed from call to call, so a pause may lose it."""
+        """Greedy. The cache is emptied first: nothing of it is needed from call to call, so a pause
+        may lose it.
+        """
         self.cache.reset()
         ids = torch.tensor([prompt], device=DEVICE)
-        settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+            "pad_token_id": 0,
+        }
         mask = torch.ones_like(ids)
-        return self.model.generate(ids, attention_mask=mask, past_key_values=self.cache, **settings)[0].tolist()
+        return self.model.generate(
+            ids, attention_mask=mask, past_key_values=self.cache, **settings
+        )[0].tolist()
 
     def addresses(self) -> list[int]:
         weights = [weight.data_ptr() for weight in self.model.parameters()]
@@ -52,7 +70,9 @@ def main(path: str) -> dict[str, object]:
     held = saver.report().committed_bytes
     saver.pause()  # weights and KV cache: the trainer's turn
     paused = saver.report().committed_bytes
-    saver.resume("weights")  # staged: new weights may be written now, while the trainer still holds its own
+    saver.resume(
+        "weights"
+    )  # staged: new weights may be written now, while the trainer still holds its own
     kept = all(map(torch.equal, weights, engine.model.parameters()))
     saver.resume("kv_cache")
     seen = {

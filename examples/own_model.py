@@ -1,4 +1,5 @@
-"""A model of one's own: a directory as `save_pretrained` writes it, checked, asked, and trained by a recipe.
+"""A model of one's own: a directory as `save_pretrained` writes it, checked, asked, and trained by
+a recipe.
 
     python examples/own_model.py MODEL_DIR
 
@@ -25,12 +26,18 @@ TEMPLATE = (
 
 
 def write_model(path: Path) -> None:
-    """config.json, model.safetensors, generation_config.json and the tokenizer: all that a run reads."""
-    core = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    """config.json, model.safetensors, generation_config.json and the tokenizer: all that a run
+    reads.
+    """
+    core = Tokenizer(
+        models.WordLevel(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     # prompts are chats, so there must be a template; the end token says where an answer ends
-    PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **marks).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **marks).save_pretrained(
+        path
+    )
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -51,12 +58,21 @@ def write_model(path: Path) -> None:
 def ask(path: Path) -> list[int]:
     """Token ids of a greedy answer: the engine reads the directory as the trainer will."""
     engine = Engine.from_pretrained(path, kv_tokens=64)
-    return engine.generate([[2, 4, 6, 7, 8, 9, 3]], SamplingParams(max_tokens=4, temperature=0))[0][0].token_ids
+    return engine.generate([[2, 4, 6, 7, 8, 9, 3]], SamplingParams(max_tokens=4, temperature=0))[0][
+        0
+    ].token_ids
 
 
 def train(path: Path, run_dir: Path, steps: int = 2) -> Path:
-    """The packaged tiny recipe with this model in the place of its random one; what is learnt is in the run folder."""
-    small = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", f"steps={steps}", "eval.every=0"]
+    """The packaged tiny recipe with this model in the place of its random one; what is learnt is in
+    the run folder.
+    """
+    small = [
+        "grpo.prompts_per_step=8",
+        "grpo.samples_per_prompt=4",
+        f"steps={steps}",
+        "eval.every=0",
+    ]
     return start_run("tiny", [f"model.path={path}", *small], run_dir)
 
 

@@ -2,7 +2,8 @@
 
     memsaver run examples/own_task.yaml
 
-The recipe says `task.name: examples.own_task:larger`; the folder that the command is run from is searched, too.
+The recipe says `task.name: examples.own_task:larger`; the folder that the command is run from is
+searched, too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ LETTERS = "abcdefgh"
 
 def larger(section: TaskSection) -> Task:
     """`larger of c f` is answered `f`, for every pair of different letters."""
-    problems = [Problem(question=f"larger of {a} {b}", answer=max(a, b)) for a, b in permutations(LETTERS, 2)]
+    problems = [
+        Problem(question=f"larger of {a} {b}", answer=max(a, b))
+        for a, b in permutations(LETTERS, 2)
+    ]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: the answer, alone, and the end. The right letter with something after it is a near miss."""
+        """Exact: the answer, alone, and the end.
+
+        The right letter with something after it is a near miss.
+        """
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
@@ -30,5 +37,9 @@ def larger(section: TaskSection) -> Task:
         name="larger",
         **split(problems, section.held_out_fraction),
         score=score,
-        words=("larger", "of", *LETTERS),  # for a random model's tokenizer; a real model's task leaves it away
+        words=(
+            "larger",
+            "of",
+            *LETTERS,
+        ),  # for a random model's tokenizer; a real model's task leaves it away
     )

@@ -16,7 +16,12 @@ from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.radix import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
 from kvcache.requests import ReqHandle, ReqToTokenPool
-from kvcache.staging import ALLOC_OVERSIZED, StagingAllocator, StagingBuffer, compute_head_slice_params
+from kvcache.staging import (
+    ALLOC_OVERSIZED,
+    StagingAllocator,
+    StagingBuffer,
+    compute_head_slice_params,
+)
 from kvcache.windows import Ledger, pages_across
 
 __all__ = [

@@ -17,9 +17,10 @@ NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class _Growth:
-    """A batch that is to grow. `start` is where its fresh token ids begin: the old length, or the beginning of the
-    last page where that page is shared and gets copied, so that the copy counts as a new page like any other. `left`
-    are the shared pages that are copied, in request order."""
+    """A batch that is to grow. `start` is where its fresh token ids begin: the old length, or the
+    beginning of the last page where that page is shared and gets copied, so that the copy counts as
+    a new page like any other. `left` are the shared pages that are copied, in request order.
+    """
 
     rows: Int64Array
     old: Int64Array
@@ -29,19 +30,25 @@ class _Growth:
 
 
 class BlockManager:
-    """Sequences over one pool. All decisions are made on the CPU, token ids included; the device sees one transfer and
-    one table write and, when a shared page is written to, one page copy an `extend`.
+    """Sequences over one pool. All decisions are made on the CPU, token ids included; the device
+    sees one transfer and one table write and, when a shared page is written to, one page copy an
+    `extend`.
 
-    A page may belong to several sequences (`fork`). Writing into a page with more than one owner copies exactly that
-    page first; the last owner writes in place. Only the last, partial page of a sequence can ever be written to.
-    The manager assumes that nobody else allocates from `allocator` or `req_to_token`.
+    A page may belong to several sequences (`fork`). Writing into a page with more than one owner
+    copies exactly that page first; the last owner writes in place. Only the last, partial page of a
+    sequence can ever be written to. The manager assumes that nobody else allocates from `allocator`
+    or `req_to_token`.
 
-    window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their window halves where
-    the allocator has two ledgers.
+    window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their
+    window halves where the allocator has two ledgers.
     """
 
     def __init__(
-        self, req_to_token: ReqToTokenPool, allocator: KVAllocator, pool: KVPool, window: int | None = None
+        self,
+        req_to_token: ReqToTokenPool,
+        allocator: KVAllocator,
+        pool: KVPool,
+        window: int | None = None,
     ) -> None:
         if req_to_token.device != allocator.device:
             raise ValueError(
@@ -54,7 +61,9 @@ class BlockManager:
         max_pages = -(-req_to_token.max_context_len // self.page_size)
         self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
         self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
-        self._forked = np.zeros(req_to_token.size + 1, dtype=np.bool_)  # its partial page may have other owners
+        self._forked = np.zeros(
+            req_to_token.size + 1, dtype=np.bool_
+        )  # its partial page may have other owners
         self._shares = WindowShares(allocator, req_to_token.size + 1, window)
 
     @property
@@ -74,10 +83,14 @@ class BlockManager:
         return int(self._lens[self.req_to_token.row(handle)])
 
     def admit(self, pages: Int64Array = NO_PAGES) -> ReqHandle | None:
-        """A new sequence, empty or with the tokens of whole `pages`, which it shares; None when all rows of the request
-        table are taken. ValueError, with nothing changed, where a page is free or sequences have a window."""
+        """A new sequence, empty or with the tokens of whole `pages`, which it shares; None when all
+        rows of the request table are taken. ValueError, with nothing changed, where a page is free
+        or sequences have a window.
+        """
         if len(pages) and self._shares.window is not None:
-            raise ValueError("a sequence with a sliding window can't begin with given pages; admit() an empty one")
+            raise ValueError(
+                "a sequence with a sliding window can't begin with given pages; admit() an empty one"
+            )
         handles = self.req_to_token.alloc([None])
         if handles is None:
             return None
@@ -90,9 +103,11 @@ class BlockManager:
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page, a partial last one included; None without a row.
+        """A sequence with the same tokens that shares every page, a partial last one included; None
+        without a row.
 
-        States, where the request table holds some, are copied: they must be those after the sequence's last token.
+        States, where the request table holds some, are copied: they must be those after the
+        sequence's last token.
         """
         parent = self.req_to_token.row(handle)
         child = self.admit()
@@ -113,7 +128,9 @@ class BlockManager:
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:
-        """Pages of a sequence in order, a partial last one included, int64; those behind its window are not its own."""
+        """Pages of a sequence in order, a partial last one included, int64; those behind its window
+        are not its own.
+        """
         return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
@@ -124,12 +141,15 @@ class BlockManager:
         self.req_to_token.free(handle)
 
     def truncate(self, handle: ReqHandle, new_len: int) -> None:
-        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether included. ValueError for a
-        length that it does not have, or whose window it has given back."""
+        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether
+        included. ValueError for a length that it does not have, or whose window it has given back.
+        """
         row = self.req_to_token.row(handle)
         held = self._row_pages(row)
         if not 0 <= new_len <= self._lens[row]:
-            raise ValueError(f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; extend() grows it")
+            raise ValueError(
+                f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; extend() grows it"
+            )
         self._shares.check_cut(row, new_len)
         kept = -(-new_len // self.page_size)
         self._shares.free(row, held[kept:], kept)
@@ -139,21 +159,31 @@ class BlockManager:
             self._shares.behind[row] = 0
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
-        """All tokens of these sequences are computed: drops their shares of what has left the window for good."""
+        """All tokens of these sequences are computed: drops their shares of what has left the
+        window for good.
+        """
         window = self._shares.window
         if window is not None:
             rows = self.req_to_token.rows(handles)
-            self._shares.leave(rows, pages_behind(self._lens[rows], window, self.page_size), self._pages)
+            self._shares.leave(
+                rows, pages_behind(self._lens[rows], window, self.page_size), self._pages
+            )
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
-        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and `free_swa` of an allocator
-        take without a synchronise. ValueError for positions that it does not have, or has given back."""
+        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and
+        `free_swa` of an allocator take without a synchronise. ValueError for positions that it does
+        not have, or has given back.
+        """
         row = self.req_to_token.row(handle)
         if not 0 <= start <= stop <= self._lens[row]:
-            raise ValueError(f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); stay inside them")
+            raise ValueError(
+                f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); stay inside them"
+            )
         first = self._shares.first_held(row) * self.page_size
         if start < min(first, stop):
-            raise ValueError(f"{handle} gave back the slots before position {first}, asked for [{start}, {stop})")
+            raise ValueError(
+                f"{handle} gave back the slots before position {first}, asked for [{start}, {stop})"
+            )
         return self._slots(row, np.arange(start, stop))
 
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
@@ -162,12 +192,14 @@ class BlockManager:
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> torch.Tensor | None:
-        """Grows sequences (prefill chunks and decode steps alike) to `new_lens` tokens, the lengths afterwards.
+        """Grows sequences (prefill chunks and decode steps alike) to `new_lens` tokens, the lengths
+        afterwards.
 
-        Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the order of `handles`,
-        and has written them to `req_to_token`; a shared partial last page was copied before. None when pages are
-        short: nothing changed. ValueError for a stale or repeated handle, a shrinking length or one past
-        `max_context_len`.
+        Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the
+        order of `handles`, and has written them to `req_to_token`; a shared partial last page was
+        copied before. None when pages are
+        short: nothing changed. ValueError for a stale or repeated handle, a shrinking length or one
+        past `max_context_len`.
         """
         growth = self._plan(handles, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
@@ -179,7 +211,9 @@ class BlockManager:
         self._pages[at] = pages
         try:
             loc = self._fill_device(growth)
-        except BaseException:  # such as the device being out of memory: the sequences stay as they were
+        except (
+            BaseException
+        ):  # such as the device being out of memory: the sequences stay as they were
             self._pages[at] = before
             self.allocator.free_pages(pages)
             raise
@@ -188,10 +222,11 @@ class BlockManager:
         return loc
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
-        """Raises AssertionError unless the page tables, the reference counts and `req_to_token` tell one story.
+        """Raises AssertionError unless the page tables, the reference counts and `req_to_token`
+        tell one story.
 
-        cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it synchronises. May be called
-        between any two operations.
+        cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it
+        synchronises. May be called between any two operations.
         """
         self.allocator.check_integrity()
         self.req_to_token.check_integrity()
@@ -203,9 +238,9 @@ class BlockManager:
             assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
             positions = np.arange(first * self.page_size, self._lens[row])
             partial = self._lens[row] % self.page_size > 0
-            assert not partial or self.allocator.ref_counts(pages[-1:])[0] == 1 or self._forked[row], (
-                f"row {row} would write to a shared page"
-            )
+            assert (
+                not partial or self.allocator.ref_counts(pages[-1:])[0] == 1 or self._forked[row]
+            ), f"row {row} would write to a shared page"
             same = table[row, positions] == self._slots(row, positions)
             assert same.all(), f"req_to_token row {row} differs from its page table"
         self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
@@ -226,29 +261,42 @@ class BlockManager:
 
     def _slots(self, rows: int | np.integer | Int64Array, positions: Int64Array) -> Int64Array:
         """Token ids of positions by the page table, int64 of the positions' shape."""
-        return self._pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
+        return (
+            self._pages[rows, positions // self.page_size] * self.page_size
+            + positions % self.page_size
+        )
 
     def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
         rows = self.req_to_token.rows(handles)
         new = as_int64(new_lens, "new_lens")
         if len(rows) != len(new):
-            raise ValueError(f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle")
+            raise ValueError(
+                f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle"
+            )
         in_order = np.sort(rows)
         if (in_order[1:] == in_order[:-1]).any():
             raise ValueError("a handle is twice in one batch; name each sequence once")
         old = self._lens[rows]
         if (new < old).any():
             i = int((new < old).argmax())
-            raise ValueError(f"{handles[i]} can't shrink from {old[i]} to {new[i]} tokens; release it instead")
+            raise ValueError(
+                f"{handles[i]} can't shrink from {old[i]} to {new[i]} tokens; release it instead"
+            )
         longest = self.req_to_token.max_context_len
         if (new > longest).any():
             i = int((new > longest).argmax())
-            raise ValueError(f"{handles[i]} would hold {new[i]} tokens; max_context_len is {longest}, end it before")
+            raise ValueError(
+                f"{handles[i]} would hold {new[i]} tokens; max_context_len is {longest}, end it before"
+            )
         start, left = self._fresh_start(rows, old, new)
         return _Growth(rows=rows, old=old, new=new, start=start, left=left)
 
-    def _fresh_start(self, rows: Int64Array, old: Int64Array, new: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The old length, or the start of the last page for each request that has to copy it; those pages."""
+    def _fresh_start(
+        self, rows: Int64Array, old: Int64Array, new: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """The old length, or the start of the last page for each request that has to copy it; those
+        pages.
+        """
         if not self._forked[rows].any():  # as in nearly every step of decoding
             return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
@@ -258,28 +306,36 @@ class BlockManager:
         owners = self.allocator.ref_counts(pages)
         self._forked[rows[writers[owners == 1]]] = False
         left: dict[int, int] = {}
-        for i, page, count in zip(*(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True):
+        for i, page, count in zip(
+            *(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True
+        ):
             remaining = left.get(page, count)
-            if remaining > 1:  # several writers of one page in this batch: the last of its owners keeps it
+            if (
+                remaining > 1
+            ):  # several writers of one page in this batch: the last of its owners keeps it
                 start[i] -= offset[i]
                 left[page] = remaining - 1
         copying = np.flatnonzero(start < old)
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
     def _fill_device(self, growth: _Growth) -> torch.Tensor:
-        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the new tokens.
+        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the
+        new tokens.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
         which, nth = _spread(growth.new - growth.start)
         rows, positions, copies = growth.rows[which], growth.start[which] + nth, 0
-        if len(growth.left):  # copies come first, so that the new tokens' ids are a view of what is sent
+        if len(
+            growth.left
+        ):  # copies come first, so that the new tokens' ids are a view of what is sent
             moved = positions < growth.old[which]
             order, copies = np.argsort(~moved, kind="stable"), int(moved.sum())
             rows, positions = rows[order], positions[order]
         loc = self._slots(rows, positions)
         if copies:
-            # a request's moved tokens begin at offset 0 of its page: each such offset starts the next request
+            # a request's moved tokens begin at offset 0 of its page: each such offset starts the
+            # next request
             offset = positions[:copies] % self.page_size
             source = growth.left[np.cumsum(offset == 0) - 1] * self.page_size + offset
             target, source = to_device(np.stack([loc[:copies], source]), self.allocator.device)
@@ -288,26 +344,34 @@ class BlockManager:
         return self._write_table(flat, loc)[copies:]
 
     def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
-        """Writes slots to the table at these places, by one transfer and one launch; returns them, on the device."""
+        """Writes slots to the table at these places, by one transfer and one launch; returns them,
+        on the device.
+        """
         n = len(loc)
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
         packed = np.empty(2 * n + -(-n // 2), dtype=np.int64)
         packed[:n], packed[n : 2 * n] = flat, loc
-        packed[2 * n :].view(np.int32)[:n] = loc  # as the table holds them: converting there takes a launch more
+        packed[2 * n :].view(np.int32)[:n] = (
+            loc  # as the table holds them: converting there takes a launch more
+        )
         sent = to_device(packed, self.allocator.device)
         self.req_to_token.write_flat(sent[:n], sent[2 * n :].view(torch.int32)[:n])
         return sent[n : 2 * n]
 
 
-def _page_index(growth: _Growth, counts: Int64Array, page_size: int) -> tuple[Int64Array, Int64Array]:
+def _page_index(
+    growth: _Growth, counts: Int64Array, page_size: int
+) -> tuple[Int64Array, Int64Array]:
     """Where the new pages go, `counts` of them a request: rows and columns of the page table."""
     which, nth = _spread(counts)
     return growth.rows[which], -(-growth.start[which] // page_size) + nth
 
 
 def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
-    """For every one of `counts` things a request: which request's it is, and its number among those of the request."""
+    """For every one of `counts` things a request: which request's it is, and its number among those
+    of the request.
+    """
     if (counts <= 1).all():  # as in nearly every step of decoding
         return slice(None) if counts.all() else np.flatnonzero(counts), 0
     which = np.repeat(np.arange(len(counts)), counts)

@@ -22,16 +22,22 @@ _KV_DTYPES = {
 
 
 def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The stored dtype that `kv_cache_dtype` names; "auto" is the model's dtype. ValueError for an unknown name."""
+    """The stored dtype that `kv_cache_dtype` names; "auto" is the model's dtype. ValueError for an
+    unknown name.
+    """
     if name == "auto":
         return model_dtype
     if name not in _KV_DTYPES:
-        raise ValueError(f"unknown kv_cache_dtype {name!r}; use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}")
+        raise ValueError(
+            f"unknown kv_cache_dtype {name!r}; use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}"
+        )
     return _KV_DTYPES[name]
 
 
 def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements are kept in: fp8 and fp4 lack indexing kernels on some devices and are kept as bytes."""
+    """The dtype that elements are kept in: fp8 and fp4 lack indexing kernels on some devices and
+    are kept as bytes.
+    """
     return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
 
 
@@ -42,13 +48,15 @@ def row_bytes(dtype: torch.dtype, width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(ABC):
-    """A paged cache of `size` tokens for `num_layers` attention layers; what a token's rows are, a subclass says.
+    """A paged cache of `size` tokens for `num_layers` attention layers; what a token's rows are, a
+    subclass says.
 
-    size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are stored as int32 in the
-        request table, hence its limit.
-    compute_dtype: what rows are read in from fp8 or fp4 storage, None: bfloat16. Other dtypes are read as stored.
-    slot_major: all layers of a slot lie together, so that the pool can be resized on a memsaver tag; otherwise all
-        slots of a layer do.
+    size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are
+        stored as int32 in the request table, hence its limit.
+    compute_dtype: what rows are read in from fp8 or fp4 storage, None: bfloat16. Other dtypes are
+    read as stored.
+    slot_major: all layers of a slot lie together, so that the pool can be resized on a memsaver
+        tag; otherwise all slots of a layer do.
     """
 
     num_layers: int
@@ -71,12 +79,18 @@ class TokenConfig(ABC):
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype in which rows are read."""
-        return self.dtype if store_dtype(self.dtype) == self.dtype else self.compute_dtype or torch.bfloat16
+        return (
+            self.dtype
+            if store_dtype(self.dtype) == self.dtype
+            else self.compute_dtype or torch.bfloat16
+        )
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers, block scales included."""
-        return self.num_layers * sum(heads * row_bytes(self.dtype, width) for heads, width in self.rows.values())
+        return self.num_layers * sum(
+            heads * row_bytes(self.dtype, width) for heads, width in self.rows.values()
+        )
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +108,9 @@ class TokenConfig(ABC):
                 f"{(self.size // self.page_size + 1) * self.page_size}"
             )
         if self.size + self.page_size > 2**31:
-            raise ValueError(f"{who}.size {self.size} does not fit int32 token ids; use fewer than 2**31 tokens")
+            raise ValueError(
+                f"{who}.size {self.size} does not fit int32 token ids; use fewer than 2**31 tokens"
+            )
         self._check_dtypes(who)
         check_device(who, self.device)
 
@@ -103,15 +119,22 @@ class TokenConfig(ABC):
             names = ", ".join(str(d) for d in STORABLE_DTYPES)
             raise ValueError(f"{who}.dtype {self.dtype} can't be stored; use one of {names}")
         if self.compute_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{who}.compute_dtype {self.compute_dtype} must be float32, float16 or bfloat16")
+            raise ValueError(
+                f"{who}.compute_dtype {self.compute_dtype} must be float32, float16 or bfloat16"
+            )
         for name, (_, width) in self.rows.items():
             if self.dtype == FP4_DTYPE and width % FP4_BLOCK:
-                raise ValueError(f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, {name!r} has {width}")
+                raise ValueError(
+                    f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, {name!r} has {width}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig(TokenConfig):
-    """Multi-head or grouped-query attention. `v_head_dim` None means that values are as wide as keys."""
+    """Multi-head or grouped-query attention.
+
+    `v_head_dim` None means that values are as wide as keys.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -146,7 +169,9 @@ class MLACacheConfig(TokenConfig):
     def _check_dtypes(self, who: str) -> None:
         super()._check_dtypes(who)
         if self.dtype == FP4_DTYPE and self.kv_lora_rank % FP4_BLOCK:
-            raise ValueError(f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, got {self.kv_lora_rank}")
+            raise ValueError(
+                f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, got {self.kv_lora_rank}"
+            )
 
 
 def check_positive(what: str, value: object) -> None:

@@ -1,9 +1,10 @@
-"""From a Hugging Face config object to what its KV cache is made of. Reads attributes only, imports no transformers.
+"""From a Hugging Face config object to what its KV cache is made of. Reads attributes only, imports
+no transformers.
 
-Known: dense and mixture-of-experts decoders with full or sliding attention in every layer or alternating (Llama, Qwen2,
-Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2, V3), gated delta nets (Qwen3-Next) and Mamba-2
-(Bamba) beside full attention. Out of scope: multimodal embedding caches and vision towers; of a config with a
-`text_config`, that is read.
+Known: dense and mixture-of-experts decoders with full or sliding attention in every layer or
+alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,
+V3), gated delta nets (Qwen3-Next) and Mamba-2 (Bamba) beside full attention. Out of scope:
+multimodal embedding caches and vision towers; of a config with a `text_config`, that is read.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ _KINDS: dict[str, Kind] = {
 class KVLayout:
     """What a model's layers keep.
 
-    kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a `MambaPool` beside it.
-    dtype: stored, model_dtype: computed with. rows: what a token has in a layer that keeps tokens, name -> (heads,
-    width). conv_shapes, temporal_shape: states of a linear layer, None without one; the convolution's is kernel - 1
-    wide, and in the model's dtype, the recurrent one in `state_dtype`.
+    kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a
+    `MambaPool` beside it.
+    dtype: stored, model_dtype: computed with. rows: what a token has in a layer that keeps tokens,
+    name -> (heads, width). conv_shapes, temporal_shape: states of a linear layer, None without one;
+    the convolution's is kernel - 1 wide, and in the model's dtype, the recurrent one in
+    `state_dtype`.
     """
 
     kinds: tuple[Kind, ...]
@@ -63,7 +66,9 @@ class KVLayout:
 
     @property
     def layer_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """For each layer: what one token has there (heads, width), or one request (states of linear layers)."""
+        """For each layer: what one token has there (heads, width), or one request (states of linear
+        layers).
+        """
         states = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
         states |= {"temporal": self.temporal_shape} if self.temporal_shape else {}
         return tuple(dict(states if kind == "linear" else self.rows) for kind in self.kinds)
@@ -84,10 +89,17 @@ class KVLayout:
         return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
 
     def _bytes(self, layers: int) -> int:
-        return self.token_config(num_layers=layers, size=1, page_size=1, device="cpu").bytes_per_token if layers else 0
+        return (
+            self.token_config(num_layers=layers, size=1, page_size=1, device="cpu").bytes_per_token
+            if layers
+            else 0
+        )
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
-        """The config of a pool of so many of the layers that keep tokens. fields: size, page_size, device, ..."""
+        """The config of a pool of so many of the layers that keep tokens.
+
+        fields: size, page_size, device, ...
+        """
         fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
         if self.kv_lora_rank is not None:
             rope = self.rows["kv"][1] - self.kv_lora_rank
@@ -96,7 +108,9 @@ class KVLayout:
         return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
 
     def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
-        """The config of the pool of states for `size` requests; ValueError for a model without linear layers."""
+        """The config of the pool of states for `size` requests; ValueError for a model without
+        linear layers.
+        """
         if self.temporal_shape is None:
             raise ValueError("this model has no linear layers and keeps no states")
         return MambaConfig(
@@ -119,12 +133,16 @@ class KVLayout:
         saver: MemorySaver | None = None,
         tag: str = "kv_cache",
     ) -> KVPool:
-        """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed there only."""
+        """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed
+        there only.
+        """
         fields = {"size": size, "page_size": page_size, "device": device}
         fp4 = self.dtype == FP4_DTYPE
         mha = MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool
         tokens = self.layers("full", "sliding", "mla")
-        config: Any = self.token_config(num_layers=len(self.layers("full") if self.pool == "swa" else tokens), **fields)
+        config: Any = self.token_config(
+            num_layers=len(self.layers("full") if self.pool == "swa" else tokens), **fields
+        )
         if self.pool == "mla":
             return (MLATokenToKVPoolFP4 if fp4 else MLATokenToKVPool)(config, saver, tag)
         if self.pool == "mha":
@@ -132,12 +150,16 @@ class KVLayout:
         if self.pool == "hybrid_linear":
             return HybridLinearKVPool(config, tokens, saver, tag, mha)
         if window_size is None:
-            raise ValueError("a model with full and sliding layers needs window_size, the tokens of its window pool")
+            raise ValueError(
+                "a model with full and sliding layers needs window_size, the tokens of its window pool"
+            )
         sliding = self.layers("sliding")
         window: Any = self.token_config(num_layers=len(sliding), **fields | {"size": window_size})
         return SWAKVPool(config, window, self.layers("full"), sliding, saver, tag, mha)
 
-    def build_states(self, *, size: int, device: torch.device | str, saver: MemorySaver | None = None) -> MambaPool:
+    def build_states(
+        self, *, size: int, device: torch.device | str, saver: MemorySaver | None = None
+    ) -> MambaPool:
         """The pool of the linear layers' states, for `size` requests."""
         return MambaPool(self.mamba_config(size=size, device=device), saver)
 
@@ -145,9 +167,10 @@ class KVLayout:
 def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None = None) -> KVLayout:
     """What the KV cache of the model with this Hugging Face config is made of.
 
-    kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or "fp4_e2m1". dtype: the
-    model's, None: what the config says, torch's default dtype if it says nothing (as a model built from it has).
-    ValueError for an unknown dtype, an unknown kind of layer, or a mix of kinds that no pool holds.
+    kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or
+    "fp4_e2m1". dtype: the model's, None: what the config says, torch's default dtype if it says
+    nothing (as a model built from it has). ValueError for an unknown dtype, an unknown kind of
+    layer, or a mix of kinds that no pool holds.
     """
     config = getattr(config, "text_config", None) or config
     model_dtype = dtype or _dtype(config)
@@ -171,7 +194,11 @@ def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None 
 
 def _dtype(config: Any) -> torch.dtype:
     # transformers 5 has renamed torch_dtype, and warns of whoever asks a config for it
-    given = getattr(config, "dtype", None) or vars(config).get("torch_dtype") or torch.get_default_dtype()
+    given = (
+        getattr(config, "dtype", None)
+        or vars(config).get("torch_dtype")
+        or torch.get_default_dtype()
+    )
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ValueError(f"the config's dtype {given!r} is no torch dtype; pass dtype=")
@@ -185,10 +212,14 @@ def _kinds(config: Any) -> tuple[Kind, ...]:
         return ("mla",) * count
     names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if names is None:
-        slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        slides = getattr(config, "sliding_window", None) and getattr(
+            config, "use_sliding_window", True
+        )
         return ("sliding" if slides else "full",) * count
     if unknown := sorted(set(names) - set(_KINDS)):
-        raise ValueError(f"layers of kind {unknown} are not supported; supported: {', '.join(_KINDS)}")
+        raise ValueError(
+            f"layers of kind {unknown} are not supported; supported: {', '.join(_KINDS)}"
+        )
     if len(names) != count:
         raise ValueError(f"the config names the kinds of {len(names)} layers and has {count}")
     return tuple(_KINDS[name] for name in names)
@@ -199,7 +230,8 @@ def _pool(kinds: Sequence[Kind]) -> PoolName:
     if present == {"mla"}:
         return "mla"
     if present in ({"full"}, {"sliding"}):
-        # where all layers slide, one ledger can free pages by itself: a second pool would save nothing
+        # where all layers slide, one ledger can free pages by itself: a second pool would save
+        # nothing
         return "mha"
     if present == {"full", "sliding"}:
         return "swa"
@@ -221,11 +253,17 @@ def _states(config: Any) -> dict[str, Any]:
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
         conv = (2 * keys + values, config.linear_conv_kernel_dim - 1)
-        temporal = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        temporal = (
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
     elif getattr(config, "mamba_d_state", None):
         inner = config.mamba_expand * config.hidden_size
         conv = (inner + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv - 1)
         temporal = (config.mamba_n_heads, inner // config.mamba_n_heads, config.mamba_d_state)
     else:
-        raise ValueError(f"{type(config).__name__} has linear layers whose states are not known here")
+        raise ValueError(
+            f"{type(config).__name__} has linear layers whose states are not known here"
+        )
     return {"conv_shapes": (conv,), "temporal_shape": temporal}

@@ -11,7 +11,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ReqHandle:
-    """Names one row of a `ReqToTokenPool` until that row is freed; after that every use of it raises ValueError."""
+    """Names one row of a `ReqToTokenPool` until that row is freed; after that every use of it
+    raises ValueError.
+    """
 
     row: int
     generation: int
@@ -20,12 +22,13 @@ class ReqHandle:
 class ReqToTokenPool:
     """`req_to_token[row, position]` is the pool slot of a request's token at `position`.
 
-    The table (int32 `[size + 1, max_context_len]`) is on the device, who owns which row is decided on the CPU. Row 0 is
-    the padding row: never issued, always zero, so padded batch entries read the padding page. Positions past a
-    request's length hold leftovers of earlier owners.
+    The table (int32 `[size + 1, max_context_len]`) is on the device, who owns which row is decided
+    on the CPU. Row 0 is the padding row: never issued, always zero, so padded batch entries read
+    the padding page. Positions past a request's length hold leftovers of earlier owners.
 
-    A pool whose requests hold more than a row overrides three methods: `_fits` (is there enough of everything for n
-    new requests?), `_take` (takes it for all n, or raises with nothing taken) and `_drop` (gives one request's back).
+    A pool whose requests hold more than a row overrides three methods: `_fits` (is there enough of
+    everything for n new requests?), `_take` (takes it for all n, or raises with nothing taken) and
+    `_drop` (gives one request's back).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -36,7 +39,9 @@ class ReqToTokenPool:
             )
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
+        self.req_to_token = torch.zeros(
+            (size + 1, max_context_len), dtype=torch.int32, device=device
+        )
         self.device = self.req_to_token.device
         self._free_rows = list(range(size, 0, -1))
         self._generation = [0] * (size + 1)
@@ -47,9 +52,11 @@ class ReqToTokenPool:
         return len(self._free_rows)
 
     def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """One handle a request: None asks for a new row, a handle keeps the row it holds (chunked prefill).
+        """One handle a request: None asks for a new row, a handle keeps the row it holds (chunked
+        prefill).
 
-        All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle raises ValueError.
+        All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle
+        raises ValueError.
         """
         self.rows([r for r in reqs if r is not None])
         count = sum(r is None for r in reqs)
@@ -76,7 +83,10 @@ class ReqToTokenPool:
         return count <= len(self._free_rows)
 
     def _take(self, count: int) -> list[ReqHandle]:
-        handles = [ReqHandle(row, self._generation[row]) for row in (self._free_rows.pop() for _ in range(count))]
+        handles = [
+            ReqHandle(row, self._generation[row])
+            for row in (self._free_rows.pop() for _ in range(count))
+        ]
         self._issued.update((handle.row, handle) for handle in handles)
         return handles
 
@@ -103,16 +113,21 @@ class ReqToTokenPool:
         return np.array(rows, dtype=np.int64)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """`req_to_token[indices] = values`: one indexed write of token ids, given as any index torch accepts."""
+        """`req_to_token[indices] = values`: one indexed write of token ids, given as any index
+        torch accepts.
+        """
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]` without repeats, both
-        on the device."""
+        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]`
+        without repeats, both on the device.
+        """
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched (synchronises)."""
+        """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched
+        (synchronises).
+        """
         free = self._free_rows
         assert len(set(free)) == len(free), f"a row is twice in the free list: {sorted(free)}"
         assert all(0 < row <= self.size for row in free), (

@@ -1,4 +1,6 @@
-"""Sliding windows: a query at position p sees the keys at (p - window, p]; what no later query sees is given back."""
+"""Sliding windows: a query at position p sees the keys at (p - window, p]; what no later query sees
+is given back.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +16,10 @@ _Length = TypeVar("_Length", int, Int64Array)
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Pages of one pool. window: keys that its layers see at a time, so that sequences give back what lies behind;
-    None: a sequence holds all its pages as long as it lives."""
+    """Pages of one pool. window: keys that its layers see at a time, so that sequences give back
+    what lies behind;
+    None: a sequence holds all its pages as long as it lives.
+    """
 
     name: Literal["kv", "window"]
     total: int
@@ -24,7 +28,9 @@ class Ledger:
 
 
 def pages_behind(length: _Length, window: int, page_size: int) -> _Length:
-    """Leading pages of a sequence whose first `length` tokens are computed that no later query sees a token of."""
+    """Leading pages of a sequence whose first `length` tokens are computed that no later query sees
+    a token of.
+    """
     seen_from = length - window + 1
     return seen_from * (seen_from > 0) // page_size
 
@@ -35,11 +41,12 @@ def pages_across(tokens: int, page_size: int) -> int:
 
 
 class WindowShares:
-    """Which of its pages each sequence still holds. `behind[row]`: its leading pages that have left its window.
+    """Which of its pages each sequence still holds. `behind[row]`: its leading pages that have left
+    its window.
 
-    With two ledgers a sequence holds the window half of the pages from there on, and the full half of every page; with
-    one it holds the pages from there on. Without a window `behind` stays 0, and a caller of an allocator with two
-    ledgers frees window halves itself.
+    With two ledgers a sequence holds the window half of the pages from there on, and the full half
+    of every page; with one it holds the pages from there on. Without a window `behind` stays 0, and
+    a caller of an allocator with two ledgers frees window halves itself.
     """
 
     def __init__(self, allocator: KVAllocator, rows: int, window: int | None) -> None:
@@ -48,7 +55,11 @@ class WindowShares:
         self.allocator = allocator
         self.window = window
         self.behind = np.zeros(rows, dtype=np.int64)
-        self._two = allocator if window is not None and isinstance(allocator, SWATokenToKVPoolAllocator) else None
+        self._two = (
+            allocator
+            if window is not None and isinstance(allocator, SWATokenToKVPoolAllocator)
+            else None
+        )
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
@@ -64,7 +75,8 @@ class WindowShares:
     def fork(self, parent: int, child: int, pages: Int64Array) -> None:
         """`child` shares what `parent` holds of its pages."""
         self.allocator.share(pages[self.first_held(parent) :])
-        if self._two:  # who shares a page gets a share of its window half, too, if a third sequence still sees it
+        # who shares a page gets a share of its window half, too, if a third sequence still sees it
+        if self._two:
             gone = pages[: self.behind[parent]]
             self._two.free_swa_pages(gone[self._two.swa_ref_counts(gone) > 0])
         self.behind[child] = self.behind[parent]
@@ -81,7 +93,9 @@ class WindowShares:
         if not len(pages):
             return
         if self._two:
-            self._two.free_swa_pages(pages)  # the ledger can't know whose window it is in: see its docstring
+            self._two.free_swa_pages(
+                pages
+            )  # the ledger can't know whose window it is in: see its docstring
         self.allocator.free_pages(pages)
 
     def leave(self, rows: Int64Array, until: Int64Array, table: Int64Array) -> None:
@@ -90,7 +104,9 @@ class WindowShares:
         if not moved.any():
             return
         rows, until = rows[moved], until[moved]
-        pages = np.concatenate([table[row, self.behind[row] : stop] for row, stop in zip(rows, until, strict=True)])
+        pages = np.concatenate(
+            [table[row, self.behind[row] : stop] for row, stop in zip(rows, until, strict=True)]
+        )
         if self._two:
             self._two.free_swa_pages(pages)
         else:
@@ -109,7 +125,9 @@ class WindowShares:
             )
 
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
-        """AssertionError unless owners are counted as sequences (row, all its pages) and a cache hold them."""
+        """AssertionError unless owners are counted as sequences (row, all its pages) and a cache
+        hold them.
+        """
         owners, seen = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
         owners[cached] += 1
         for row, pages in tables:
@@ -117,13 +135,19 @@ class WindowShares:
             seen[pages[self.behind[row] :]] += 1
         every = np.arange(1, self.allocator.total_pages + 1)
         counts = self.allocator.ref_counts(every)
-        assert (owners[1:] == counts).all(), "reference counts differ from the sequences that hold the pages"
+        assert (owners[1:] == counts).all(), (
+            "reference counts differ from the sequences that hold the pages"
+        )
         if self._two:
             halves = self._two.swa_ref_counts(every)
-            assert (seen[1:] == halves).all(), "window owners differ from the sequences that see the pages"
+            assert (seen[1:] == halves).all(), (
+                "window owners differ from the sequences that see the pages"
+            )
         idle = np.setdiff1d(np.arange(len(self.behind)), [row for row, _ in tables])
         assert not self.behind[idle].any(), "a row without tokens has pages behind its window"
 
 
 def _ledger(name: Literal["kv", "window"], allocator: KVAllocator, window: int | None) -> Ledger:
-    return Ledger(name=name, total=allocator.total_pages, available=allocator.available_pages, window=window)
+    return Ledger(
+        name=name, total=allocator.total_pages, available=allocator.available_pages, window=window
+    )

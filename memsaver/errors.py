@@ -1,4 +1,7 @@
-"""What memsaver raises. Every message names the cause and the next step; nothing ever exits the process."""
+"""What memsaver raises.
+
+Every message names the cause and the next step; nothing ever exits the process.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,13 @@ class OutOfMemory(MemSaverError, MemoryError):
     Attributes:
         requested_bytes: what the failed operation needed.
         missing_bytes: how much more would have been enough (0 when the driver does not say).
-        holders: who holds the rest, bytes by name (tags, and on a GPU torch's cache and other processes).
+        holders: who holds the rest, bytes by name (tags, and on a GPU torch's cache and other
+            processes).
     """
 
-    def __init__(self, message: str, requested_bytes: int, missing_bytes: int, holders: Mapping[str, int]) -> None:
+    def __init__(
+        self, message: str, requested_bytes: int, missing_bytes: int, holders: Mapping[str, int]
+    ) -> None:
         super().__init__(message)
         self.requested_bytes = requested_bytes
         self.missing_bytes = missing_bytes

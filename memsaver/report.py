@@ -18,7 +18,9 @@ class TagReport:
     committed_bytes: int
     """Physical memory behind the tag now, page-rounded."""
     borrowed_bytes: int
-    """Of another saver's tag, behind this one in place of its own memory: committed there, not here."""
+    """Of another saver's tag, behind this one in place of its own memory: committed there, not
+    here.
+    """
     live_bytes: int
     """Allocations in use, as asked for."""
     backup_bytes: int
@@ -58,7 +60,9 @@ class CallStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An operation on a tag: when it ended (``time.time()``), how long it took, and the tag's bytes after it."""
+    """An operation on a tag: when it ended (``time.time()``), how long it took, and the tag's bytes
+    after it.
+    """
 
     time: float
     seconds: float

@@ -150,7 +150,9 @@ class MemorySaver:
 
     # ---------------------------------------------------------------- tensors on tags
 
-    def region(self, tag: str = "default", content: str | None = None) -> contextlib.AbstractContextManager[None]:
+    def region(
+        self, tag: str = "default", content: str | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Place this thread's torch allocations on ``tag``; the innermost region wins.
 
         ``content``: what a pause does with the content: ``"discard"`` (default for a new tag),
@@ -195,7 +197,9 @@ class MemorySaver:
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(length < 0 for length in size):
             raise ValueError(f"empty: no length of the shape {list(size)} may be negative")
-        nbytes = min(math.prod(size) * dtype.itemsize, sys.maxsize)  # more does not go through C as it is
+        nbytes = min(
+            math.prod(size) * dtype.itemsize, sys.maxsize
+        )  # more does not go through C as it is
         first = tag not in self.tags
         arena = self._open_for_use(tag, content)
         if not nbytes:
@@ -207,7 +211,9 @@ class MemorySaver:
         if tensor is None and self._transactions.make_room():
             tensor = arena.empty(nbytes)
         if tensor is None:
-            error = self._shortage(f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause())
+            error = self._shortage(
+                f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause()
+            )
             if first:
                 self._forget(arena)
             raise error
@@ -268,7 +274,9 @@ class MemorySaver:
             kept = [(arena, content or arena.content) for arena in arenas]
             saved = [(arena, where) for arena, where in kept if where != "discard"]
             if lent := [arena.tag for arena, _ in saved if arena.borrowed is not None]:
-                raise ValueError(f"the pages of {lent} are borrowed, their content is their owner's; content='discard'")
+                raise ValueError(
+                    f"the pages of {lent} are borrowed, their content is their owner's; content='discard'"
+                )
             with self._recorder.timed("pause", arenas):
                 lost = self._transactions.pause(arenas, saved, release, to, streams)
             if lost is not None:
@@ -320,7 +328,9 @@ class MemorySaver:
                 raise StateError(f"swap: tag {resume!r} is not paused")
             out.require_no_region("pause")
             if (where := content or out.content) == "disk":
-                raise ValueError("swap keeps content in host memory; pass content='host', or pause and resume")
+                raise ValueError(
+                    "swap keeps content in host memory; pass content='host', or pause and resume"
+                )
             more = max(0, into.committed_when_paused - out.stats.committed)
             timed = self._recorder.timed
             with (
@@ -379,11 +389,15 @@ class MemorySaver:
         with self._operation():
             arena = self._arena(tag)
             if arena.paused:
-                raise StateError(f"tag {tag!r} is paused; resume it first, at_least= takes what fits")
+                raise StateError(
+                    f"tag {tag!r} is paused; resume it first, at_least= takes what fits"
+                )
             arena.require_own(f"resize({tag!r}, {nbytes})")
             wanted, before = self.backend.round_up(nbytes), arena.stats.committed
             if nbytes < 0 or wanted > arena.reservation.nbytes:
-                raise ValueError(f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}")
+                raise ValueError(
+                    f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}"
+                )
             with self._explained(f"resize({tag!r}, {nbytes})", [arena], wanted - before):
                 self._transactions.resize(arena, wanted)
             if arena.stats.committed != before:
@@ -395,7 +409,9 @@ class MemorySaver:
         now.
         """
         if not tensor.is_contiguous() or not tensor.ndim:
-            raise ValueError(f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}"
+            )
         with self._lock:
             arena = self._tags.at(tensor.data_ptr())
             backed = arena.backed - (tensor.data_ptr() - arena.address)
@@ -412,7 +428,9 @@ class MemorySaver:
         with self._operation():
             arenas = self._select(() if tag is None else (tag,))
             self._transactions.recall(arenas)
-            arenas = [arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)]
+            arenas = [
+                arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)
+            ]
             kept = self._pool.extents if tag is None else []
             if arenas and self.device.type == "cuda":
                 from memsaver.native import cuda_hook
@@ -468,7 +486,10 @@ class MemorySaver:
             # without the lock: the owner may be waiting for this saver
             grant = lease_extents(ticket, backend, ends)
             with self._operation():
-                arena, borrowed = self._borrower(tag, ticket), BorrowedPages(ticket, grant.extents, ends.close)
+                arena, borrowed = (
+                    self._borrower(tag, ticket),
+                    BorrowedPages(ticket, grant.extents, ends.close),
+                )
                 self._check_size(arena, ticket, borrowed.nbytes)
                 self._transactions.borrow(arena, borrowed)
                 undo.pop_all()
@@ -481,9 +502,13 @@ class MemorySaver:
         if not arena.paused:
             raise StateError(f"borrow({tag!r}): the tag is active; pause it first")
         if ticket.device_key != self.backend.device_key:
-            raise ValueError(f"borrow({tag!r}): pages of {ticket.device_key} cannot serve {self.backend.device_key}")
+            raise ValueError(
+                f"borrow({tag!r}): pages of {ticket.device_key} cannot serve {self.backend.device_key}"
+            )
         if self._transactions.server is not None and self._transactions.server.made(ticket):
-            raise ValueError(f"borrow({tag!r}): {ticket.tag!r} is a tag of the same saver; use exchange()")
+            raise ValueError(
+                f"borrow({tag!r}): {ticket.tag!r} is a tag of the same saver; use exchange()"
+            )
         return arena
 
     def _check_size(self, arena: Arena, ticket: Ticket, nbytes: int) -> None:
@@ -550,7 +575,9 @@ class MemorySaver:
             if kept := self._pool.held_bytes:
                 tags[PAGE_POOL] = kept
             saved = sum(arena.backup.host_bytes for arena in self._tags if arena.backup)
-            now, peak, used = self._torch_use.take(tuple((a.tag, a.stats.blocks, a.stats.frees) for a in self._tags))
+            now, peak, used = self._torch_use.take(
+                tuple((a.tag, a.stats.blocks, a.stats.frees) for a in self._tags)
+            )
             return Usage(
                 tags=tags,
                 torch_bytes=now,
@@ -603,7 +630,9 @@ class MemorySaver:
         if self._closed:
             raise StateError("this MemorySaver is closed; make a new one")
         if os.getpid() != self._pid:
-            raise StateError("this is a forked child, where the saver is inert; make a MemorySaver of its own")
+            raise StateError(
+                "this is a forked child, where the saver is inert; make a MemorySaver of its own"
+            )
         if self._guard is not None:
             self._guard.enable()  # in this thread, too
 
@@ -634,12 +663,16 @@ class MemorySaver:
         except ShortOfMemory as short:
             raise self._shortage(what, arenas, short.cause, needed) from None
 
-    def _shortage(self, what: str, arenas: list[Arena], cause: shim.Cause, needed: int = 0) -> Exception:
+    def _shortage(
+        self, what: str, arenas: list[Arena], cause: shim.Cause, needed: int = 0
+    ) -> Exception:
         """needed: bytes; 0: those of the paused arenas, or what the failed call asked for."""
         needed = needed or sum(arena.committed_when_paused for arena in arenas if arena.paused)
         holders = {arena.tag: arena.stats.committed for arena in self._tags}
         holders[PAGE_POOL] = self._pool.held_bytes
-        return explain(what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self.backend)
+        return explain(
+            what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self.backend
+        )
 
     def _hook(self, arena: Arena) -> contextlib.AbstractContextManager[None]:
         if self.device.type == "cuda":
@@ -674,4 +707,6 @@ class MemorySaver:
             if trim and not arena.open_regions and not self._leases(arena.tag):
                 arena.trim()
             if arena.stats.committed != before:
-                self._recorder.record("grow" if arena.stats.committed > before else "trim", arena, 0.0)
+                self._recorder.record(
+                    "grow" if arena.stats.committed > before else "trim", arena, 0.0
+                )

@@ -2,7 +2,8 @@
 
     recipe = recipes.load("recipes/tiny.yaml", ["steps=3"])
 
-Importing this package stays cheap: torch, transformers, ray and matplotlib are imported where they are used.
+Importing this package stays cheap: torch, transformers, ray and matplotlib are imported where they
+are used.
 """
 
 from recipes.errors import RecipeError, RunError

@@ -1,7 +1,8 @@
-"""The command `memsaver`: parsing, exit statuses and signals; the subcommands are in `recipes.commands`.
+"""The command `memsaver`: parsing, exit statuses and signals; the subcommands are in
+`recipes.commands`.
 
-Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the doctor failed; 2 bad
-recipe or usage; 130 or 143 interrupted or stopped.
+Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the
+doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of one command; may be called from any thread, and leaves signal handlers as they were."""
+    """The exit status of one command; may be called from any thread, and leaves signal handlers as
+    they were.
+    """
     arguments = parse(argv)
     with interrupts() as interrupted:
         try:
@@ -56,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RecipeError as error:
             return _fail(2, error, arguments.verbose)
         except BaseException as error:
-            if interrupted:  # whatever it became on its way out, also what libraries keep apart from Exception
-                exec("")  # else Python, which an interrupt left through an exec(), would end by SIGINT
+            if (
+                interrupted
+            ):  # whatever it became on its way out, also what libraries keep apart from Exception
+                exec(
+                    ""
+                )  # else Python, which an interrupt left through an exec(), would end by SIGINT
                 return _fail(128 + interrupted[0], error, arguments.verbose, "interrupted")
             if not isinstance(error, (RunError, KeyboardInterrupt)):
                 raise
@@ -65,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes no positional after an option that follows others; overrides may stand anywhere here."""
+    """argparse takes no positional after an option that follows others; overrides may stand
+    anywhere here.
+    """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     takes_words = hasattr(arguments, "words")

@@ -1,7 +1,8 @@
-"""The subcommands of `memsaver`: a row of COMMANDS and a function each. What they do is imported when they run.
+"""The subcommands of `memsaver`: a row of COMMANDS and a function each. What they do is imported
+when they run.
 
-A command's function takes the parsed arguments and returns the exit status. RecipeError and RunError become one line
-and an exit status in `recipes.cli`.
+A command's function takes the parsed arguments and returns the exit status. RecipeError and
+RunError become one line and an exit status in `recipes.cli`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Command:
 def add_words(parser: ArgumentParser) -> None:
     """A recipe and its overrides; the overrides may stand anywhere on the line."""
     parser.add_argument(
-        "words", nargs="*", metavar="RECIPE [KEY=VALUE ...]", help="YAML file or packaged name, then overrides"
+        "words",
+        nargs="*",
+        metavar="RECIPE [KEY=VALUE ...]",
+        help="YAML file or packaged name, then overrides",
     )
 
 
@@ -39,8 +43,15 @@ def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
 
 def _run_arguments(parser: ArgumentParser) -> None:
     add_words(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default runs/RECIPE-DATE-TIME)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR from its last checkpoint")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where to write (default runs/RECIPE-DATE-TIME)"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="continue the run in DIR from its last checkpoint",
+    )
 
 
 def _run(arguments: Namespace) -> int:
@@ -49,7 +60,9 @@ def _run(arguments: Namespace) -> int:
     recipe, overrides = recipe_and_overrides(arguments)
     if arguments.resume is not None:
         if arguments.run_dir is not None:
-            raise RecipeError("--run-dir: --resume continues in its own folder; give one of the two")
+            raise RecipeError(
+                "--run-dir: --resume continues in its own folder; give one of the two"
+            )
         continue_run(arguments.resume, recipe, overrides)
     elif recipe is None:
         raise RecipeError("run: names no recipe; try: memsaver run tiny")
@@ -61,10 +74,18 @@ def _run(arguments: Namespace) -> int:
 def _plan_arguments(parser: ArgumentParser) -> None:
     add_words(parser)
     parser.add_argument("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
-    parser.add_argument("--unstaged", action="store_true", help="wake all of the engine before the sync, as others do")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of the longest prompt (default: the task's)")
+    parser.add_argument(
+        "--unstaged",
+        action="store_true",
+        help="wake all of the engine before the sync, as others do",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of the longest prompt (default: the task's)"
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it, too")
-    parser.add_argument("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
+    parser.add_argument(
+        "--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report"
+    )
 
 
 def _plan(arguments: Namespace) -> int:
@@ -74,7 +95,9 @@ def _plan(arguments: Namespace) -> int:
     if recipe is None:
         raise RecipeError("plan: names no recipe; try: memsaver plan qwen2.5-7b")
     if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
-        raise RecipeError(f"--prompt-tokens {arguments.prompt_tokens}: must be at least 1; leave it away")
+        raise RecipeError(
+            f"--prompt-tokens {arguments.prompt_tokens}: must be at least 1; leave it away"
+        )
     return plan_recipe(
         recipe,
         overrides,
@@ -88,8 +111,12 @@ def _plan(arguments: Namespace) -> int:
 
 def _fetch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="smollm2-135m")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)")
-    parser.add_argument("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help="convert it, no download")
+    parser.add_argument(
+        "--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)"
+    )
+    parser.add_argument(
+        "--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help="convert it, no download"
+    )
 
 
 def _fetch(arguments: Namespace) -> int:
@@ -100,8 +127,12 @@ def _fetch(arguments: Namespace) -> int:
 
 
 def _report_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the folder of a run, finished or not"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)"
+    )
 
 
 def _report(arguments: Namespace) -> int:
@@ -112,7 +143,9 @@ def _report(arguments: Namespace) -> int:
 
 
 def _doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)"
+    )
 
 
 def _doctor(arguments: Namespace) -> int:

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit status 2)."""
+    """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit
+    status 2).
+    """
 
 
 class RunError(RuntimeError):
-    """A run that failed; one line naming the stage, the cause and, where there is one, the remedy (exit status 1)."""
+    """A run that failed; one line naming the stage, the cause and, where there is one, the remedy
+    (exit status 1).
+    """
 
     def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
         self.stage = stage
@@ -35,4 +39,6 @@ def writable(option: str) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or one_line(error)
-        raise RecipeError(f"{option}: cannot be written: {why}; name a place that is yours") from None
+        raise RecipeError(
+            f"{option}: cannot be written: {why}; name a place that is yours"
+        ) from None

@@ -1,6 +1,7 @@
 """Prompts, answers and their scores: what both algorithms do with the rollout.
 
-Prompts and sampling seeds are functions of (recipe.seed, step), so that a resumed run repeats what would have been.
+Prompts and sampling seeds are functions of (recipe.seed, step), so that a resumed run repeats what
+would have been.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 
 
 def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
-    """Greedy answers to held-out problems, and to those beside the trained task; the fractions that match exactly."""
+    """Greedy answers to held-out problems, and to those beside the trained task; the fractions that
+    match exactly.
+    """
     limit, task = setup.recipe.eval.problems, setup.task
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
@@ -65,7 +68,9 @@ def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
 
 def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) -> float:
     greedy = SamplingParams(max_tokens=setup.recipe.sampling.max_tokens, temperature=0.0)
-    scores = compute_reward(setup.task, _answers(rollout, setup, list(problems), [greedy] * len(problems)))
+    scores = compute_reward(
+        setup.task, _answers(rollout, setup, list(problems), [greedy] * len(problems))
+    )
     return sum(score.exact for score in scores) / len(scores)
 
 
@@ -75,11 +80,19 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
     return [task.score(problem, text, ended) for problem, text, ended in triples]
 
 
-def pick_problems(kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int) -> list[Problem]:
-    """`count` different problems for this step, as many of each kind, or one more of the first ones."""
+def pick_problems(
+    kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int
+) -> list[Problem]:
+    """`count` different problems for this step, as many of each kind, or one more of the first
+    ones.
+    """
     drawn = random.Random(f"{seed}/prompts/{step}")
     shares = [len(range(index, count, len(kinds))) for index in range(len(kinds))]
-    return [problem for kind, share in zip(kinds, shares, strict=True) for problem in drawn.sample(list(kind), share)]
+    return [
+        problem
+        for kind, share in zip(kinds, shares, strict=True)
+        for problem in drawn.sample(list(kind), share)
+    ]
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:
@@ -87,7 +100,9 @@ def sampling_seed(seed: int, step: int, index: int) -> int:
     return hash_text(f"{seed}/sampling/{step}/{index}") >> 1
 
 
-def _answers(rollout: Rollout, setup: Setup, problems: list[Problem], params: list[SamplingParams]) -> Samples:
+def _answers(
+    rollout: Rollout, setup: Setup, problems: list[Problem], params: list[SamplingParams]
+) -> Samples:
     prompts = [setup.prompt_ids(problem) for problem in problems]
     groups = rollout.generate(prompts, params)
     flat = [(index, completion) for index, group in enumerate(groups) for completion in group]

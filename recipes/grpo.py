@@ -21,7 +21,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, spread_of, step_row
+from recipes.loop import (
+    Loop,
+    PerToken,
+    TrainerSide,
+    compute_log_prob,
+    compute_ref_log_prob,
+    spread_of,
+    step_row,
+)
 from recipes.recipe import Recipe
 
 
@@ -58,14 +66,23 @@ class GrpoLoop(Loop):
             rewards = [score.reward for score in scores]
             advantages = compute_advantages(rewards, grpo.samples_per_prompt, grpo.normalize_std)
         with self.stage("update_actor"):
-            learned = update_actor(trainer, samples, logprobs, advantages, temperature, ref_logprobs)
-        return {**learned, **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)}
+            learned = update_actor(
+                trainer, samples, logprobs, advantages, temperature, ref_logprobs
+            )
+        return {
+            **learned,
+            **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds),
+        }
 
 
-def compute_advantages(rewards: Sequence[float], group_size: int, normalize_std: bool) -> list[float]:
-    """Each reward against the mean of its group of `group_size` neighbours, over the group's standard deviation.
+def compute_advantages(
+    rewards: Sequence[float], group_size: int, normalize_std: bool
+) -> list[float]:
+    """Each reward against the mean of its group of `group_size` neighbours, over the group's
+    standard deviation.
 
-    A group of equal rewards has nothing to compare and gets zeros; so does one whose rewards differ by rounding only.
+    A group of equal rewards has nothing to compare and gets zeros; so does one whose rewards differ
+    by rounding only.
     """
     advantages: list[float] = []
     for start in range(0, len(rewards), group_size):
@@ -84,6 +101,12 @@ def update_actor(
     temperature: float,
     ref_logprobs: PerToken | None = None,
 ) -> dict[str, float]:
-    """One optimizer step over the whole batch; the trainer's own figures (loss, gradient norm, ...)."""
-    learning = {"old_logprobs": old_logprobs, "advantages": advantages, "ref_logprobs": ref_logprobs}
+    """One optimizer step over the whole batch; the trainer's own figures (loss, gradient norm,
+    ...).
+    """
+    learning = {
+        "old_logprobs": old_logprobs,
+        "advantages": advantages,
+        "ref_logprobs": ref_logprobs,
+    }
     return trainer.update_actor(samples.batch(temperature, **learning))

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt; the list holds the numbers of those that came.
+    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt; the list holds the numbers of those that
+    came.
 
-    A library may turn the KeyboardInterrupt that it lets pass into an error of its own; the list still tells. Python
-    handles signals in the main thread only: off it nothing is changed, and whoever owns the main thread sees to them.
+    A library may turn the KeyboardInterrupt that it lets pass into an error of its own; the list
+    still tells. Python handles signals in the main thread only: off it nothing is changed, and
+    whoever owns the main thread sees to them.
     """
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():

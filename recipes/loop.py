@@ -1,4 +1,6 @@
-"""What both algorithms share: the run around their steps, scores of the policy and the reference, figures of a step."""
+"""What both algorithms share: the run around their steps, scores of the policy and the reference,
+figures of a step.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Loop(abc.ABC):
         """From state "train" to state "train", one step further; the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Steps `first_step` to the last, then the last evaluation. `save(step)` writes a checkpoint."""
+        """Steps `first_step` to the last, then the last evaluation.
+
+        `save(step)` writes a checkpoint.
+        """
         recipe = self.setup.recipe
         for step in range(first_step, recipe.steps + 1):
             with self.monitor.step(step):
@@ -72,7 +77,11 @@ class Loop(abc.ABC):
     def _one(self, step: int) -> None:
         started, monitor = time.time(), self.monitor
         row = self.train_step(step)
-        seconds = {"step_seconds": time.time() - started, "stages": dict(monitor.seconds), "sync": monitor.sync}
+        seconds = {
+            "step_seconds": time.time() - started,
+            "stages": dict(monitor.seconds),
+            "sync": monitor.sync,
+        }
         memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row({"kind": "train", "step": step, **row, **seconds, **memory})
 
@@ -91,7 +100,9 @@ class Loop(abc.ABC):
 
     @property
     def reference(self) -> str:
-        """The tag of the model that scores as the reference: with adapters their base, which is the policy's own."""
+        """The tag of the model that scores as the reference: with adapters their base, which is the
+        policy's own.
+        """
         return PARAMS if self.setup.recipe.lora.rank else REFERENCE
 
     def to_train(self) -> None:
@@ -111,8 +122,9 @@ class Loop(abc.ABC):
 
 
 def spread_of(numbers: Sequence[float]) -> float:
-    """Their standard deviation; 0 where they differ by rounding only (below 1e-8, or a millionth of the largest, which
-    sums in fp32 reach), for divided by that, noise would be a full advantage."""
+    """Their standard deviation; 0 where they differ by rounding only (below 1e-8, or a millionth of
+    the largest, which sums in fp32 reach), for divided by that, noise would be a full advantage.
+    """
     spread = statistics.pstdev(numbers)
     return spread if spread > max(1e-8, 1e-6 * max(map(abs, numbers))) else 0.0
 
@@ -149,11 +161,17 @@ def logprob_gap(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
-    """Nats a token: the mean over the sampled tokens of r - 1 - log(r), r = exp(reference - policy)."""
+    """Nats a token: the mean over the sampled tokens of r - 1 - log(r), r = exp(reference -
+    policy).
+    """
     ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
     return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
 
 
 def pairs(one: PerToken, other: PerToken) -> list[tuple[float, float]]:
     """Both numbers of every token, answer by answer."""
-    return [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]
+    return [
+        pair
+        for left, right in zip(one, other, strict=True)
+        for pair in zip(left, right, strict=True)
+    ]

@@ -16,7 +16,8 @@ Step s (version s of the weights):
     update_critic          epochs x mini_batches updates on the clipped squared error to the returns
     update_actor           as many clipped policy-gradient updates; none in the first critic_warmup_steps steps
 
-The order of the answers in the updates is a function of (recipe.seed, step), as prompts and sampling seeds are.
+The order of the answers in the updates is a function of (recipe.seed, step), as prompts and
+sampling seeds are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import Loop, PerToken, TrainerSide, compute_log_prob, compute_ref_log_prob, pairs, spread_of, step_row
+from recipes.loop import (
+    Loop,
+    PerToken,
+    TrainerSide,
+    compute_log_prob,
+    compute_ref_log_prob,
+    pairs,
+    spread_of,
+    step_row,
+)
 from recipes.recipe import Recipe
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
@@ -74,11 +84,18 @@ class PpoLoop(Loop):
             scores = compute_reward(setup.task, samples)
         self.to_train()
         with self.stage("compute_advantages"):
-            rewards = token_rewards([score.reward for score in scores], logprobs, ref_logprobs, ppo.kl_coef)
+            rewards = token_rewards(
+                [score.reward for score in scores], logprobs, ref_logprobs, ppo.kl_coef
+            )
             advantages, returns = compute_advantages(rewards, values, ppo.gamma, ppo.gae_lambda)
             if ppo.normalize_advantages:
                 advantages = whiten(advantages)
-        learning = {"old_logprobs": logprobs, "advantages": advantages, "values": values, "returns": returns}
+        learning = {
+            "old_logprobs": logprobs,
+            "advantages": advantages,
+            "values": values,
+            "returns": returns,
+        }
         batch = samples.batch(temperature, **learning)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, setup.recipe.seed, step)
         with self.stage("update_critic"):
@@ -87,7 +104,10 @@ class PpoLoop(Loop):
             with self.stage("update_actor"):
                 learned |= update_actor(trainer, batch, parts)
         learned["value_explained_variance"] = explained_variance(values, returns)
-        return {**learned, **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)}
+        return {
+            **learned,
+            **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds),
+        }
 
 
 def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
@@ -98,12 +118,17 @@ def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
 def token_rewards(
     rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
 ) -> PerToken:
-    """Each answer's reward at its last token, and -kl_coef * (policy - reference log-probability) at every token."""
+    """Each answer's reward at its last token, and -kl_coef * (policy - reference log-probability)
+    at every token.
+    """
     if ref_logprobs is None:
         found = [[0.0] * len(row) for row in logprobs]
     else:
         both = zip(logprobs, ref_logprobs, strict=True)
-        found = [[-kl_coef * (mine - theirs) for mine, theirs in zip(*rows, strict=True)] for rows in both]
+        found = [
+            [-kl_coef * (mine - theirs) for mine, theirs in zip(*rows, strict=True)]
+            for rows in both
+        ]
     for row, reward in zip(found, rewards, strict=True):
         if row:
             row[-1] += reward
@@ -115,15 +140,25 @@ def compute_advantages(
 ) -> tuple[PerToken, PerToken]:
     """Generalised advantage estimates and returns (advantage + value), one a token.
 
-    After an answer's last token nothing is to come: one that max_tokens cut off is not bootstrapped, it ended there.
+    After an answer's last token nothing is to come: one that max_tokens cut off is not
+    bootstrapped, it ended there.
     """
-    advantages = [_estimates(row, worth, gamma, gae_lambda) for row, worth in zip(rewards, values, strict=True)]
+    advantages = [
+        _estimates(row, worth, gamma, gae_lambda)
+        for row, worth in zip(rewards, values, strict=True)
+    ]
     both = zip(advantages, values, strict=True)
     return advantages, [[gain + value for gain, value in zip(*rows, strict=True)] for rows in both]
 
 
-def _estimates(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
-    found, later, after = list[float](), 0.0, 0.0  # from the last token back: its advantage, the next token's value
+def _estimates(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float
+) -> list[float]:
+    found, later, after = (
+        list[float](),
+        0.0,
+        0.0,
+    )  # from the last token back: its advantage, the next token's value
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * after - value + gamma * gae_lambda * later
         after = value
@@ -139,34 +174,54 @@ def whiten(numbers: PerToken) -> PerToken:
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """The answers that each update of a step learns from: every pass shuffles all `count` and cuts `number` parts."""
+    """The answers that each update of a step learns from: every pass shuffles all `count` and cuts
+    `number` parts.
+    """
     parts: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
-        parts += [order[count * part // number : count * (part + 1) // number] for part in range(number)]
+        parts += [
+            order[count * part // number : count * (part + 1) // number] for part in range(number)
+        ]
     return parts
 
 
-def update_critic(trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """One optimizer step of the critic for each part; the mean of its figures (value_loss, critic_grad_norm, ...)."""
+def update_critic(
+    trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """One optimizer step of the critic for each part; the mean of its figures (value_loss,
+    critic_grad_norm, ...).
+    """
     return _update(trainer.update_critic, batch, parts)
 
 
-def update_actor(trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """One optimizer step of the policy for each part; the mean of its figures (loss, grad_norm, ...)."""
+def update_actor(
+    trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """One optimizer step of the policy for each part; the mean of its figures (loss, grad_norm,
+    ...).
+    """
     return _update(trainer.update_actor, batch, parts)
 
 
 def _update(
-    learn: Callable[[SequenceBatch], dict[str, float]], batch: SequenceBatch, parts: Sequence[Sequence[int]]
+    learn: Callable[[SequenceBatch], dict[str, float]],
+    batch: SequenceBatch,
+    parts: Sequence[Sequence[int]],
 ) -> dict[str, float]:
     found = [learn(batch.select(part)) for part in parts]
     return {name: statistics.fmean(figures[name] for figures in found) for name in found[0]}
 
 
 def explained_variance(values: PerToken, returns: PerToken) -> float:
-    """1 - var(returns - values) / var(returns) over all tokens: 1 is a perfect critic, 0 one that says a constant."""
+    """1 - var(returns - values) / var(returns) over all tokens: 1 is a perfect critic, 0 one that
+    says a constant.
+    """
     both = pairs(returns, values)
     spread = statistics.pvariance([wanted for wanted, _ in both])
-    return 1 - statistics.pvariance([wanted - said for wanted, said in both]) / spread if spread > 0 else 0.0
+    return (
+        1 - statistics.pvariance([wanted - said for wanted, said in both]) / spread
+        if spread > 0
+        else 0.0
+    )

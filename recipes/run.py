@@ -45,7 +45,9 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
 
 
 def _claim_by_name(stack: ExitStack, recipe: str) -> Path:
-    """A new folder below runs/: named after the recipe and the time, and numbered where that is taken."""
+    """A new folder below runs/: named after the recipe and the time, and numbered where that is
+    taken.
+    """
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         path = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -55,20 +57,28 @@ def _claim_by_name(stack: ExitStack, recipe: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def continue_run(run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()) -> Path:
-    """Goes on from the last checkpoint in `run_dir`, with the recipe saved there unless one is given.
+def continue_run(
+    run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()
+) -> Path:
+    """Goes on from the last checkpoint in `run_dir`, with the recipe saved there unless one is
+    given.
 
-    What decides the numbers (model, task, sampling, ...) must be as it was; RecipeError names the first difference.
+    What decides the numbers (model, task, sampling, ...) must be as it was; RecipeError names the
+    first difference.
     """
     saved_file = run_dir / "recipe.yaml"
     if not saved_file.is_file():
-        raise RecipeError(f"--resume {run_dir}: holds no run (no recipe.yaml); give the folder of an earlier run")
+        raise RecipeError(
+            f"--resume {run_dir}: holds no run (no recipe.yaml); give the folder of an earlier run"
+        )
     with claimed(run_dir):
         _continue(run_dir, saved_file, recipe_path, overrides)
     return run_dir
 
 
-def _continue(run_dir: Path, saved_file: Path, recipe_path: str | None, overrides: Sequence[str]) -> None:
+def _continue(
+    run_dir: Path, saved_file: Path, recipe_path: str | None, overrides: Sequence[str]
+) -> None:
     saved = load(saved_file)
     recipe = load(recipe_path or saved_file, overrides)
     for field in dataclasses.fields(Recipe):
@@ -81,7 +91,9 @@ def _continue(run_dir: Path, saved_file: Path, recipe_path: str | None, override
     step = RunFolder(run_dir).last_checkpoint_step()
     if step >= recipe.steps:
         remedy = f"set steps={step + 10} to go on"
-        raise RecipeError(f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}")
+        raise RecipeError(
+            f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}"
+        )
     setup = prepare(recipe, run_dir.absolute())
     _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
 
@@ -96,9 +108,13 @@ def _first_difference(name: str, was: Any, now: Any) -> str:
 
 
 def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
-    """The run itself; after the loss of a worker again from the last checkpoint, as often as the recipe allows."""
+    """The run itself; after the loss of a worker again from the last checkpoint, as often as the
+    recipe allows.
+    """
     recipe, allowed = setup.recipe, setup.recipe.checkpoint.max_restarts
-    opening = f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    opening = (
+        f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    )
     if recipe.status == "planned":
         opening += "; status=planned: this recipe was worked out, nobody has run it yet"
     restarts = 0
@@ -133,11 +149,15 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
-            loop = LOOPS[recipe.algorithm](setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor)
+            loop = LOOPS[recipe.algorithm](
+                setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
+            )
             loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
     finally:
         view.stage("writing trace and pictures")
-        problems = [text for write in (folder.write_trace, folder.write_pictures) if (text := _told(write))]
+        problems = [
+            text for write in (folder.write_trace, folder.write_pictures) if (text := _told(write))
+        ]
         view.close()
         for problem in problems:
             view.note(problem)
@@ -153,22 +173,38 @@ def _told(write: Callable[[], str | None]) -> str | None:
 
 
 def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
-    folder.save_checkpoint(step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step}))
+    folder.save_checkpoint(
+        step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step})
+    )
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
-    """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there are several)."""
-    return [(each.name, each) for each in side.each()] if isinstance(side, RemoteGroup) else [(name, side)]
+    """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there
+    are several).
+    """
+    return (
+        [(each.name, each) for each in side.each()]
+        if isinstance(side, RemoteGroup)
+        else [(name, side)]
+    )
 
 
 def open_pair(setup: Setup) -> AbstractContextManager[Any]:
     """Trainer and rollout of this recipe, alive inside the block."""
-    config, arguments, cluster = trainer_config(setup), engine_arguments(setup), setup.recipe.cluster
+    config, arguments, cluster = (
+        trainer_config(setup),
+        engine_arguments(setup),
+        setup.recipe.cluster,
+    )
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments)
-    address = "auto" if cluster.nnodes > 1 else None  # one machine's cluster can be started here, larger ones are there
+    address = (
+        "auto" if cluster.nnodes > 1 else None
+    )  # one machine's cluster can be started here, larger ones are there
     devices, nodes, timeout = cluster.n_gpus_per_node, cluster.nnodes, cluster.call_timeout
-    return open_ray(config, arguments, devices=devices, nodes=nodes, address=address, timeout=timeout)
+    return open_ray(
+        config, arguments, devices=devices, nodes=nodes, address=address, timeout=timeout
+    )
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -177,7 +213,8 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
         "sleep_level": recipe.engine.sleep_level,
         "keep": recipe.cycle.keep,
         "critic": recipe.algorithm == "ppo",
-        "reference": recipe.loop.kl_coef > 0 and not recipe.lora.rank,  # the base of adapters is there already
+        "reference": recipe.loop.kl_coef > 0
+        and not recipe.lora.rank,  # the base of adapters is there already
     }
 
 
@@ -203,10 +240,14 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """What `Engine.from_pretrained` takes besides the model and the device, which are the trainer's."""
+    """What `Engine.from_pretrained` takes besides the model and the device, which are the
+    trainer's.
+    """
     section = setup.recipe.engine
     tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
-    preemption: Preemption = "cheapest" if tensor == 1 else "swap"  # tensor-parallel ranks decide alike
+    preemption: Preemption = (
+        "cheapest" if tensor == 1 else "swap"
+    )  # tensor-parallel ranks decide alike
     return {
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,

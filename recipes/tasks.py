@@ -1,11 +1,11 @@
 """Tasks: problems, their split, and how an answer is read and scored.
 
-`task.name=package.module:function` names a task of one's own: `function(section)` gets the recipe's `TaskSection` and
-returns a `Task`; `split` deals its problems out.
+`task.name=package.module:function` names a task of one's own: `function(section)` gets the recipe's
+`TaskSection` and returns a `Task`; `split` deals its problems out.
 
-A problem is held out when a hash of what it asks says so: of its question's text, or of what a task names as the same
-question (a sum in any order of its terms). The split depends on nothing else, so that no seed, step or resume can bring
-a held-out question into training.
+A problem is held out when a hash of what it asks says so: of its question's text, or of what a task
+names as the same question (a sum in any order of its terms). The split depends on nothing else, so
+that no seed, step or resume can bring a held-out question into training.
 """
 
 from __future__ import annotations
@@ -48,17 +48,23 @@ Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`words`: all that questions and answers are made of, for a random model's tokenizer; none: real models only.
+    """`words`: all that questions and answers are made of, for a random model's tokenizer; none:
+    real models only.
 
-    Evaluations take the first so many of what is held out, so its order should mean nothing (`split` sees to it).
+    Evaluations take the first so many of what is held out, so its order should mean nothing
+    (`split` sees to it).
     """
 
     name: str
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     score: Scorer
-    train_beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # other kinds; as many of each a step
-    beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)  # held out, too, of other kinds: "2_digits"
+    train_beside: dict[str, tuple[Problem, ...]] = field(
+        default_factory=dict
+    )  # other kinds; as many of each a step
+    beside: dict[str, tuple[Problem, ...]] = field(
+        default_factory=dict
+    )  # held out, too, of other kinds: "2_digits"
     words: tuple[str, ...] = ()
 
     @property
@@ -73,7 +79,8 @@ class Task:
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
     """also_digits: of the numbers in problems evaluated beside the task's own, chain_sum only.
 
-    Raises RecipeError when there is nothing to train or to evaluate on, or `section.name` leads to no task.
+    Raises RecipeError when there is nothing to train or to evaluate on, or `section.name` leads to
+    no task.
     """
     task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
     if not all(task.kinds) or not all((task.held_out, *task.beside.values())):
@@ -89,9 +96,11 @@ class Sides(TypedDict):
 
 
 def split(problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str) -> Sides:
-    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever their order.
+    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever
+    their order.
 
-    same: a text that questions have in common which must not be parted: who has learnt one can answer the other.
+    same: a text that questions have in common which must not be parted: who has learnt one can
+    answer the other.
     """
     sides: dict[bool, list[Problem]] = {False: [], True: []}
     for problem in problems:
@@ -113,14 +122,18 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
     return Task(
         name=section.name,
         **split(problems, fraction, signed_terms),
-        train_beside={f"{digits}_digits": others[digits]["train"] for digits in section.also_train_digits},
+        train_beside={
+            f"{digits}_digits": others[digits]["train"] for digits in section.also_train_digits
+        },
         beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},
         score=score,
     )
 
 
 def _own_task(section: TaskSection) -> Task:
-    """The task that `module:function` makes; modules beside the working directory's files are found, too."""
+    """The task that `module:function` makes; modules beside the working directory's files are
+    found, too.
+    """
     module_name, _, name = section.name.partition(":")
     key = f"task.name={section.name}"
     if (here := os.getcwd()) not in sys.path:
@@ -129,9 +142,13 @@ def _own_task(section: TaskSection) -> Task:
         function = getattr(importlib.import_module(module_name), name, None)
     except Exception as error:
         rule = f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}"
-        raise RecipeError(f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH") from error
+        raise RecipeError(
+            f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH"
+        ) from error
     if not callable(function):
-        raise RecipeError(f"{key}: {module_name} has no function {name}; define it, or correct the name")
+        raise RecipeError(
+            f"{key}: {module_name} has no function {name}; define it, or correct the name"
+        )
     try:
         task = function(section)
     except Exception as error:
@@ -148,7 +165,8 @@ def is_held_out(question: str, fraction: float) -> bool:
 
 
 def signed_terms(question: str) -> str:
-    """The terms of a sum, sorted, each with its sign: what a sum has in common with those of another order.
+    """The terms of a sum, sorted, each with its sign: what a sum has in common with those of
+    another order.
 
     >>> signed_terms("What is 4 + 3 - 12 ="), signed_terms("What is 3 - 12 + 4 =")
     ('+3 +4 -12', '+3 +4 -12')
@@ -159,10 +177,15 @@ def signed_terms(question: str) -> str:
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
     """`first of b e` is answered `b`, for every pair of letters."""
-    problems = [Problem(question=f"first of {a} {b}", answer=a) for a in TOY_LETTERS for b in TOY_LETTERS]
+    problems = [
+        Problem(question=f"first of {a} {b}", answer=a) for a in TOY_LETTERS for b in TOY_LETTERS
+    ]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: the answer, alone, and the end. A near miss: the answer comes first, then something else."""
+        """Exact: the answer, alone, and the end.
+
+        A near miss: the answer comes first, then something else.
+        """
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
@@ -172,7 +195,9 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
 
 
 def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer]:
-    """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own scorer."""
+    """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own
+    scorer.
+    """
     try:
         import reasoning_gym
     except ImportError as error:
@@ -185,17 +210,23 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
     answers = {entry["question"]: entry["answer"] for entry in dataset}
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: it ended by itself and reasoning-gym scores the last number 1.0. There is no partial credit."""
+        """Exact: it ended by itself and reasoning-gym scores the last number 1.0.
+
+        There is no partial credit.
+        """
         graded = dataset.score_answer(extract_number(text), {"answer": problem.answer})
         exact = ended and graded == 1.0
         return Score(reward=float(exact), exact=exact)
 
-    problems = [Problem(question=question, answer=answer) for question, answer in sorted(answers.items())]
+    problems = [
+        Problem(question=question, answer=answer) for question, answer in sorted(answers.items())
+    ]
     return problems, score
 
 
 def extract_number(text: str) -> str | None:
-    """The last number of a text, with its sign; a minus between two numbers is an operator, not a sign.
+    """The last number of a text, with its sign; a minus between two numbers is an operator, not a
+    sign.
 
     >>> extract_number("5 - 9 = -4."), extract_number("9-4"), extract_number("none")
     ('-4', '4', None)

@@ -1,4 +1,6 @@
-"""A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights replaced in place."""
+"""A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights
+replaced in place.
+"""
 
 from rollout.config import EngineConfig
 from rollout.engine import Engine

@@ -16,22 +16,31 @@ from rollout.serving.tier_config import KVTiers
 class EngineConfig:
     """Sizes and policy of one engine.
 
-    kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at the same time.
-    window_tokens: tokens that the pool of sliding layers holds, in a model that mixes them with full ones; None takes
-    room for max_running windows and max_prefill_tokens besides, at most kv_tokens.
-    max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of it).
+    kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at
+    the same time.
+    window_tokens: tokens that the pool of sliding layers holds, in a model that mixes them with
+    full ones; None takes room for max_running windows and max_prefill_tokens besides, at most
+    kv_tokens.
+    max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of
+    it).
     max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
     attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
-    kv_cache_dtype: what the pool stores: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2" or "fp4_e2m1".
-    double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes that.
-    cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention. graph_batch_sizes: batches that get a
-    graph, others are padded to the next or run without; None takes a ladder up to max_running.
-    prefix_cache: prompts that begin like earlier ones share their pages instead of being computed; only with full or
-    latent attention in every layer, without double sparsity, and otherwise off whatever it says.
-    tiers: host memory and disk below the pool, for cached pages and preempted samples; None: neither.
+    kv_cache_dtype: what the pool stores: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2" or
+    "fp4_e2m1".
+    double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes
+    that.
+    cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention.
+    graph_batch_sizes: batches that get a graph, others are padded to the next or run without; None
+    takes a ladder up to max_running.
+    prefix_cache: prompts that begin like earlier ones share their pages instead of being computed;
+    only with full or latent attention in every layer, without double sparsity, and otherwise off
+    whatever it says.
+    tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
+    neither.
     seed: of the requests that bring none.
-    tensor_parallel_size: processes that share the model, each with an engine of this config and `Engine(..., group=)`;
-    for attention with heads in every layer, without double sparsity and FP4. kv_tokens is what each of them holds.
+    tensor_parallel_size: processes that share the model, each with an engine of this config and
+    `Engine(..., group=)`; for attention with heads in every layer, without double sparsity and FP4.
+    kv_tokens is what each of them holds.
     """
 
     kv_tokens: int = 4096
@@ -51,24 +60,40 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("kv_tokens", "page_size", "max_running", "max_prefill_tokens", "tensor_parallel_size"):
+        for key in (
+            "kv_tokens",
+            "page_size",
+            "max_running",
+            "max_prefill_tokens",
+            "tensor_parallel_size",
+        ):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
         self._check_whole_pages("kv_tokens", self.kv_tokens)
         if self.window_tokens is not None:
             self._check_whole_pages("window_tokens", self.window_tokens)
             if not 0 < self.window_tokens <= self.kv_tokens:
-                raise ValueError(f"window_tokens={self.window_tokens} must be in 1..kv_tokens={self.kv_tokens}")
+                raise ValueError(
+                    f"window_tokens={self.window_tokens} must be in 1..kv_tokens={self.kv_tokens}"
+                )
         if self.max_context_len is not None and self.max_context_len < 2:
-            raise ValueError(f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it")
+            raise ValueError(
+                f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it"
+            )
         if self.attention not in get_args(Impl):
-            raise ValueError(f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}")
+            raise ValueError(
+                f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}"
+            )
         kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
         if self.double_sparsity is not None:
             self._check_double_sparsity()
         if self.tiers is not None and not self.prefix_cache:
-            raise ValueError("tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None")
-        if self.tensor_parallel_size > 1 and (self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"):
+            raise ValueError(
+                "tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None"
+            )
+        if self.tensor_parallel_size > 1 and (
+            self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"
+        ):
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity nor "
                 f"kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
@@ -101,4 +126,6 @@ class EngineConfig:
     def _check_whole_pages(self, key: str, tokens: int) -> None:
         if tokens % self.page_size:
             rounded = round_up(tokens, self.page_size)
-            raise ValueError(f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}")
+            raise ValueError(
+                f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}"
+            )

@@ -1,4 +1,6 @@
-"""The generating engine: requests in, completions out; memory that sleeps; weights that are replaced in place."""
+"""The generating engine: requests in, completions out; memory that sleeps; weights that are
+replaced in place.
+"""
 
 import time
 from collections.abc import Sequence
@@ -47,17 +49,19 @@ UNFINISHED = ("raise", "preempt", "abort")
 
 
 class Engine:
-    """One model on one device, or one rank's part of it. Not thread-safe: one call at a time (callbacks of `generate`
-    may call back in).
+    """One model on one device, or one rank's part of it. Not thread-safe: one call at a time
+    (callbacks of `generate` may call back in).
 
-    Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs compute with under
-    tag `cuda_graph`, all bookkeeping outside of them. The engine generates only while all its tags are active and the
-    weights are some version; otherwise it says why not.
+    Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs
+    compute with under tag `cuda_graph`, all bookkeeping outside of them. The engine generates only
+    while all its tags are active and the weights are some version; otherwise it says why not.
 
-    Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same answers.
+    Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same
+    answers.
 
-    What it is made of can be looked at: `store` (the weights), `cache` (pool, request table, states), `blocks` and
-    `prefixes` (pages), `scheduler` (requests) and `runner` (the computing half). Change it by the methods alone.
+    What it is made of can be looked at: `store` (the weights), `cache` (pool, request table,
+    states), `blocks` and `prefixes` (pages), `scheduler` (requests) and `runner` (the computing
+    half). Change it by the methods alone.
     """
 
     def __init__(
@@ -69,15 +73,18 @@ class Engine:
         saver: MemorySaver,
         group: ProcessGroup | None = None,
     ) -> None:
-        """Takes the memory; the weights are undefined until `load` or a weight update. group: of the tensor-parallel
-        ranks; its time-out is how long one waits for another that fails."""
+        """Takes the memory; the weights are undefined until `load` or a weight update. group: of
+        the tensor-parallel ranks; its time-out is how long one waits for another that fails.
+        """
         self._ranks = TensorParallel(config.tensor_parallel_size, group)
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self.store = WeightStore(rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver)
+        self.store = WeightStore(
+            rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver
+        )
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
@@ -88,11 +95,15 @@ class Engine:
             max_prefill_tokens=config.max_prefill_tokens,
         )
         mine = rank_model(model, self._ranks.size)
-        self.runner = ModelRunner(mine, self.store, self.cache, attention=config.attention, ranks=self._ranks)
+        self.runner = ModelRunner(
+            mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
+        )
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
-        self._intake = Intake(model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed)
+        self._intake = Intake(
+            model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
+        )
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
 
     @classmethod
@@ -109,15 +120,19 @@ class Engine:
     ) -> "Engine":
         """An engine for a Hugging Face model directory, weights loaded as version 0.
 
-        load_weights: False reads no weights, which may then be missing; they are undefined until an update commits.
-        engine_config: fields of EngineConfig. ValueError names what the directory or the configuration gets wrong.
+        load_weights: False reads no weights, which may then be missing; they are undefined until an
+        update commits.
+        engine_config: fields of EngineConfig. ValueError names what the directory or the
+        configuration gets wrong.
         """
         config = EngineConfig(kv_tokens=kv_tokens, **engine_config)
         model = load_model_config(path)
         if saver is None:
             saver = MemorySaver(device=device)
         elif saver.device.type != torch.device(device).type:
-            raise ValueError(f"device={device} but the saver is on {saver.device}; use one device for both")
+            raise ValueError(
+                f"device={device} but the saver is on {saver.device}; use one device for both"
+            )
         engine = cls(model, config, dtype=dtype, saver=saver, group=group)
         if load_weights:
             engine.load(path)
@@ -139,44 +154,56 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample], of a beam search the best n, best first.
+        """Continue every prompt params.n times; result [prompt][sample], of a beam search the best
+        n, best first.
         params: one for all, or one a prompt.
 
-        Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while the engine is
-        unavailable, ValueError naming a prompt that could never fit. Whatever raises, no request of this call is left.
-        A Ctrl-C, or another signal that Python handles, waits for the end of the present step.
+        Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while
+        the engine is unavailable, ValueError naming a prompt that could never fit. Whatever raises,
+        no request of this call is left. A Ctrl-C, or another signal that Python handles, waits for
+        the end of the present step.
         """
         self._require_available()
         each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
         with held():
-            requests = [self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
+            requests = [
+                self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)
+            ]
             samples = [sample for request in requests for sample in request]
             try:
                 while any(sample.finish_reason is None for sample in samples):
                     self._step()
                     if on_progress is not None:
                         done = sum(sample.finish_reason is not None for sample in samples)
-                        on_progress(done, len(samples), sum(len(sample.output) for sample in samples))
+                        on_progress(
+                            done, len(samples), sum(len(sample.output) for sample in samples)
+                        )
                     deliver()
             except BaseException as error:
                 self._ranks.fail(error)
                 self.scheduler.abort(samples)
                 raise
-        return [[sample.completion() for sample in request[: request[0].params.n]] for request in requests]
+        return [
+            [sample.completion() for sample in request[: request[0].params.n]]
+            for request in requests
+        ]
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Queue a request that was checked; an engine that does more with each overrides this."""
         return self._intake.submit(prompt, params)
 
     def _step(self) -> None:
-        """One forward for whatever the scheduler chose, and a token for every sample that is due one."""
+        """One forward for whatever the scheduler chose, and a token for every sample that is due
+        one.
+        """
         self._require_available()
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
-            self.scheduler.preempt_all()  # pages were taken for tokens that were not computed: start those over
+            # pages were taken for tokens that were not computed: start those over
+            self.scheduler.preempt_all()
             raise
 
     def _run(self, step: Step) -> None:
@@ -185,18 +212,29 @@ class Engine:
         self.scheduler.computed(step)
         samples = list(step.decode)
         rows = list(range(len(samples)))
-        for row, chunk in enumerate((chunk for chunk in step.chunks if chunk.last), start=len(samples)):
+        for row, chunk in enumerate(
+            (chunk for chunk in step.chunks if chunk.last), start=len(samples)
+        ):
             family = self._prefilled(chunk.sample)
             samples += family
             rows += [row] * len(family)
-        self._branch(logits, [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is not None])
+        self._branch(
+            logits,
+            [
+                (row, each)
+                for row, each in zip(rows, samples, strict=True)
+                if each.beams is not None
+            ],
+        )
         plain = [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is None]
         if plain:
             rows, samples = [row for row, _ in plain], [each for _, each in plain]
             tokens, logprobs = self.runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self.scheduler.append(sample, token, logprob, self.store.last_version)
-        self.prefixes.ran(step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples))
+        self.prefixes.ran(
+            step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples)
+        )
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
         """The next token of every beam search: all branches of one are in the same step."""
@@ -207,17 +245,24 @@ class Engine:
         found = self.runner.candidates(logits, [row for row, _ in members], count)
         of = {each: row for (_, each), row in zip(members, found, strict=True)}
         for group in groups:
-            self.scheduler.branch(group, [of[each] for each in group.members], self.store.last_version)
+            self.scheduler.branch(
+                group, [of[each] for each in group.members], self.store.last_version
+            )
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
-        """Samples whose first token follows from this sample's prompt, all of which is computed now."""
+        """Samples whose first token follows from this sample's prompt, all of which is computed
+        now.
+        """
         return [sample, *self.scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 
     @property
     def kv_pool(self) -> KVPool:
-        """The memory of keys and values. Of an fp8 pool, `set_scales(layer, k, v)` while no request runs."""
+        """The memory of keys and values.
+
+        Of an fp8 pool, `set_scales(layer, k, v)` while no request runs.
+        """
         return self.cache.pool
 
     @property
@@ -226,19 +271,25 @@ class Engine:
         return self.runner.graphs
 
     @held()
-    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+    def sleep(
+        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+    ) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
-        level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update commits.
-        With tiers, cached pages go to the host first and are found again if the weights are still the same.
-        unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt" recomputes them after
-        wake-up under the version then loaded; "abort" ends them with what they have.
-        A sleep of the weights ends an open update: one with shadow pages is rolled back first (and stays so where the
-        sleep is refused after all), what another has written is lost, and the weights are undefined. Adopted pages go
-        back to the trainer at either level: the weights are undefined.
+        level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
+        commits. With tiers, cached pages go to the host first and are found again if the weights
+        are still the same.
+        unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt"
+        recomputes them after wake-up under the version then loaded; "abort" ends them with what
+        they have. A sleep of the weights ends an open update: one with shadow pages is rolled back
+        first (and stays so where the sleep is refused after all), what another has written is lost,
+        and the weights are undefined. Adopted pages go back to the trainer at either level: the
+        weights are undefined.
         """
         if level not in (1, 2):
-            raise ValueError(f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)")
+            raise ValueError(
+                f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
+            )
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
         chosen = self._known(tags)
@@ -261,13 +312,16 @@ class Engine:
                 self.prefixes.park(keep=self.store.version is not None)
             self.saver.pause(*rest, content="discard")
             if KV_CACHE in rest:
-                empty_torch_cache(self.saver.device)  # what steps left there; whoever works next needs it
+                empty_torch_cache(
+                    self.saver.device
+                )  # what steps left there; whoever works next needs it
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
 
-        An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the same.
+        An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the
+        same.
         """
         if paused := [tag for tag in self._known(tags) if self.saver.is_paused(tag)]:
             self.saver.resume(*paused)  # all of them or none
@@ -293,7 +347,9 @@ class Engine:
         return self.store.last_version
 
     def served_version(self) -> int | None:
-        """Of the weights, also while they sleep with their content kept; None while they are undefined."""
+        """Of the weights, also while they sleep with their content kept; None while they are
+        undefined.
+        """
         return self.store.version
 
     @property
@@ -301,30 +357,41 @@ class Engine:
         return self.store.manifest
 
     def weight_layout(self) -> WeightLayout:
-        """Where every parameter lies, for `Trainer.connect` to plan with. Also while the weights sleep."""
+        """Where every parameter lies, for `Trainer.connect` to plan with.
+
+        Also while the weights sleep.
+        """
         return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
 
     @held()
-    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+    def begin_update(
+        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+    ) -> WeightOffer:
         """Offer pages for version `version` to be written into; replaces an open update.
 
         See `rollout/weights/update.py`.
 
-        shadow: pages beside those of `weights`, as many; the present version is served until the commit. Otherwise the
-        pages of `weights`, which are undefined from here on, so that no request may hold keys of the old version.
-        names: only these parameters will be written, the others stay as they are (tied names count as one).
-        Needs the tag active and a version not lower than the present one; names need weights that are defined. Where it
-        is refused (StateError, ValueError, OutOfMemory: no room for shadow pages), nothing changes.
+        shadow: pages beside those of `weights`, as many; the present version is served until the
+        commit. Otherwise the pages of `weights`, which are undefined from here on, so that no
+        request may hold keys of the old version.
+        names: only these parameters will be written, the others stay as they are (tied names count
+        as one). Needs the tag active and a version not lower than the present one; names need
+        weights that are defined. Where it is refused (StateError, ValueError, OutOfMemory: no room
+        for shadow pages), nothing changes.
         """
         if not shadow:
-            self._require_idle("begin a weight update", "begin one with shadow=True, or when generate has returned")
+            self._require_idle(
+                "begin a weight update", "begin one with shadow=True, or when generate has returned"
+            )
         return self._update.begin(version, shadow, names)
 
     @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer that cannot map them.
+        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer
+        that cannot map them.
 
-        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was written then.
+        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was
+        written then.
         """
         self._update.write(boxes, data)
 
@@ -332,38 +399,45 @@ class Engine:
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read the written pages back, and compare with what the writer says it wrote.
 
-        WeightUpdateError says what differs, and ends the update: with shadow pages the old version goes on being
-        served, otherwise the engine is poisoned.
+        WeightUpdateError says what differs, and ends the update: with shadow pages the old version
+        goes on being served, otherwise the engine is poisoned.
         """
         return self._update.verify(receipt)
 
     @held()
     def commit_update(self, version: int) -> CommitReceipt:
-        """Serve the version that was verified. Addresses stay; shadow pages become those of `weights`, and the old ones
-        go back to the driver. Needs that no request runs and no process maps shadow pages or `weights`; otherwise
-        StateError or LeaseError, and a later call may go through.
+        """Serve the version that was verified. Addresses stay; shadow pages become those of
+        `weights`, and the old ones go back to the driver. Needs that no request runs and no process
+        maps shadow pages or `weights`; otherwise StateError or LeaseError, and a later call may go
+        through.
         """
         self._require_idle("commit a weight update", "commit it when generate has returned")
         return self._update.commit(version)
 
     @held()
-    def adopt_update(self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None) -> CommitReceipt:
-        """Serve another saver's pages as version `version`, without a copy. Replaces an open update.
+    def adopt_update(
+        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
+    ) -> CommitReceipt:
+        """Serve another saver's pages as version `version`, without a copy. Replaces an open
+        update.
 
-        ticket: of a tag laid out as this engine's manifest says (`Trainer(layout=...)`); layout_hash: of that. Memory
-        of the engine's own goes back, the tag may sleep already; addresses stay. digest: what the pages must hold, read
-        back; None: not read. Their owner must not write to them until a sleep or an abort has given them back.
-        Nothing changes where it raises a ValueError (an older version, another layout), a StateError (requests run,
-        other tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other errors
-        (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
+        ticket: of a tag laid out as this engine's manifest says (`Trainer(layout=...)`);
+        layout_hash: of that. Memory of the engine's own goes back, the tag may sleep already;
+        addresses stay. digest: what the pages must hold, read back; None: not read. Their owner
+        must not write to them until a sleep or an abort has given them back. Nothing changes where
+        it raises a ValueError (an older version, another layout), a StateError (requests run, other
+        tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other
+        errors (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
         """
         self._require_idle("adopt weights", "adopt them when generate has returned")
         return self._update.adopt(version, ticket, layout_hash, digest)
 
     @held()
     def abort_update(self, reason: str) -> None:
-        """End the update. One with shadow pages, open or refused, leaves the version that is served; otherwise the
-        engine is poisoned: it refuses to generate, giving `reason`, until an update commits. Adopted pages go back."""
+        """End the update. One with shadow pages, open or refused, leaves the version that is
+        served; otherwise the engine is poisoned: it refuses to generate, giving `reason`, until an
+        update commits. Adopted pages go back.
+        """
         self._update.abort(reason)
         if self.store.version is None:
             self.prefixes.clear()
@@ -386,13 +460,18 @@ class Engine:
         return self.saver.take_usage()
 
     def check_integrity(self) -> None:
-        """AssertionError unless the page ledger, the request table, the prefix cache and the scheduler agree. Any time
-        between calls."""
+        """AssertionError unless the page ledger, the request table, the prefix cache and the
+        scheduler agree. Any time between calls.
+        """
         self.prefixes.check_integrity()
         if not self.scheduler.running:
             for ledger in self.prefixes.ledgers:
-                assert ledger.available == ledger.total, f"{ledger.name} pages are held by no request"
-            assert self.cache.table.available_size() == self.cache.table.size, "rows are held by no request"
+                assert ledger.available == ledger.total, (
+                    f"{ledger.name} pages are held by no request"
+                )
+            assert self.cache.table.available_size() == self.cache.table.size, (
+                "rows are held by no request"
+            )
         if not self.scheduler.unfinished:
             assert not self.prefixes.swapped_pages(), "host pages are held by no request"
 

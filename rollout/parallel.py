@@ -1,7 +1,9 @@
-"""Tensor parallel: one engine over several processes that run the same requests, and what they exchange.
+"""Tensor parallel: one engine over several processes that run the same requests, and what they
+exchange.
 
-Every rank holds its heads, MLP columns and vocabulary rows (`rollout.model.sharding`), schedules and samples the same
-way, and so never has to be told what the others do. The group's own time-out ends a wait for a rank that fails.
+Every rank holds its heads, MLP columns and vocabulary rows (`rollout.model.sharding`), schedules
+and samples the same way, and so never has to be told what the others do. The group's own time-out
+ends a wait for a rank that fails.
 """
 
 from __future__ import annotations
@@ -27,15 +29,23 @@ _ALIGNMENT = 256  # bytes: of what NCCL reads and writes
 
 
 class TensorParallel:
-    """This process's rank among `size`; of one, nothing is exchanged. All ranks call the same methods in one order."""
+    """This process's rank among `size`; of one, nothing is exchanged. All ranks call the same
+    methods in one order.
+    """
 
     def __init__(self, size: int, group: dist.ProcessGroup | None) -> None:
-        """group: of `size` ranks, gloo for the CPU, NCCL for GPUs; None for one rank. ValueError where they differ."""
+        """group: of `size` ranks, gloo for the CPU, NCCL for GPUs; None for one rank. ValueError
+        where they differ.
+        """
         if group is None and size != 1:
-            raise ValueError(f"tensor_parallel_size={size} needs Engine(..., group=) of as many ranks")
+            raise ValueError(
+                f"tensor_parallel_size={size} needs Engine(..., group=) of as many ranks"
+            )
         ranks = 1 if group is None else dist.get_world_size(group)
         if ranks != size:
-            raise ValueError(f"tensor_parallel_size={size} but the group has {ranks} ranks; make them equal")
+            raise ValueError(
+                f"tensor_parallel_size={size} but the group has {ranks} ranks; make them equal"
+            )
         self.size = size
         self.rank = 0 if group is None else dist.get_rank(group)
         self.failure: str | None = None
@@ -43,14 +53,17 @@ class TensorParallel:
         self._staging: Tensor | None = None
 
     def stage_captures(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Before graphs are captured: from then on their collectives work on memory of this object, outside of every
-        tag. NCCL registers the buffers of captured collectives with the other ranks, who would use a tag's old pages
-        after a pause. width: of `join`."""
+        """Before graphs are captured: from then on their collectives work on memory of this object,
+        outside of every tag. NCCL registers the buffers of captured collectives with the other
+        ranks, who would use a tag's old pages after a pause. width: of `join`.
+        """
         if self.size == 1:
             return
         row = (1 + self.size) * -(-width // self.size) * dtype.itemsize
         self._staging = torch.empty(
-            round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT), dtype=torch.uint8, device=device
+            round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT),
+            dtype=torch.uint8,
+            device=device,
         )
         if on_a_tag(self._staging):
             raise StateError(
@@ -68,11 +81,15 @@ class TensorParallel:
         if self.size == 1:
             return values
         least = torch.tensor(values, dtype=torch.int64, device=device)
-        self._exchange(stage, lambda: dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group))
+        self._exchange(
+            stage, lambda: dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        )
         return least.tolist()
 
     def embed(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """Embeddings [T, hidden] of int64 [T], of which this rank holds `rows`; the same bits as from all rows."""
+        """Embeddings [T, hidden] of int64 [T], of which this rank holds `rows`; the same bits as
+        from all rows.
+        """
         if self.size == 1:
             return F.embedding(token_ids, rows)
         at = token_ids - self.rank * len(rows)
@@ -81,13 +98,17 @@ class TensorParallel:
         return self.sum(mine.masked_fill_(elsewhere.unsqueeze(1), 0), "embedding")
 
     def join(self, columns: Tensor, width: int) -> Tensor:
-        """[T, width] of all ranks' [T, columns], one after the other; what is past `width` is padding and left out."""
+        """[T, width] of all ranks' [T, columns], one after the other; what is past `width` is
+        padding and left out.
+        """
         if self.size == 1:
             return columns
         gathered = columns.new_empty((self.size, *columns.shape))
         if len(columns):  # none where a step ends no prompt
             self._exchange("logits", lambda: self._gather(columns.contiguous(), gathered))
-        return gathered.transpose(0, 1).reshape(len(columns), self.size * columns.shape[1])[:, :width]
+        return gathered.transpose(0, 1).reshape(len(columns), self.size * columns.shape[1])[
+            :, :width
+        ]
 
     def _sum(self, x: Tensor) -> None:
         if not _capturing():
@@ -117,26 +138,36 @@ class TensorParallel:
             gathered[:, at : at + most].copy_(theirs.view(self.size, *part.shape))
 
     def check_same(self, what: str, value: str) -> None:
-        """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the same."""
+        """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the
+        same.
+        """
         if self.size == 1:
             return
         values: list[Any] = []
         self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
         if others := [rank for rank, each in enumerate(values) if each != values[0]]:
-            raise ValueError(f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all ranks alike")
+            raise ValueError(
+                f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all ranks alike"
+            )
 
     # ---------------------------------------------------------------- failures
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves the common order: tells the others, which will miss it, and refuses to go on."""
+        """This rank leaves the common order: tells the others, which will miss it, and refuses to
+        go on.
+        """
         if self.size > 1 and self.failure is None:
-            self.failure = f"tensor-parallel rank {self.rank} failed: {type(error).__name__}: {error}"
+            self.failure = (
+                f"tensor-parallel rank {self.rank} failed: {type(error).__name__}: {error}"
+            )
             self._say(f"failed: {type(error).__name__}: {error}")
 
     def _exchange(self, stage: str, collective: Callable[[], object]) -> None:
         try:
             collective()
-        except RuntimeError as error:  # also what torch.distributed raises for a time-out and a lost connection
+        except (
+            RuntimeError
+        ) as error:  # also what torch.distributed raises for a time-out and a lost connection
             if _capturing():
                 raise
             self._say(f"waited in stage {stage!r}")
@@ -165,9 +196,12 @@ class TensorParallel:
                 missing = [rank for rank in missing if rank not in said]
                 time.sleep(0.05)
         except RuntimeError:
-            return f"ranks {missing} do not answer, and the rank that hosts the group's store is gone"
+            return (
+                f"ranks {missing} do not answer, and the rank that hosts the group's store is gone"
+            )
         return ", ".join(
-            [f"rank {rank} {text}" for rank, text in said.items()] + [f"rank {r} is silent" for r in missing]
+            [f"rank {rank} {text}" for rank, text in said.items()]
+            + [f"rank {r} is silent" for r in missing]
         )
 
     @property

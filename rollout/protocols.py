@@ -1,4 +1,7 @@
-"""What the wake-up cycle drives. An `Engine` fulfils it, and so does a handle on a `RolloutActor`."""
+"""What the wake-up cycle drives.
+
+An `Engine` fulfils it, and so does a handle on a `RolloutActor`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -20,12 +23,16 @@ if TYPE_CHECKING:
     from memsaver import Event, Report, Ticket, Usage
 
 Progress = Callable[[int, int, int], None]
-"""Called after every step with (finished samples, total samples, tokens generated so far). A beam search counts as
-beam_width samples; its tokens count anew when it is preempted."""
+"""Called after every step with (finished samples, total samples, tokens generated so far). A beam
+search counts as beam_width samples; its tokens count anew when it is preempted.
+"""
 
 
 class SyncTarget(Protocol):
-    """Whose weights can be replaced in place. Contracts: `Engine`; order: `rollout/weights/update.py`."""
+    """Whose weights can be replaced in place.
+
+    Contracts: `Engine`; order: `rollout/weights/update.py`.
+    """
 
     def weight_layout(self) -> WeightLayout: ...
 
@@ -49,7 +56,9 @@ class SyncTarget(Protocol):
 
 
 class Rollout(SyncTarget, Protocol):
-    """A generating engine whose memory can be put to sleep and whose weights can be replaced in place."""
+    """A generating engine whose memory can be put to sleep and whose weights can be replaced in
+    place.
+    """
 
     @property
     def weights_version(self) -> int: ...
@@ -63,7 +72,9 @@ class Rollout(SyncTarget, Protocol):
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]: ...
 
-    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None: ...
+    def sleep(
+        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+    ) -> None: ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
 

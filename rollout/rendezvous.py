@@ -1,4 +1,6 @@
-"""How the processes of one group find each other: rank 0 keeps a store, the others are told where it is."""
+"""How the processes of one group find each other: rank 0 keeps a store, the others are told where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ import torch.distributed as dist
 class Seat:
     """One rank's place in a process group.
 
-    host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to come together. key:
-    the group's secret, with which its ranks seal what they put into the store; who hands out the seats tells them.
+    host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to
+    come together. key: the group's secret, with which its ranks seal what they put into the store;
+    who hands out the seats tells them.
     """
 
     host: str
@@ -27,18 +30,23 @@ class Seat:
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """The store of a group, on a free port of `host`, an address of this machine that the ranks reach, and of no other.
+    """The store of a group, on a free port of `host`, an address of this machine that the ranks
+    reach, and of no other.
 
-    Left to itself, torch's store listens at all addresses of the machine."""
+    Left to itself, torch's store listens at all addresses of the machine.
+    """
     family = socket.getaddrinfo(host, None)[0][0]
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join(seat: Seat, device: torch.device, store: dist.Store | None = None) -> dist.ProcessGroup:
-    """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU, which becomes the
-    current one. store: what `open_store` returned to rank 0."""
+    """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU,
+    which becomes the current one. store: what `open_store` returned to rank 0.
+    """
     timeout = timedelta(seconds=seat.seconds)
     if store is None:
         store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)

@@ -15,20 +15,27 @@ FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS = ("stop", "length", "abort")
 
 COLDEST = 1e-6
-"""Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long before."""
+"""Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long
+before.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue one prompt.
 
-    max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. n: samples a prompt.
-    seed: the same (seed, sample index, position) draws the same number in any batch; None takes one from the engine.
-    stop_token_ids: end a sample, besides the model's own end tokens. ignore_eos: only stop_token_ids end it.
-    beam_width: above 1, beam search: so many branches, of whose answers the best n are returned; nothing is sampled.
+    max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
+    n: samples a prompt.
+    seed: the same (seed, sample index, position) draws the same number in any batch; None takes one
+    from the engine.
+    stop_token_ids: end a sample, besides the model's own end tokens. ignore_eos: only
+    stop_token_ids end it.
+    beam_width: above 1, beam search: so many branches, of whose answers the best n are returned;
+    nothing is sampled.
     length_penalty: answers of a search are ranked by sum of logprobs / length ** length_penalty.
-    early_stopping: True: a search is over with beam_width answers; False: when the best branch, at its present length,
-    is not better than the worst of them; "never": the same at the length it could reach (transformers' rules).
+    early_stopping: True: a search is over with beam_width answers; False: when the best branch, at
+    its present length, is not better than the worst of them; "never": the same at the length it
+    could reach (transformers' rules).
     """
 
     max_tokens: int = 16
@@ -47,12 +54,16 @@ class SamplingParams:
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name in ("max_tokens", "top_k", "n", "seed", "beam_width"):
-            if not isinstance(value := getattr(self, name), Integral) and (value is not None or name != "seed"):
+            if not isinstance(value := getattr(self, name), Integral) and (
+                value is not None or name != "seed"
+            ):
                 raise ValueError(f"{name}={value!r} must be whole")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or finite and at least {COLDEST:g}")
+            raise ValueError(
+                f"temperature={self.temperature} must be 0 (greedy), or finite and at least {COLDEST:g}"
+            )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k={self.top_k} must be in [0, 2**31) (0 is off)")
         if not 0 < self.top_p <= 1:
@@ -69,13 +80,19 @@ class SamplingParams:
         if not abs(self.length_penalty) < float("inf"):
             raise ValueError(f"length_penalty={self.length_penalty} must be finite")
         if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f'early_stopping={self.early_stopping!r} must be True, False or "never"')
+            raise ValueError(
+                f'early_stopping={self.early_stopping!r} must be True, False or "never"'
+            )
         if self.beam_width == 1:
             if self.length_penalty != 1 or self.early_stopping:
-                raise ValueError("length_penalty and early_stopping are for beam search; set beam_width above 1")
+                raise ValueError(
+                    "length_penalty and early_stopping are for beam search; set beam_width above 1"
+                )
             return
         if self.n > self.beam_width:
-            raise ValueError(f"n={self.n} answers of a beam search of {self.beam_width}; raise beam_width or lower n")
+            raise ValueError(
+                f"n={self.n} answers of a beam search of {self.beam_width}; raise beam_width or lower n"
+            )
         if self.temperature not in (0, 1) or self.top_k or self.top_p < 1:
             raise ValueError(
                 f"beam search ranks by the model's own log-probabilities and samples nothing; with beam_width="
@@ -87,8 +104,10 @@ class SamplingParams:
 class Completion:
     """One sample. The three lists have one entry a generated token; the end token is included.
 
-    logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature 1 when greedy).
-    weight_versions: the version of the weights that made the token. score: of beam search, what it ranks by.
+    logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature
+    1 when greedy).
+    weight_versions: the version of the weights that made the token. score: of beam search, what it
+    ranks by.
     """
 
     token_ids: list[int]
@@ -100,16 +119,19 @@ class Completion:
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
         if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(f"finish_reason={self.finish_reason!r} must be one of {', '.join(FINISH_REASONS)}")
+            raise ValueError(
+                f"finish_reason={self.finish_reason!r} must be one of {', '.join(FINISH_REASONS)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlice:
     """One checkpoint parameter, or a box of it that this rank holds, in the store.
 
-    offset: bytes from the start of the tag's arena. dtype: like "float32". start: of this part in the whole parameter,
-    one entry a dimension. index_base: number of the whole parameter's first element in the digest. strides: in
-    elements, where the part is not one range of bytes (gate rows of every expert of a fused tensor).
+    offset: bytes from the start of the tag's arena. dtype: like "float32". start: of this part in
+    the whole parameter, one entry a dimension. index_base: number of the whole parameter's first
+    element in the digest. strides: in elements, where the part is not one range of bytes (gate rows
+    of every expert of a fused tensor).
     """
 
     name: str
@@ -122,20 +144,30 @@ class ParamSlice:
     strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.strides is not None and (len(self.strides) != len(self.shape) or min(self.strides, default=1) < 1):
-            raise ValueError(f"{self.name}: strides {self.strides} must be positive, one for each of {self.shape}")
+        if self.strides is not None and (
+            len(self.strides) != len(self.shape) or min(self.strides, default=1) < 1
+        ):
+            raise ValueError(
+                f"{self.name}: strides {self.strides} must be positive, one for each of {self.shape}"
+            )
         if not len(self.shape) == len(self.global_shape) == len(self.start):
-            raise ValueError(f"{self.name}: shape, global_shape and start must have as many dimensions")
+            raise ValueError(
+                f"{self.name}: shape, global_shape and start must have as many dimensions"
+            )
         for size, whole, first in zip(self.shape, self.global_shape, self.start, strict=True):
             if first < 0 or first + size > whole:
-                raise ValueError(f"{self.name}: slice {self.shape} at {self.start} is outside {self.global_shape}")
+                raise ValueError(
+                    f"{self.name}: slice {self.shape} at {self.start} is outside {self.global_shape}"
+                )
         if self.offset < 0 or self.index_base < 0:
             raise ValueError(f"{self.name}: offset and index_base must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTensor:
-    """A fused tensor that the model multiplies with: adjacent slices seen as one. offset in bytes, as in ParamSlice."""
+    """A fused tensor that the model multiplies with: adjacent slices seen as one. offset in bytes,
+    as in ParamSlice.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -146,9 +178,10 @@ class ModuleTensor:
 class Manifest:
     """Where every parameter lies under tag `weights`.
 
-    nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored name.
-    modules: fused tensor name -> where. layout_hash: changes with any of it. zeros: (offset, bytes) of padding that the
-    model reads and no parameter fills.
+    nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored
+    name.
+    modules: fused tensor name -> where. layout_hash: changes with any of it. zeros: (offset, bytes)
+    of padding that the model reads and no parameter fills.
     """
 
     nbytes: int
@@ -163,11 +196,17 @@ class Manifest:
         if len({(piece.name, piece.start) for piece in self.slices}) != len(self.slices):
             raise ValueError("a parameter, or the same part of it, appears twice in the manifest")
         for alias, target in self.aliases.items():
-            if alias in names or target not in names | self.modules.keys():  # a module: all of it is padding here
-                raise ValueError(f"alias {alias} -> {target} must go from a name that is not stored to one that is")
+            if (
+                alias in names or target not in names | self.modules.keys()
+            ):  # a module: all of it is padding here
+                raise ValueError(
+                    f"alias {alias} -> {target} must go from a name that is not stored to one that is"
+                )
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Manifest"], tuple[bytes]]:
-        """One string of bytes, made once: hundreds of slices in each message of an update cost milliseconds."""
+        """One string of bytes, made once: hundreds of slices in each message of an update cost
+        milliseconds.
+        """
         if (packed := self.__dict__.get("_packed")) is None:
             packed = pickle.dumps({field.name: getattr(self, field.name) for field in fields(self)})
             object.__setattr__(self, "_packed", packed)
@@ -192,15 +231,18 @@ class WeightLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOffer:
-    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest says.
+    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest
+    says.
 
-    shadow: they are pages of their own, beside those that are served; otherwise the weights are undefined from here on.
+    shadow: they are pages of their own, beside those that are served; otherwise the weights are
+    undefined from here on.
     names: only these parameters will be written; None: all.
     """
 
     version: int
     manifest: Manifest
-    ticket: "Ticket | Any"  # of pages that are not a saver's: `trainer_bridge.sync.transport.ipc.IpcTicket`
+    # of pages that are not a saver's: `trainer_bridge.sync.transport.ipc.IpcTicket`
+    ticket: "Ticket | Any"
     shadow: bool = False
     names: tuple[str, ...] | None = None
 
@@ -209,8 +251,8 @@ class WeightOffer:
 class PackedBox:
     """A box of elements of the weights, row-major from byte `at` of a message.
 
-    offset: of its first element, in bytes from the start of the tag's arena; strides: of the others there, in elements
-    of `itemsize` bytes.
+    offset: of its first element, in bytes from the start of the tag's arena; strides: of the others
+    there, in elements of `itemsize` bytes.
     """
 
     at: int
@@ -221,11 +263,15 @@ class PackedBox:
 
     def __post_init__(self) -> None:
         if self.itemsize not in (1, 2, 4) or len(self.shape) != len(self.strides):
-            raise ValueError(f"a box has elements of 1, 2 or 4 bytes and as many strides as sizes, got {self}")
+            raise ValueError(
+                f"a box has elements of 1, 2 or 4 bytes and as many strides as sizes, got {self}"
+            )
         if min(self.at, self.offset, *self.shape, *self.strides) < 0:
             raise ValueError(f"a box has no negative numbers, got {self}")
         if self.at % self.itemsize or self.offset % self.itemsize:
-            raise ValueError(f"at and offset must be multiples of the {self.itemsize} bytes of an element, got {self}")
+            raise ValueError(
+                f"at and offset must be multiples of the {self.itemsize} bytes of an element, got {self}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -240,8 +286,9 @@ class PackedBox:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writers say they wrote. digest: memsaver.common.digest over every slice. nbytes: parameters, no padding.
-    Both are over the offer's `names` only, where it has some."""
+    """What the writers say they wrote. digest: memsaver.common.digest over every slice. nbytes:
+    parameters, no padding. Both are over the offer's `names` only, where it has some.
+    """
 
     version: int
     layout_hash: str
@@ -255,7 +302,9 @@ class WriteReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReceipt:
-    """What the engine read back, equal to what the writer says, and will serve when it is committed."""
+    """What the engine read back, equal to what the writer says, and will serve when it is
+    committed.
+    """
 
     version: int
     digest: int
@@ -264,7 +313,9 @@ class VerifyReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
-    """What the engine now serves; the digest is that of the verification, None for pages adopted without one."""
+    """What the engine now serves; the digest is that of the verification, None for pages adopted
+    without one.
+    """
 
     version: int
     digest: int | None

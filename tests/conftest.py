@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
 
-# The same examples in every run, and no deadline: how long one takes says more of the machine than of the code.
+# The same examples in every run, and no deadline: how long one takes says more of the machine than
+# of the code.
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("steady")
 
@@ -25,8 +26,14 @@ LONG = ("tests/recipes/", "tests/trainer_bridge/", "tests/rollout/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="tests marked `extended` too, and whole matrices of cases")
-    parser.addoption("--soak", action="store_true", help="full counts of every soak test, not the short forms")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="tests marked `extended` too, and whole matrices of cases",
+    )
+    parser.addoption(
+        "--soak", action="store_true", help="full counts of every soak test, not the short forms"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,15 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what this run or machine is not for. What is left stays in the order that pytest-randomly gave it, but
-    the Ray cluster's tests come first and then the packages with long files, so that the workers end together."""
+    """Deselect what this run or machine is not for. What is left stays in the order that
+    pytest-randomly gave it, but the Ray cluster's tests come first and then the packages with long
+    files, so that the workers end together.
+    """
     wanted = [item for item in items if _wanted(item, config.getoption("--all"))]
     if len(wanted) < len(items):
         kept = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = sorted(wanted, key=lambda item: (not _on_ray(item), not item.nodeid.startswith(LONG)))
+    items[:] = sorted(
+        wanted, key=lambda item: (not _on_ray(item), not item.nodeid.startswith(LONG))
+    )
     if strays := [item.nodeid for item in items if _on_ray(item) and not _of_ray(item.nodeid)]:
-        raise pytest.UsageError(f"tests marked `ray` belong to files named test_ray*.py: {strays[0]}")
+        raise pytest.UsageError(
+            f"tests marked `ray` belong to files named test_ray*.py: {strays[0]}"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,7 +90,9 @@ def _on_ray(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """A file that leaves torch's default process group behind fails, not the next one that makes its own."""
+    """A file that leaves torch's default process group behind fails, not the next one that makes
+    its own.
+    """
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

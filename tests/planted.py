@@ -1,8 +1,8 @@
 """Thirty deliberate bugs in all five packages, each of which `make test` has to catch.
 
-`python -m tests.planted` plants one after the other in a copy of the working tree and runs there the tests of the
-package (`--tests` names others) until the first that fails; `--tree DIR` takes another checkout, `1 5 7` some of the
-bugs. The results are in docs/testing.md.
+`python -m tests.planted` plants one after the other in a copy of the working tree and runs there
+the tests of the package (`--tests` names others) until the first that fails; `--tree DIR` takes
+another checkout, `1 5 7` some of the bugs. The results are in docs/testing.md.
 """
 
 from __future__ import annotations
@@ -224,13 +224,17 @@ BUGS = [
 def plant(bug: Bug, tree: Path) -> None:
     path = tree / bug.file
     text = path.read_text()
-    assert text.count(bug.right) == 1, f"{bug.file}: {bug.right!r} stands there {text.count(bug.right)} times"
+    assert text.count(bug.right) == 1, (
+        f"{bug.file}: {bug.right!r} stands there {text.count(bug.right)} times"
+    )
     path.write_text(text.replace(bug.right, bug.wrong))
 
 
 def copy_of(tree: Path, folder: Path) -> Path:
     """The files that git knows, and the built shim."""
-    listed = subprocess.run(["git", "ls-files"], cwd=tree, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout.split()
     shims = [str(path.relative_to(tree)) for path in tree.glob("memsaver/native/_shim*.so")]
     for name in [name for name in [*listed, *shims] if (tree / name).is_file()]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -266,9 +270,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             tree = copy_of(chosen.tree, Path(folder))
             plant(bug, tree)
-            found = caught_by(tree, chosen.tests or [f"tests/{bug.file.split('/')[0]}"], chosen.workers)
+            found = caught_by(
+                tree, chosen.tests or [f"tests/{bug.file.split('/')[0]}"], chosen.workers
+            )
         escaped += not found
-        print(f"{number:2} {time.monotonic() - started:5.0f} s  {bug.what}: {found or 'ESCAPED'}", flush=True)
+        print(
+            f"{number:2} {time.monotonic() - started:5.0f} s  {bug.what}: {found or 'ESCAPED'}",
+            flush=True,
+        )
     sys.exit(1 if escaped else 0)
 
 

@@ -18,7 +18,12 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 ALONE = {
     "cuda": ["memsaver/vmm/cuda.py"],
     "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/"],
-    "ray": ["rollout/actor.py", "rollout/actor_base.py", "trainer_bridge/coordinator.py", "trainer_bridge/remote/"],
+    "ray": [
+        "rollout/actor.py",
+        "rollout/actor_base.py",
+        "trainer_bridge/coordinator.py",
+        "trainer_bridge/remote/",
+    ],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "omegaconf": ["recipes/"],
     "torch.distributed.fsdp": ["trainer_bridge/"],
@@ -34,7 +39,11 @@ Rule = Callable[[str, ast.AST], Iterator[str]]
 def imports(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
+    return (
+        [node.module]
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module
+        else []
+    )
 
 
 def starts(module: str, package: str) -> bool:
@@ -53,7 +62,9 @@ def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
-    own = "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"  # scripts and their parts
+    own = (
+        "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"
+    )  # scripts and their parts
     for module in imports(node):
         if starts(module, "tests") and not (starts(module, "tests.helpers") or starts(module, own)):
             yield f"imports {module}: what tests share belongs to tests/helpers"
@@ -67,9 +78,17 @@ def reads_public_state(file: str, node: ast.AST) -> Iterator[str]:
         own = ast.unparse(node.value) in ("self", "cls", "super()")
         if not own and not (isinstance(root, ast.Name) and root.id in OTHERS):
             yield f"reads {ast.unparse(node)}"
-    if isinstance(node, ast.ImportFrom) and any(starts(node.module or "", package) for package in CHAIN):
-        yield from (f"imports {alias.name} of {node.module}" for alias in node.names if _private(alias.name))
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_PATH.fullmatch(node.value):
+    if isinstance(node, ast.ImportFrom) and any(
+        starts(node.module or "", package) for package in CHAIN
+    ):
+        yield from (
+            f"imports {alias.name} of {node.module}" for alias in node.names if _private(alias.name)
+        )
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and PRIVATE_PATH.fullmatch(node.value)
+    ):
         yield f"names {node.value}"
 
 
@@ -79,7 +98,11 @@ def _private(name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("folders", "rule"),
-    [(CHAIN, follows_the_chain), (["tests"], takes_helpers_from_their_place), (["tests"], reads_public_state)],
+    [
+        (CHAIN, follows_the_chain),
+        (["tests"], takes_helpers_from_their_place),
+        (["tests"], reads_public_state),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
@@ -87,13 +110,19 @@ def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         file = str(path.relative_to(ROOT))
         for node in ast.walk(ast.parse(path.read_text())):
-            broken += [f"{file}:{getattr(node, 'lineno', 0)} {problem}" for problem in rule(file, node)]
+            broken += [
+                f"{file}:{getattr(node, 'lineno', 0)} {problem}" for problem in rule(file, node)
+            ]
     assert not broken, "\n".join(broken)
 
 
 def file_imports(package: str) -> dict[str, set[str]]:
-    """Each module of a package, and those of its modules that it imports anywhere: at load, lazily, for types."""
-    trees = {module_of(path): ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py")}
+    """Each module of a package, and those of its modules that it imports anywhere: at load, lazily,
+    for types.
+    """
+    trees = {
+        module_of(path): ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py")
+    }
     found: dict[str, set[str]] = {module: set() for module in trees}
     for module, tree in trees.items():
         for node in ast.walk(tree):
@@ -137,11 +166,15 @@ def test_circles_are_found_and_what_hangs_on_them_is_not_named() -> None:
 def test_files_do_not_import_each_other_in_a_circle(package: str) -> None:
     graph = file_imports(package)
     circles = in_circles(graph)
-    assert not circles, "\n".join(f"{each} imports {sorted(graph[each] & circles)}" for each in sorted(circles))
+    assert not circles, "\n".join(
+        f"{each} imports {sorted(graph[each] & circles)}" for each in sorted(circles)
+    )
 
 
 def test_importing_memsaver_is_cheap() -> None:
     heavy = {"ray", "triton", "transformers", "omegaconf"}
     code = f"import sys, torch; before = set(sys.modules); import memsaver; print({heavy} & set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "set()"

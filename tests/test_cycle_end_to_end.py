@@ -1,4 +1,5 @@
-"""The whole cycle with real models: the rollout generates what transformers generates with the trainer's weights.
+"""The whole cycle with real models: the rollout generates what transformers generates with the
+trainer's weights.
 
 After every stage that frees memory another process fills what was freed with 0xFF.
 """
@@ -52,7 +53,9 @@ def expected(trainer: Trainer, path: str, inputs: list[list[int]], tokens: int) 
     for ids in inputs:
         given = torch.tensor([ids], device=trainer.device)
         mask = torch.ones_like(given)
-        full = model.generate(given, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        full = model.generate(
+            given, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
         out.append(full[0, len(ids) :].tolist())
     return out
 
@@ -68,13 +71,17 @@ def committed(side: Any) -> dict[str, int]:
 def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> None:
     """The rollout's log-probabilities are the trainer's."""
     samples = [(ids, sample) for ids, group in zip(inputs, out, strict=True) for sample in group]
-    batch = SequenceBatch(prompt_ids=[ids for ids, _ in samples], response_ids=[list(s.token_ids) for _, s in samples])
+    batch = SequenceBatch(
+        prompt_ids=[ids for ids, _ in samples], response_ids=[list(s.token_ids) for _, s in samples]
+    )
     assert_scores(trainer.compute_log_prob(batch), [sample.logprobs for _, sample in samples])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", MODELS)
-def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scribbler: Scribbler) -> None:
+def test_rounds_match_transformers(
+    family: str, device: str, tmp_path: Path, scribbler: Scribbler
+) -> None:
     shape: dict[str, Any] = {"max_position_embeddings": 640, **MODELS[family]}
     path = write_model(tmp_path / family, family, **shape)
     engine = {"kv_tokens": 2048, "page_size": 16, "max_prefill_tokens": 96}
@@ -91,7 +98,9 @@ def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scr
             wanted = expected(trainer, path, inputs, tokens)
             assert cycle.to_rollout(version).version == rollout.weights_version == version
             assert trainer.report().committed_bytes == 0 < min(committed(rollout).values())
-            assert trainer.report().backup_bytes == sum(tag.live_bytes for tag in trainer.report().tags.values())
+            assert trainer.report().backup_bytes == sum(
+                tag.live_bytes for tag in trainer.report().tags.values()
+            )
             greedy = rollout.generate(inputs, SamplingParams(max_tokens=tokens, temperature=0))
             assert ids_of(greedy) == wanted
             sampled = rollout.generate(inputs, SamplingParams(max_tokens=8, seed=version, n=2))
@@ -113,4 +122,6 @@ def test_rounds_match_transformers(family: str, device: str, tmp_path: Path, scr
                 counts.append((settled_fds(), memory_maps(), trainer.report().committed_bytes))
         first, after = counts
         assert after[2] == first[2]
-        assert after[0] < first[0] + 5 and after[1] < first[1] + 5  # 5 rounds that leak would show 5
+        assert (
+            after[0] < first[0] + 5 and after[1] < first[1] + 5
+        )  # 5 rounds that leak would show 5

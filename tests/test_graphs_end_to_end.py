@@ -1,4 +1,5 @@
-"""CUDA graphs over the whole cycle: captured once, right for every version of the weights, wherever memory comes from.
+"""CUDA graphs over the whole cycle: captured once, right for every version of the weights, wherever
+memory comes from.
 
 In between another process fills what was freed with 0xFF.
 """
@@ -57,19 +58,25 @@ def randomize(trainer: Trainer, version: int) -> None:
 def fresh_engine(path: str, trainer: Trainer) -> Engine:
     """An engine that has never slept nor seen other weights, without graphs."""
     saver = MemorySaver("cuda:0")
-    engine = Engine.from_pretrained(path, "cuda:0", saver=saver, load_weights=False, cuda_graphs=False, **ENGINE)
+    engine = Engine.from_pretrained(
+        path, "cuda:0", saver=saver, load_weights=False, cuda_graphs=False, **ENGINE
+    )
     engine.store.load(trainer.shards().items(), "the trainer")
     return engine
 
 
-def generates_as_a_fresh_engine(path: str, trainer: Trainer, cycle: Cycle, rollout: Engine, version: int) -> None:
+def generates_as_a_fresh_engine(
+    path: str, trainer: Trainer, cycle: Cycle, rollout: Engine, version: int
+) -> None:
     """With new weights; leaves the rollout awake."""
     randomize(trainer, version)
     fresh, inputs = fresh_engine(path, trainer), prompts(version)
     wanted = tokens_of(fresh.generate(inputs, GREEDY)), tokens_of(fresh.generate(inputs, SAMPLED))
     fresh.saver.close()
     del fresh
-    assert (cycle.to_rollout(version).nbytes == 0) == (rollout.report().tags["weights"].committed_bytes == 0)
+    assert (cycle.to_rollout(version).nbytes == 0) == (
+        rollout.report().tags["weights"].committed_bytes == 0
+    )
     got = tokens_of(rollout.generate(inputs, GREEDY)), tokens_of(rollout.generate(inputs, SAMPLED))
     assert got == wanted, f"version {version}"
 
@@ -94,9 +101,14 @@ def test_cycles_with_new_weights_each(
             generates_as_a_fresh_engine(path, trainer, cycle, rollout, version)
             if alias:
                 assert rollout.report().tags["weights"].committed_bytes == 0
-                assert rollout.report().tags["weights"].borrowed_bytes == trainer.report().committed_bytes
+                assert (
+                    rollout.report().tags["weights"].borrowed_bytes
+                    == trainer.report().committed_bytes
+                )
             else:
-                empty_torch_cache(torch.device("cuda:0"))  # as a sleep does, with cuBLAS's workspaces (32 MiB, H100)
+                empty_torch_cache(
+                    torch.device("cuda:0")
+                )  # as a sleep does, with cuBLAS's workspaces (32 MiB, H100)
                 committed, before = rollout.report().committed_bytes, process_bytes("cuda:0")
                 assert rollout.report().tags["cuda_graph"].committed_bytes > 0
                 rollout.sleep(level=2)
@@ -117,19 +129,27 @@ def test_cycles_with_new_weights_each(
 
 
 def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
-    """Every batch from 1 to beyond the ladder, against the same engine without graphs; padded rows change nothing."""
+    """Every batch from 1 to beyond the ladder, against the same engine without graphs; padded rows
+    change nothing.
+    """
     path = write_model(tmp_path / "model", "llama", **SHAPE, num_key_value_heads=1)
     engines = [
-        Engine.from_pretrained(path, "cuda:0", **{**ENGINE, "max_running": 40}, cuda_graphs=graphs, **sizes)
+        Engine.from_pretrained(
+            path, "cuda:0", **{**ENGINE, "max_running": 40}, cuda_graphs=graphs, **sizes
+        )
         for graphs, sizes in ((True, {"graph_batch_sizes": (1, 2, 4, 8, 16)}), (False, {}))
     ]
     assert engines[1].graphs is None and engines[0].graphs is not None
     rng = random.Random(0)
     for batch in [1, 2, 3, 5, 8, 9, 16, 17, 33]:
         inputs = [[rng.randrange(96) for _ in range(rng.randint(1, 70))] for _ in range(batch)]
-        one, other = (engine.generate(inputs, SAMPLED if batch < 6 else GREEDY) for engine in engines)
+        one, other = (
+            engine.generate(inputs, SAMPLED if batch < 6 else GREEDY) for engine in engines
+        )
         assert tokens_of(one) == tokens_of(other), f"batch {batch}"
-        for mine, theirs in zip((s for g in one for s in g), (s for g in other for s in g), strict=True):
+        for mine, theirs in zip(
+            (s for g in one for s in g), (s for g in other for s in g), strict=True
+        ):
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=GAP)
         for engine in engines:
             engine.check_integrity()
@@ -139,7 +159,9 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
 
 def test_the_graphs_are_why_an_engine_that_half_sleeps_refuses(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", **SHAPE)
-    engine = Engine.from_pretrained(path, "cuda:0", **ENGINE, prefix_cache=False)  # a hit sums in another order
+    engine = Engine.from_pretrained(
+        path, "cuda:0", **ENGINE, prefix_cache=False
+    )  # a hit sums in another order
     before = engine.generate(prompts(0), GREEDY)
     engine.sleep(tags=["cuda_graph"])
     with pytest.raises(RuntimeError, match="paused: cuda_graph"):

@@ -1,6 +1,7 @@
 """The trainer, and the bridge to a rollout on the same device: weight sync and the wake-up cycle.
 
-`Trainer`, `open_inprocess` and `open_ray` are loaded when first used: they bring torch's FSDP, the last one also ray.
+`Trainer`, `open_inprocess` and `open_ray` are loaded when first used: they bring torch's FSDP, the
+last one also ray.
 """
 
 from __future__ import annotations

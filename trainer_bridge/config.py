@@ -13,9 +13,11 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: a linear layer's output is W x + alpha / rank * B A x, and only A and B are trained.
+    """Low-rank adapters: a linear layer's output is W x + alpha / rank * B A x, and only A and B
+    are trained.
 
-    target_modules: last parts of the names of the linear layers that are adapted, as ("q_proj", "v_proj").
+    target_modules: last parts of the names of the linear layers that are adapted, as ("q_proj",
+    "v_proj").
     """
 
     rank: int
@@ -25,9 +27,21 @@ class LoraConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         _check("rank", self.rank, self.rank >= 1, "must be at least 1", "LoraConfig")
-        _check("alpha", self.alpha, 0 < self.alpha < math.inf, "must be positive and finite", "LoraConfig")
+        _check(
+            "alpha",
+            self.alpha,
+            0 < self.alpha < math.inf,
+            "must be positive and finite",
+            "LoraConfig",
+        )
         ok = bool(self.target_modules) and len(set(self.target_modules)) == len(self.target_modules)
-        _check("target_modules", self.target_modules, ok, "name at least one layer, none twice", "LoraConfig")
+        _check(
+            "target_modules",
+            self.target_modules,
+            ok,
+            "name at least one layer, none twice",
+            "LoraConfig",
+        )
 
     @property
     def scale(self) -> float:
@@ -39,8 +53,8 @@ class LoraConfig:
 class CriticConfig:
     """What the critic has of its own; the rest of `TrainerConfig` is also the critic's.
 
-    decay_steps: as the policy's, in updates of the critic. value_clip: how far a value may move from the old one
-    before its loss is clipped.
+    decay_steps: as the policy's, in updates of the critic. value_clip: how far a value may move
+    from the old one before its loss is clipped.
     """
 
     learning_rate: float = 1e-5
@@ -56,16 +70,19 @@ class CriticConfig:
 class TrainerConfig:
     """One FSDP2 trainer.
 
-    model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights made on the device
-    instead, the same for the same seed on any number of ranks; no safetensors are read. dtype: of the parameter shards,
-    their gradients and the optimizer state. param_dtype: of the unsharded parameters in forward and backward (mixed
-    precision); None is `dtype`. decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it
-    stays. lora: train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no update is
-    rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
-    kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none. reference: keep the first
-    weights, frozen, to score with; with adapters these are the base, and need no model of their own. max_grad_norm:
-    None: no clipping. micro_batch_size: sequences a rank holds in one
-    forward and backward. threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
+    model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights
+    made on the device instead, the same for the same seed on any number of ranks; no safetensors
+    are read. dtype: of the parameter shards, their gradients and the optimizer state. param_dtype:
+    of the unsharded parameters in forward and backward (mixed precision); None is `dtype`.
+    decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it stays. lora:
+    train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no
+    update is rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 +
+    high].
+    kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none.
+    reference: keep the first weights, frozen, to score with; with adapters these are the base, and
+    need no model of their own. max_grad_norm:
+    None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward.
+    threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
     once when the trainer is built, and of random weights.
     """
 
@@ -93,33 +110,78 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check("model_path", self.model_path, bool(self.model_path), "name a Hugging Face model directory")
+        _check(
+            "model_path",
+            self.model_path,
+            bool(self.model_path),
+            "name a Hugging Face model directory",
+        )
         _check("dtype", self.dtype, self.dtype in _DTYPES, f"use one of {', '.join(_DTYPES)}")
         ok = self.param_dtype is None or self.param_dtype in _DTYPES
-        _check("param_dtype", self.param_dtype, ok, f"use one of {', '.join(_DTYPES)}, or None for dtype")
-        _check("learning_rate", self.learning_rate, 0 <= self.learning_rate < math.inf, "must be finite, not negative")
+        _check(
+            "param_dtype",
+            self.param_dtype,
+            ok,
+            f"use one of {', '.join(_DTYPES)}, or None for dtype",
+        )
+        _check(
+            "learning_rate",
+            self.learning_rate,
+            0 <= self.learning_rate < math.inf,
+            "must be finite, not negative",
+        )
         ok = self.decay_steps is None or self.decay_steps >= 1
-        _check("decay_steps", self.decay_steps, ok, "must be at least 1, or None for a constant rate")
-        _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "must be finite, not negative")
+        _check(
+            "decay_steps", self.decay_steps, ok, "must be at least 1, or None for a constant rate"
+        )
+        _check(
+            "weight_decay",
+            self.weight_decay,
+            0 <= self.weight_decay < math.inf,
+            "must be finite, not negative",
+        )
         ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _check("betas", self.betas, ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
-        _check("adam_eps", self.adam_eps, 0 < self.adam_eps < math.inf, "must be positive and finite")
+        _check(
+            "adam_eps", self.adam_eps, 0 < self.adam_eps < math.inf, "must be positive and finite"
+        )
         ok = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        _check("max_grad_norm", self.max_grad_norm, ok, "must be positive and finite; None does not clip")
+        _check(
+            "max_grad_norm",
+            self.max_grad_norm,
+            ok,
+            "must be positive and finite; None does not clip",
+        )
         _check("clip_eps_low", self.clip_eps_low, 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
-        _check("clip_eps_high", self.clip_eps_high, 0 < self.clip_eps_high < math.inf, "must be positive and finite")
+        _check(
+            "clip_eps_high",
+            self.clip_eps_high,
+            0 < self.clip_eps_high < math.inf,
+            "must be positive and finite",
+        )
         ok = 0 <= self.kl_loss_coef < math.inf
         _check("kl_loss_coef", self.kl_loss_coef, ok, "must be finite, not negative")
         ok = self.reference or self.kl_loss_coef == 0
         _check("kl_loss_coef", self.kl_loss_coef, ok, "needs reference=True")
-        _check("micro_batch_size", self.micro_batch_size, self.micro_batch_size >= 1, "must be at least 1")
-        _check("threads", self.threads, self.threads is None or self.threads >= 1, "must be at least 1, or None")
+        _check(
+            "micro_batch_size",
+            self.micro_batch_size,
+            self.micro_batch_size >= 1,
+            "must be at least 1",
+        )
+        _check(
+            "threads",
+            self.threads,
+            self.threads is None or self.threads >= 1,
+            "must be at least 1, or None",
+        )
         ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
 
     def of_critic(self) -> TrainerConfig:
-        """The same with the critic's learning rate and decay, all parameters trained: what its model and optimizer are
-        made with."""
+        """The same with the critic's learning rate and decay, all parameters trained: what its
+        model and optimizer are made with.
+        """
         assert self.critic is not None
         rate, steps = self.critic.learning_rate, self.critic.decay_steps
         return dataclasses.replace(self, learning_rate=rate, decay_steps=steps, lora=None)

@@ -1,6 +1,8 @@
-"""Trainer and rollout as a pair for the cycle: both in this process, or as Ray actors, two on each device.
+"""Trainer and rollout as a pair for the cycle: both in this process, or as Ray actors, two on each
+device.
 
-Each side has a saver of its own. The pair comes in state "train": the rollout asleep, the trainer awake.
+Each side has a saver of its own. The pair comes in state "train": the rollout asleep, the trainer
+awake.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ def open_inprocess(
 ) -> Iterator[tuple[Trainer, Engine]]:
     """Both sides in this process.
 
-    engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where not given. It loads no
-    weights: the first sync brings them. alias: lay the trainer's parameters out as the engine's weights, for
-    `Cycle(alias=True)`; a ValueError says why it cannot be.
+    engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
+    not given. It loads no
+    weights: the first sync brings them. alias: lay the trainer's parameters out as the engine's
+    weights, for `Cycle(alias=True)`; a ValueError says why it cannot be.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
@@ -58,14 +61,15 @@ def open_ray(
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
 ) -> Iterator[tuple[RemoteTrainer, RemoteRollout]]:
-    """On each of `devices` devices of each of `nodes` machines two actors, half a GPU each when the device is CUDA: a
-    trainer rank and an engine rank. Ray chooses the GPUs.
+    """On each of `devices` devices of each of `nodes` machines two actors, half a GPU each when the
+    device is CUDA: a trainer rank and an engine rank. Ray chooses the GPUs.
 
-    engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold one engine together,
-    and the engines are replicas of each other. timeout: seconds for one call. address: of a running cluster ("auto":
-    the one of this machine); None takes the one this process is connected to, the one of the Ray job it runs in
-    (RAY_ADDRESS), or starts a small one of its own and ends it. alias: see `open_inprocess`; one device. When the block
-    ends, whatever happened, all actors are killed.
+    engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold
+    one engine together, and the engines are replicas of each other. timeout: seconds for one call.
+    address: of a running cluster ("auto": the one of this machine); None takes the one this process
+    is connected to, the one of the Ray job it runs in (RAY_ADDRESS), or starts a small one of its
+    own and ends it. alias: see `open_inprocess`; one device. When the block ends, whatever
+    happened, all actors are killed.
     """
     import ray
 
@@ -79,10 +83,16 @@ def open_ray(
         undo.enter_context(connected(address, size))
         places = undo.enter_context(reserved(nodes, devices, on_gpu))
         threads = max(1, cores() // devices)
-        args = [actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)]
-        rollout = RemoteRollout(_start("rollout", RolloutActor, args, places, undo), timeout, engine_size)
+        args = [
+            actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)
+        ]
+        rollout = RemoteRollout(
+            _start("rollout", RolloutActor, args, places, undo), timeout, engine_size
+        )
         args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
-        side = RemoteTrainer(_start("trainer", ray.remote(trainer_actor), args, places, undo), timeout)
+        side = RemoteTrainer(
+            _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
+        )
         rollout.build()
         rollout.sleep(level=2)
         manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
@@ -92,7 +102,11 @@ def open_ray(
 
 
 def _start(
-    name: str, actor: Any, args: Sequence[Mapping[str, Any]], places: Sequence[Place], undo: contextlib.ExitStack
+    name: str,
+    actor: Any,
+    args: Sequence[Mapping[str, Any]],
+    places: Sequence[Place],
+    undo: contextlib.ExitStack,
 ) -> list[RemoteActor]:
     """An actor at each place, killed when `undo` is. One alone has the plain name."""
     import ray
@@ -113,12 +127,21 @@ def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> N
             f"tensor_parallel_size={engine_size} does not divide devices={devices}; an engine stays on one machine"
         )
     if alias and nodes * devices > 1:
-        raise ValueError(f"alias=True is for one device, these are {nodes * devices}; sync by copies (alias=False)")
+        raise ValueError(
+            f"alias=True is for one device, these are {nodes * devices}; sync by copies (alias=False)"
+        )
 
 
 def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = {"path": trainer.model_path, "device": trainer.device, "dtype": trainer.torch_dtype, **engine}
-    arguments["load_weights"] = False  # undefined until the first sync, which would replace them anyway
+    arguments = {
+        "path": trainer.model_path,
+        "device": trainer.device,
+        "dtype": trainer.torch_dtype,
+        **engine,
+    }
+    arguments["load_weights"] = (
+        False  # undefined until the first sync, which would replace them anyway
+    )
     if isinstance(arguments["dtype"], str):
         arguments["dtype"] = getattr(torch, arguments["dtype"])
     if torch.device(arguments["device"]) != torch.device(trainer.device):
@@ -128,10 +151,16 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
     return arguments
 
 
-def actor_arguments(arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int) -> dict[str, Any]:
-    """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under `engine`."""
+def actor_arguments(
+    arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
+) -> dict[str, Any]:
+    """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under
+    `engine`.
+    """
     rest = dict(arguments)
-    own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest}
+    own: dict[str, Any] = {
+        name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest
+    }
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
     own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
     if replica:  # requests without a seed are not to be answered alike everywhere
@@ -140,9 +169,14 @@ def actor_arguments(arguments: Mapping[str, Any], on_gpu: bool, threads: int, re
 
 
 def _trainer_in_actor(config: TrainerConfig, on_gpu: bool, threads: int) -> TrainerConfig:
-    """threads: for each side, they take turns. (Ray would give an actor as many as it has num_cpus.)"""
+    """threads: for each side, they take turns.
+
+    (Ray would give an actor as many as it has num_cpus.)
+    """
     chosen = config.threads if on_gpu or config.threads is not None else threads
-    return dataclasses.replace(config, device=_device_in_actor(config.device, on_gpu), threads=chosen)
+    return dataclasses.replace(
+        config, device=_device_in_actor(config.device, on_gpu), threads=chosen
+    )
 
 
 def _device_in_actor(device: str, on_gpu: bool) -> str:

@@ -1,4 +1,5 @@
-"""The wake-up cycle: trainer and rollout hand the memory of one device back and forth, stage by stage.
+"""The wake-up cycle: trainer and rollout hand the memory of one device back and forth, stage by
+stage.
 
     train  --to_rollout(version)-->  rollout  --to_score(model)-->  score  --to_train()-->  train
                                         |                           |   ^                     ^
@@ -10,13 +11,15 @@
              critic, critic_optim                                          compute_log_prob, checkpoints
     rollout  nothing                      weights, kv_cache, cuda_graph    generate
     score    one model at a time          nothing                          with params: compute_log_prob, reference:
-                                                                           compute_ref_log_prob, critic: compute_values
+                                                                           compute_ref_log_prob,
+                                                                           critic: compute_values
 
-A trainer has critic and reference only where the cycle is told so. Tags that the caller names in `keep` stay on the
-device in every state. With `alias` the rollout serves the trainer's own pages: `params` stays, lent in state "rollout",
-and tag `weights` never has memory of its own. Both sides are protocols: the same code drives objects of this process
-and handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced, the rollout is poisoned
-with the reason and serves nothing.
+A trainer has critic and reference only where the cycle is told so. Tags that the caller names in
+`keep` stay on the device in every state. With `alias` the rollout serves the trainer's own pages:
+`params` stays, lent in state "rollout", and tag `weights` never has memory of its own. Both sides
+are protocols: the same code drives objects of this process and handles on Ray actors. A stage that
+fails ends the cycle; where weights were being replaced, the rollout is poisoned with the reason and
+serves nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
 from trainer_bridge.protocols import TrainerSide
 from trainer_bridge.sync.weight_sync import SyncReceipt
-from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, MODELS, PARAMS, REFERENCE, TRAINED, TRAINER_TAGS
+from trainer_bridge.tags import (
+    CRITIC,
+    CRITIC_OPTIM,
+    MODELS,
+    PARAMS,
+    REFERENCE,
+    TRAINED,
+    TRAINER_TAGS,
+)
 
 OnStage = Callable[[str, float, float], None]
 """Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""
@@ -47,7 +58,9 @@ POISONING = ("sync_weights",)  # the weights may be undefined when it fails
 
 
 class Cycle:
-    """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the table above."""
+    """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the
+    table above.
+    """
 
     def __init__(
         self,
@@ -63,15 +76,18 @@ class Cycle:
     ) -> None:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
 
-        keep: tags of either side that stay on the device, where there is room for them; a ValueError names an unknown
-        one. alias: the rollout serves the trainer's pages, which it gives back when it sleeps, at any level; the pair
-        is opened with the same. critic, reference: what the trainer has beside the policy.
+        keep: tags of either side that stay on the device, where there is room for them; a
+        ValueError names an unknown one. alias: the rollout serves the trainer's pages, which it
+        gives back when it sleeps, at any level; the pair is opened with the same. critic,
+        reference: what the trainer has beside the policy.
         """
         kept = set(keep)
         if unknown := sorted(kept.difference(KEEPABLE)):
             raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
         if alias and WEIGHTS in kept:
-            raise ValueError(f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back; leave it out")
+            raise ValueError(
+                f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back; leave it out"
+            )
         absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
         self.state = "train"
         self._alias = alias
@@ -88,7 +104,8 @@ class Cycle:
     def to_rollout(self, version: int) -> SyncReceipt:
         """Hand the memory to the rollout, which then serves the trainer's weights as `version`.
 
-        The trainer is connected to the rollout (`Trainer.connect`): it speaks with the engines itself.
+        The trainer is connected to the rollout (`Trainer.connect`): it speaks with the engines
+        itself.
         """
         after = self._enter("to_rollout")
         self._make_room()
@@ -96,17 +113,25 @@ class Cycle:
             with self._stage("wake_weights"):
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
-            committed = self._trainer.share_weights(version) if self._alias else self._trainer.sync_weights(version)
-        self._park_all_but([])  # params, which must stay until all engines have committed what they hold
+            committed = (
+                self._trainer.share_weights(version)
+                if self._alias
+                else self._trainer.sync_weights(version)
+            )
+        self._park_all_but(
+            []
+        )  # params, which must stay until all engines have committed what they hold
         with self._stage("wake_kv_cache"):
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
         self.state = after
         return committed
 
     def to_score(self, model: str = PARAMS) -> None:
-        """Take the memory back, as far as one model needs it to score: `params` (the policy), `reference`, `critic`.
+        """Take the memory back, as far as one model needs it to score: `params` (the policy),
+        `reference`, `critic`.
 
-        Called again it exchanges the model for the next one. A ValueError names one that there is not.
+        Called again it exchanges the model for the next one. A ValueError names one that there is
+        not.
         """
         if model not in (known := [tag for tag in MODELS if tag in self._tags]):
             raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(known)}")
@@ -140,7 +165,9 @@ class Cycle:
     def _make_room(self) -> None:
         before = set(self._held)
         self._park_all_but([PARAMS])
-        if self._held == before and self._sleeping:  # nothing of the trainer's, but what training left in torch's cache
+        if (
+            self._held == before and self._sleeping
+        ):  # nothing of the trainer's, but what training left in torch's cache
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
 
@@ -148,8 +175,14 @@ class Cycle:
         """The state after `verb`; StateError if it is not legal now."""
         legal = TRANSITIONS[self.state]
         if verb not in legal:
-            why = f" ({self._failure}); start a new run from the last checkpoint" if self._failure else ""
-            raise StateError(f"{verb}() in state {self.state!r}: legal now: {', '.join(legal) or 'nothing'}{why}")
+            why = (
+                f" ({self._failure}); start a new run from the last checkpoint"
+                if self._failure
+                else ""
+            )
+            raise StateError(
+                f"{verb}() in state {self.state!r}: legal now: {', '.join(legal) or 'nothing'}{why}"
+            )
         return legal[verb]
 
     @contextlib.contextmanager
@@ -170,5 +203,7 @@ class Cycle:
     def _poison(self, failure: CycleError) -> None:
         try:
             self._rollout.abort_update(str(failure))
-        except Exception as error:  # the rollout may be what died; the first failure is the one to report
+        except (
+            Exception
+        ) as error:  # the rollout may be what died; the first failure is the one to report
             failure.add_note(f"the rollout could not be told: {type(error).__name__}: {error}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class CycleError(RuntimeError):
-    """A stage of the cycle failed; the cycle cannot go on and the engine serves no undefined weights.
+    """A stage of the cycle failed; the cycle cannot go on and the engine serves no undefined
+    weights.
 
     Attributes:
         stage: name of the stage, as given to `on_stage`.
@@ -14,7 +15,9 @@ class CycleError(RuntimeError):
     def __init__(self, stage: str, cause: BaseException) -> None:
         text = " ".join(str(cause).split())
         super().__init__(
-            f"stage {stage!r} failed: {type(cause).__name__}: {text}" if text else f"stage {stage!r} failed: {cause!r}"
+            f"stage {stage!r} failed: {type(cause).__name__}: {text}"
+            if text
+            else f"stage {stage!r} failed: {cause!r}"
         )
         self.stage = stage
         self.cause = cause
@@ -45,7 +48,8 @@ class ActorTimeout(ActorError):
 
 
 class RankFailed(RuntimeError):
-    """One actor of several raised what the others did not; they may still wait for it, so start all anew.
+    """One actor of several raised what the others did not; they may still wait for it, so start all
+    anew.
 
     Attributes:
         actor: like `trainer[1]`; method: what it was asked; error: what it raised.
@@ -62,7 +66,9 @@ class RankFailed(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """A weight sync ended on all ranks because of one of them; `stage` names where, `reason` which rank and why."""
+    """A weight sync ended on all ranks because of one of them; `stage` names where, `reason` which
+    rank and why.
+    """
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f"the weight sync failed in stage {stage!r}: {reason}")

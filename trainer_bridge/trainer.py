@@ -1,4 +1,6 @@
-"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked between its uses."""
+"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked between
+its uses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens, deal, pad
+from trainer_bridge.training.batch import (
+    MicroBatch,
+    SequenceBatch,
+    check_temperature,
+    check_tokens,
+    deal,
+    pad,
+)
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs
@@ -39,16 +48,18 @@ if TYPE_CHECKING:
 class Trainer:
     """Scores sequences, learns from them, and writes its weights into a rollout's memory.
 
-    Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host; gradients,
-    activations and unsharded layers are torch's own memory. Without a saver all of it is, and `park` keeps the memory.
-    With `config.critic` a critic lies on `critic` and `critic_optim`; with `config.reference` the first weights lie on
-    `reference`, which is parked until somebody restores it.
+    Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host;
+    gradients, activations and unsharded layers are torch's own memory. Without a saver all of it
+    is, and `park` keeps the memory. With `config.critic` a critic lies on `critic` and
+    `critic_optim`; with `config.reference` the first weights lie on `reference`, which is parked
+    until somebody restores it.
 
-    With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored with `params`. That
-    is frozen then: it is copied to the host once, and later pauses compare a digest. It is the reference, too.
+    With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored
+    with `params`. That is frozen then: it is copied to the host once, and later pauses compare a
+    digest. It is the reference, too.
 
-    With several ranks (a process group made by the caller) every rank calls every method with the same arguments: each
-    computes its share of the sequences, all get the whole answer.
+    With several ranks (a process group made by the caller) every rank calls every method with the
+    same arguments: each computes its share of the sequences, all get the whole answer.
     """
 
     def __init__(
@@ -60,10 +71,12 @@ class Trainer:
         layout: Manifest | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first dimension.
+        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first
+        dimension.
 
-        layout: of the rollout that `share_weights` is for: parameters lie on tag `params` as its weights do. One rank
-        with a saver, whole parameters of the same dtypes; a ValueError says what is not so.
+        layout: of the rollout that `share_weights` is for: parameters lie on tag `params` as its
+        weights do. One rank with a saver, whole parameters of the same dtypes; a ValueError says
+        what is not so.
 
         runtime: in place of the device that `config` names and of this process's default group.
         """
@@ -77,7 +90,9 @@ class Trainer:
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
             if layout is not None and (saver is None or runtime.world > 1):
-                raise ValueError("layout is for one rank with a MemorySaver; without, leave it away and sync by copies")
+                raise ValueError(
+                    "layout is for one rank with a MemorySaver; without, leave it away and sync by copies"
+                )
             if layout is not None and config.lora is not None:
                 raise ValueError(
                     "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
@@ -86,24 +101,31 @@ class Trainer:
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
-            self.optimizer = build_optimizer(list(trained_params(self.model).values()), config, self.device, saver)
+            self.optimizer = build_optimizer(
+                list(trained_params(self.model).values()), config, self.device, saver
+            )
             self.step = 0
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._parking.add(OPTIM)
             self.critic = self._value_model()
-            self._publisher = Publisher(base_params(self.model), self.device, saver, layout, self._adapters)
+            self._publisher = Publisher(
+                base_params(self.model), self.device, saver, layout, self._adapters
+            )
             undo.pop_all()
 
     def compute_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
     ) -> list[list[float]]:
-        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature None is the batch's.
+        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature
+        None is the batch's.
 
         base: of the frozen model, without adapters.
         """
         if base and self._adapters is None:
-            raise ValueError("compute_log_prob(base=True) needs TrainerConfig.lora: all parameters are trained here")
+            raise ValueError(
+                "compute_log_prob(base=True) needs TrainerConfig.lora: all parameters are trained here"
+            )
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         self._parking.require("compute_log_prob", PARAMS)
@@ -117,15 +139,20 @@ class Trainer:
                 self._runtime,
             )
 
-    def compute_ref_log_prob(self, batch: SequenceBatch, temperature: float | None = None) -> list[list[float]]:
-        """`compute_log_prob` by the weights before the first update; needs tag `reference` restored, with adapters
-        `params`."""
+    def compute_ref_log_prob(
+        self, batch: SequenceBatch, temperature: float | None = None
+    ) -> list[list[float]]:
+        """`compute_log_prob` by the weights before the first update; needs tag `reference`
+        restored, with adapters `params`.
+        """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, temperature, base=True)
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         if self.reference is None:
-            raise StateError("compute_ref_log_prob() has no reference; make the trainer with reference=True")
+            raise StateError(
+                "compute_ref_log_prob() has no reference; make the trainer with reference=True"
+            )
         self._parking.require("compute_ref_log_prob", REFERENCE)
         return self.reference.compute_log_prob(batch, temperature)
 
@@ -138,11 +165,12 @@ class Trainer:
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of the batch, plus
-        `kl_loss_coef` times the KL divergence from the reference (`kl_k3`, whose mean is estimated from these tokens).
+        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of
+        the batch, plus `kl_loss_coef` times the KL divergence from the reference (`kl_k3`, whose
+        mean is estimated from these tokens).
 
-        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A gradient that is not
-        finite raises a FloatingPointError and changes nothing.
+        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
+        gradient that is not finite raises a FloatingPointError and changes nothing.
         """
         self._parking.require("update_actor", PARAMS, OPTIM)
         self._require_unlent("update_actor")
@@ -150,7 +178,9 @@ class Trainer:
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
         if self.config.kl_loss_coef and batch.ref_logprobs is None:
-            raise ValueError("update_actor with kl_loss_coef needs a SequenceBatch with ref_logprobs")
+            raise ValueError(
+                "update_actor with kl_loss_coef needs a SequenceBatch with ref_logprobs"
+            )
         if not batch.num_tokens:
             raise ValueError("update_actor got no response tokens to learn from; skip the step")
         self.model.train()
@@ -163,19 +193,24 @@ class Trainer:
         self.step += 1
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
         means = [total / batch.num_tokens for total in self._runtime.sum_ranks(sums)]
-        return dict(zip(names, means, strict=True)) | {"grad_norm": grad_norm, "tokens": float(batch.num_tokens)}
+        return dict(zip(names, means, strict=True)) | {
+            "grad_norm": grad_norm,
+            "tokens": float(batch.num_tokens),
+        }
 
     def park(self, *tags: str) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
 
-        A model's tag that has not changed since it was parked last is not copied again, where a trainer scores with
-        several models.
+        A model's tag that has not changed since it was parked last is not copied again, where a
+        trainer scores with several models.
         """
         self.empty_cache()
         self._parking.park(*tags)
 
     def restore(self, *tags: str) -> None:
-        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory changes nothing."""
+        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
+        changes nothing.
+        """
         self._parking.restore(*tags)
 
     def empty_cache(self) -> None:
@@ -197,13 +232,19 @@ class Trainer:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
     def connect(
-        self, targets: Sequence[SyncTarget], consensus: Consensus | None = None, *, transport: str = "auto"
+        self,
+        targets: Sequence[SyncTarget],
+        consensus: Consensus | None = None,
+        *,
+        transport: str = "auto",
     ) -> None:
-        """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights` replaces their weights.
+        """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights`
+        replaces their weights.
 
-        consensus: how the ranks agree, by default over the store of their process group. transport: how bytes reach the
-        engines (see `WeightSync`); what came of it is in `transports`. A ValueError lists what does not fit, a
-        `SyncError` says which other rank found that; nothing has been touched then.
+        consensus: how the ranks agree, by default over the store of their process group. transport:
+        how bytes reach the engines (see `WeightSync`); what came of it is in `transports`. A
+        ValueError lists what does not fit, a `SyncError` says which other rank found that; nothing
+        has been touched then.
         """
         self._publisher.connect(targets, consensus, transport)
 
@@ -213,33 +254,44 @@ class Trainer:
         return self._publisher.transports
 
     def sync_weights(
-        self, version: int, *, shadow: bool = False, check_finite: bool = False, on_part: OnPart | None = None
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        check_finite: bool = False,
+        on_part: OnPart | None = None,
     ) -> SyncReceipt:
-        """Write the parameters into the engines' pages, verify them, and have them served as `version`: on all ranks,
-        or nowhere. See `WeightSync.sync`.
+        """Write the parameters into the engines' pages, verify them, and have them served as
+        `version`: on all ranks, or nowhere. See `WeightSync.sync`.
 
-        With adapters: merged, each weight rounded once; and only the adapted ones where all engines still serve what
-        the sync before wrote.
+        With adapters: merged, each weight rounded once; and only the adapted ones where all engines
+        still serve what the sync before wrote.
         """
         self._parking.require("sync_weights", PARAMS)
-        return self._publisher.sync(version, shadow=shadow, check_finite=check_finite, on_part=on_part)
+        return self._publisher.sync(
+            version, shadow=shadow, check_finite=check_finite, on_part=on_part
+        )
 
     def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
-        """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is copied.
+        """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is
+        copied.
 
-        Until the engines' weights sleep, what would change or park the parameters raises. See `PageShare.share`.
+        Until the engines' weights sleep, what would change or park the parameters raises. See
+        `PageShare.share`.
         """
         self._parking.require("share_weights", PARAMS)
         return self._publisher.share(version, verify)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter by checkpoint name, without adapters; tied ones once. The same dict
-        until a shard moves."""
+        """This rank's rows of every parameter by checkpoint name, without adapters; tied ones once.
+        The same dict until a shard moves.
+        """
         return self._publisher.shards()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        """What is trained (parameters, or adapters), moments, step and `extra` (JSON), whole or not at all; replaces
-        what was there."""
+        """What is trained (parameters, or adapters), moments, step and `extra` (JSON), whole or not
+        at all; replaces what was there.
+        """
         self._parking.require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
         if self.critic is not None:
@@ -249,7 +301,8 @@ class Trainer:
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`.
 
-        A ValueError says what is of another model, or of adapters for another base; nothing was changed then.
+        A ValueError says what is of another model, or of adapters for another base; nothing was
+        changed then.
         """
         self._parking.require("load_checkpoint", *TRAINED)
         self._require_unlent("load_checkpoint")
@@ -263,7 +316,9 @@ class Trainer:
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """The adapters as `PeftModel.from_pretrained` reads them, whole or not at all; replaces what was there."""
+        """The adapters as `PeftModel.from_pretrained` reads them, whole or not at all; replaces
+        what was there.
+        """
         self._parking.require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
@@ -281,22 +336,37 @@ class Trainer:
         return None if self.saver is None else self.saver.take_usage()
 
     def close(self) -> None:
-        """Unmap the rollouts' pages, end the process group if this trainer made it. The saver is its maker's."""
+        """Unmap the rollouts' pages, end the process group if this trainer made it.
+
+        The saver is its maker's.
+        """
         self._publisher.close()
         self._runtime.close()
 
     def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's response tokens."""
+        """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's
+        response tokens.
+        """
         return token_logprobs(token_logits(self.model, micro), micro.target, temperature)
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Add the micro batch's gradient. Returns its sums of loss, clipped tokens, kl and entropy."""
+        """Add the micro batch's gradient.
+
+        Returns its sums of loss, clipped tokens, kl and entropy.
+        """
         logprobs, entropy = self._score(micro, batch.temperature)
-        old, advantages = batch.of_tokens("old_logprobs", micro), batch.of_tokens("advantages", micro)
-        sums = ppo_clip(logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high)
+        old, advantages = (
+            batch.of_tokens("old_logprobs", micro),
+            batch.of_tokens("advantages", micro),
+        )
+        sums = ppo_clip(
+            logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high
+        )
         loss = sums.loss
         if self.config.kl_loss_coef:
-            loss = loss + self.config.kl_loss_coef * kl_k3(logprobs, batch.of_tokens("ref_logprobs", micro))
+            loss = loss + self.config.kl_loss_coef * kl_k3(
+                logprobs, batch.of_tokens("ref_logprobs", micro)
+            )
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (self._runtime.world / batch.num_tokens)).backward()
         return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
@@ -305,7 +375,9 @@ class Trainer:
         if self._adapters is not None:
             self._parking.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
             return
-        alone = self.reference is None and self.config.critic is None  # a policy is parked once a step, always changed
+        alone = (
+            self.reference is None and self.config.critic is None
+        )  # a policy is parked once a step, always changed
         self._parking.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> Reference | None:
@@ -327,7 +399,9 @@ class Trainer:
 
     def _critic(self, method: str, *tags: str) -> Critic:
         if self.critic is None:
-            raise StateError(f"{method}() has no critic; make the trainer with critic=CriticConfig()")
+            raise StateError(
+                f"{method}() has no critic; make the trainer with critic=CriticConfig()"
+            )
         self._parking.require(method, *tags)
         return self.critic
 

@@ -1,4 +1,6 @@
-"""What every page ledger does, and the parts that follow from pages alone: token ids, grouped frees, error texts."""
+"""What every page ledger does, and the parts that follow from pages alone: token ids, grouped
+frees, error texts.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,18 +14,23 @@ from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_
 Int64Array = npt.NDArray[np.int64]
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 
-_PINNED_FROM = 1 << 16  # bytes: from here on a copy from pageable memory waits for the kernels under way
+_PINNED_FROM = (
+    1 << 16
+)  # bytes: from here on a copy from pageable memory waits for the kernels under way
 
 
 class KVAllocator(ABC):
-    """Decides who holds which page of a pool of `size` tokens; token id = page * page_size + offset.
+    """Decides who holds which page of a pool of `size` tokens; token id = page * page_size +
+    offset.
 
-    Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every issued page has a
-    count of owners: 1 when issued, +1 for each `share`, -1 for each `free`, available again at 0. The ledger is on the
-    CPU and outside every memsaver tag: nothing here synchronises unless it says so, and a pause changes nothing.
+    Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every
+    issued page has a count of owners: 1 when issued, +1 for each `share`, -1 for each `free`,
+    available again at 0. The ledger is on the CPU and outside every memsaver tag: nothing here
+    synchronises unless it says so, and a pause changes nothing.
 
-    A call that returns None (pages are short) or raises has changed nothing. `alloc*` raise ValueError for wrong
-    arguments only; `shortage` is the text for who wants to raise where None came back.
+    A call that returns None (pages are short) or raises has changed nothing. `alloc*` raise
+    ValueError for wrong arguments only; `shortage` is the text for who wants to raise where None
+    came back.
     """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
@@ -44,31 +51,48 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of each page, int64 `[n]`; 0 for a free page. ValueError for a page that does not exist."""
+        """Owners of each page, int64 `[n]`; 0 for a free page. ValueError for a page that does not
+        exist.
+        """
 
     @abstractmethod
     def next_pages(self, count: int) -> Int64Array | None:
-        """The pages that `alloc_pages(count)` would hand out, int64 `[count]` on the CPU, or None. Changes nothing."""
+        """The pages that `alloc_pages(count)` would hand out, int64 `[count]` on the CPU, or None.
+
+        Changes nothing.
+        """
 
     @abstractmethod
     def alloc_pages(self, count: int) -> Int64Array | None:
-        """`count` pages with one owner each, int64 on the CPU, or None. `alloc_pages(0)` is an empty array."""
+        """`count` pages with one owner each, int64 on the CPU, or None.
+
+        `alloc_pages(0)` is an empty array.
+        """
 
     @abstractmethod
     def share(self, pages: Indices) -> None:
-        """One more owner for each page; a page named twice gains two. ValueError if one of them is free."""
+        """One more owner for each page; a page named twice gains two. ValueError if one of them is
+        free.
+        """
 
     @abstractmethod
     def free_pages(self, pages: Indices) -> None:
-        """Drops one owner of each page, two of a page named twice; ValueError (double free) leaves all as it was."""
+        """Drops one owner of each page, two of a page named twice; ValueError (double free) leaves
+        all as it was.
+        """
 
     @abstractmethod
     def shortage(self, request: object, pages: int) -> str:
-        """Why `request` (anything that names it) can't have `pages` more pages: how many are missing, and of what."""
+        """Why `request` (anything that names it) can't have `pages` more pages: how many are
+        missing, and of what.
+        """
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError when the ledger contradicts itself. May be called between any two operations."""
+        """Raises AssertionError when the ledger contradicts itself.
+
+        May be called between any two operations.
+        """
 
     @abstractmethod
     def _give_back(self, pages: Int64Array) -> None:
@@ -85,19 +109,23 @@ class KVAllocator(ABC):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Ids of `need_size` tokens (whole pages), int64 on the device, or None."""
         if need_size < 0 or need_size % self.page_size:
-            raise ValueError(f"alloc({need_size}) must be a multiple of page_size {self.page_size}; round up first")
+            raise ValueError(
+                f"alloc({need_size}) must be a multiple of page_size {self.page_size}; round up first"
+            )
         return self.alloc_extend([0], [need_size], [-1], need_size)
 
     def alloc_extend(
         self, prefix_lens: Indices, seq_lens: Indices, last_loc: Indices, extend_num_tokens: int
     ) -> torch.Tensor | None:
-        """Ids of the tokens that n requests gain by growing from `prefix_lens` to `seq_lens`, int64 on the device.
+        """Ids of the tokens that n requests gain by growing from `prefix_lens` to `seq_lens`, int64
+        on the device.
 
-        Lengths and `last_loc` (id of each request's last token, -1 without one) are int64 `[n]` on the CPU;
-        `extend_num_tokens` = sum(seq - prefix). The partial page after `last_loc` is filled first, then new pages:
-        sum(ceil(seq / ps) - ceil(prefix / ps)) of them. None when they don't suffice. Raises ValueError where a
-        sequence would shrink, the sum disagrees, (last_loc + 1) % ps != prefix % ps, or `last_loc`'s page is free.
-        Who shares a partial page copies it first: this fills it in place.
+        Lengths and `last_loc` (id of each request's last token, -1 without one) are int64 `[n]` on
+        the CPU; `extend_num_tokens` = sum(seq - prefix). The partial page after `last_loc` is
+        filled first, then new pages: sum(ceil(seq / ps) - ceil(prefix / ps)) of them. None when
+        they don't suffice. Raises ValueError where a sequence would shrink, the sum disagrees,
+        (last_loc + 1) % ps != prefix % ps, or `last_loc`'s page is free. Who shares a partial page
+        copies it first: this fills it in place.
         """
         prefix = as_int64(prefix_lens, "prefix_lens")
         seq = as_int64(seq_lens, "seq_lens")
@@ -113,32 +141,45 @@ class KVAllocator(ABC):
         return loc
 
     def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
-        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count the new token."""
+        """One token id a request, int64 `[n]` on the device, or None.
+
+        `seq_lens` count the new token.
+        """
         seq = as_int64(seq_lens, "seq_lens")
         return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
 
     def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
-        """New pages a request takes to grow from `prefix` to `seq` tokens: ceil(seq / ps) - ceil(prefix / ps)."""
+        """New pages a request takes to grow from `prefix` to `seq` tokens: ceil(seq / ps) -
+        ceil(prefix / ps).
+        """
         return -(-seq // self.page_size) + -prefix // self.page_size
 
     def free(self, loc: Indices) -> None:
-        """Drops one owner of each page that `loc` names a token of (one of its tokens or all of them).
+        """Drops one owner of each page that `loc` names a token of (one of its tokens or all of
+        them).
 
-        `loc` are token ids; on a GPU tensor this synchronises, CPU ids don't: BlockManager.token_ids gives those of
-        (request, from, to). Empty is a no-op. A token of a page without owners, or one named twice, raises ValueError
-        (double free) before anything is dropped.
+        `loc` are token ids; on a GPU tensor this synchronises, CPU ids don't:
+        BlockManager.token_ids gives those of (request, from, to). Empty is a no-op. A token of a
+        page without owners, or one named twice, raises ValueError (double free) before anything is
+        dropped.
         """
         self.free_pages(self._named_pages(loc)[0])
 
     def free_group_begin(self) -> None:
-        """Opens a group: owners drop at once, so that a double free raises where it happens, but no page becomes
-        available before `free_group_end`. ValueError if a group is open already."""
+        """Opens a group: owners drop at once, so that a double free raises where it happens, but no
+        page becomes available before `free_group_end`. ValueError if a group is open already.
+        """
         if self._deferred is not None:
-            raise ValueError("a free group is open already; end it with free_group_end() before the next one")
+            raise ValueError(
+                "a free group is open already; end it with free_group_end() before the next one"
+            )
         self._deferred = []
 
     def free_group_end(self) -> None:
-        """Closes the group: the pages it freed become available together. ValueError without a group."""
+        """Closes the group: the pages it freed become available together.
+
+        ValueError without a group.
+        """
         if self._deferred is None:
             raise ValueError("no free group is open; call free_group_begin() first")
         self._give_back(self._deferred_pages())
@@ -158,7 +199,9 @@ class KVAllocator(ABC):
         ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
         twice = ids[1:] == ids[:-1]
         if twice.any():
-            raise ValueError(f"double free of token {int(ids[1:][twice][0])}: it is named twice; name each token once")
+            raise ValueError(
+                f"double free of token {int(ids[1:][twice][0])}: it is named twice; name each token once"
+            )
         pages, counts = np.unique(ids // self.page_size, return_counts=True)
         return pages, counts.astype(np.int64, copy=False)
 
@@ -171,10 +214,16 @@ class KVAllocator(ABC):
         return pages
 
     def _expand(
-        self, lengths: tuple[Int64Array, ...], gains: Int64Array, counts: Int64Array, pages: Int64Array
+        self,
+        lengths: tuple[Int64Array, ...],
+        gains: Int64Array,
+        counts: Int64Array,
+        pages: Int64Array,
     ) -> torch.Tensor:
         n = len(gains)
-        packed = np.empty(5 * n + len(pages), dtype=np.int64)  # one transfer for all that the kernel reads
+        packed = np.empty(
+            5 * n + len(pages), dtype=np.int64
+        )  # one transfer for all that the kernel reads
         meta = packed[: 5 * n].reshape(5, n)
         meta[PREFIX_LEN], meta[SEQ_LEN], meta[LAST_LOC] = lengths
         meta[OUT_START] = np.cumsum(gains) - gains
@@ -182,10 +231,14 @@ class KVAllocator(ABC):
         packed[5 * n :] = pages
         sent = to_device(packed, self.device)
         largest = int(gains.max(initial=0))
-        return expand_pages(sent[: 5 * n].view(5, n), sent[5 * n :], self.page_size, int(gains.sum()), largest)
+        return expand_pages(
+            sent[: 5 * n].view(5, n), sent[5 * n :], self.page_size, int(gains.sum()), largest
+        )
 
 
-def _checked_gains(prefix: Int64Array, seq: Int64Array, last: Int64Array, total: int, page_size: int) -> Int64Array:
+def _checked_gains(
+    prefix: Int64Array, seq: Int64Array, last: Int64Array, total: int, page_size: int
+) -> Int64Array:
     if not len(prefix) == len(seq) == len(last):
         raise ValueError(
             f"one entry a request needed, got {len(prefix)} prefix_lens, {len(seq)} seq_lens, {len(last)} last_loc"
@@ -194,7 +247,9 @@ def _checked_gains(prefix: Int64Array, seq: Int64Array, last: Int64Array, total:
     bad = (gains < 0) | (prefix < 0)
     if bad.any():
         r = int(bad.argmax())
-        raise ValueError(f"request {r} can't go from {prefix[r]} to {seq[r]} tokens; lengths only grow")
+        raise ValueError(
+            f"request {r} can't go from {prefix[r]} to {seq[r]} tokens; lengths only grow"
+        )
     bad = (last + 1) % page_size != prefix % page_size
     if bad.any():
         r = int(bad.argmax())
@@ -203,24 +258,35 @@ def _checked_gains(prefix: Int64Array, seq: Int64Array, last: Int64Array, total:
             f"{page_size}; pass the id of its last token, -1 for an empty sequence"
         )
     if int(gains.sum()) != total:
-        raise ValueError(f"extend_num_tokens is {total}, but the lengths grow by {int(gains.sum())}")
+        raise ValueError(
+            f"extend_num_tokens is {total}, but the lengths grow by {int(gains.sum())}"
+        )
     return gains
 
 
 def as_int64(values: Indices, name: str) -> Int64Array:
-    """CPU indices as int64 `[n]`. A device tensor raises: reading it would synchronise on every call."""
+    """CPU indices as int64 `[n]`.
+
+    A device tensor raises: reading it would synchronise on every call.
+    """
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
-            raise ValueError(f"{name} is on {values.device}; the ledger is on the CPU, pass CPU values")
+            raise ValueError(
+                f"{name} is on {values.device}; the ledger is on the CPU, pass CPU values"
+            )
         values = values.numpy()
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(f"{name} must be one-dimensional integers, got {array.dtype} of shape {array.shape}")
+        raise ValueError(
+            f"{name} must be one-dimensional integers, got {array.dtype} of shape {array.shape}"
+        )
     return array.astype(np.int64, copy=False)
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """The array on the device; nothing waits for the device, and on a GPU the caller may change the array at once."""
+    """The array on the device; nothing waits for the device, and on a GPU the caller may change the
+    array at once.
+    """
     host = torch.from_numpy(array)
     if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
         host = host.pin_memory()

@@ -7,11 +7,15 @@ from kvcache.allocators.base import Indices, Int64Array, KVAllocator, as_int64
 
 
 class PagedTokenToKVPoolAllocator(KVAllocator):
-    """Pages of any size >= 1 of one pool. Taking and freeing n pages costs O(n log n), however large the pool."""
+    """Pages of any size >= 1 of one pool.
+
+    Taking and freeing n pages costs O(n log n), however large the pool.
+    """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         super().__init__(size, page_size, device)
-        # a stack of free pages, its top is the end of [:_num_free]; filled so that pages go out in ascending order
+        # a stack of free pages, its top is the end of [:_num_free]; filled so that pages go out in
+        # ascending order
         self._free = np.arange(self.total_pages, -1, -1, dtype=np.int64)
         self._num_free = self.total_pages
         self._refs = np.zeros(self.total_pages + 1, dtype=np.int64)
@@ -40,15 +44,18 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
     def share(self, pages: Indices) -> None:
         ids = self._valid_pages(as_int64(pages, "pages"))
         if (self._refs[ids] == 0).any():
-            raise ValueError(f"page {int(ids[self._refs[ids] == 0][0])} is free and can't be shared; allocate it first")
+            raise ValueError(
+                f"page {int(ids[self._refs[ids] == 0][0])} is free and can't be shared; allocate it first"
+            )
         np.add.at(self._refs, ids, 1)
 
     def free_pages(self, pages: Indices) -> None:
         self.drop(*self.checked_drops(pages))
 
     def checked_drops(self, pages: Indices) -> tuple[Int64Array, Int64Array]:
-        """The distinct pages, ascending, and how often each is named. Changes nothing; ValueError (double free) where
-        a page has fewer owners than that."""
+        """The distinct pages, ascending, and how often each is named. Changes nothing; ValueError
+        (double free) where a page has fewer owners than that.
+        """
         distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
         short = self._refs[distinct] < times
         if short.any():
@@ -77,8 +84,12 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         """Raises AssertionError when a page is lost, twice free, or free while owned."""
         free = np.concatenate([self._free[: self._num_free], self._deferred_pages()])
         assert len(np.unique(free)) == len(free), "a page is twice in the free list"
-        assert ((free >= 1) & (free <= self.total_pages)).all(), "the free list names a page outside the pool"
-        assert (self._refs >= 0).all() and self._refs[0] == 0, "negative reference count, or the padding page is owned"
+        assert ((free >= 1) & (free <= self.total_pages)).all(), (
+            "the free list names a page outside the pool"
+        )
+        assert (self._refs >= 0).all() and self._refs[0] == 0, (
+            "negative reference count, or the padding page is owned"
+        )
         assert (self._refs[free] == 0).all(), "an owned page is in the free list"
         assert int((self._refs > 0).sum()) + len(free) == self.total_pages, "pages were lost"
 
@@ -89,4 +100,6 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
     def _check_open(self, pages: Int64Array) -> None:
         free = self.ref_counts(pages) == 0
         if free.any():
-            raise ValueError(f"last_loc is in page {int(pages[free][0])}, which is free; its sequence was released")
+            raise ValueError(
+                f"last_loc is in page {int(pages[free][0])}, which is free; its sequence was released"
+            )

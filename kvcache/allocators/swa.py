@@ -1,4 +1,6 @@
-"""Two ledgers for models that mix full and sliding-window attention: every page has a half in each pool."""
+"""Two ledgers for models that mix full and sliding-window attention: every page has a half in each
+pool.
+"""
 
 import numpy as np
 import torch
@@ -8,25 +10,34 @@ from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 
 
 class SWATokenToKVPoolAllocator(KVAllocator):
-    """Pages of the full pool, each with a page of the smaller window pool until its tokens have left the window.
+    """Pages of the full pool, each with a page of the smaller window pool until its tokens have
+    left the window.
 
-    All page and token ids that go in and come out are the full pool's. `full_to_swa_index_mapping[id]` (int64
-    `[size + page_size]` on the device, 0 = unmapped) is the token's slot in the window pool; the ledger behind it is
-    on the CPU. Every operation is atomic over both pools: what one of them can't do leaves the other untouched.
+    All page and token ids that go in and come out are the full pool's.
+    `full_to_swa_index_mapping[id]` (int64 `[size + page_size]` on the device, 0 = unmapped) is the
+    token's slot in the window pool; the ledger behind it is on the CPU. Every operation is atomic
+    over both pools: what one of them can't do leaves the other untouched.
 
-    Window owners never exceed full owners. `free` drops a share that has left the window, where there is one, before
-    one that has not: without knowing which sequence asks, a window slot may so be kept too long, never too short. Who
-    knows calls `free_swa` for what the sequence still holds in its window first.
+    Window owners never exceed full owners. `free` drops a share that has left the window, where
+    there is one, before one that has not: without knowing which sequence asks, a window slot may so
+    be kept too long, never too short. Who knows calls `free_swa` for what the sequence still holds
+    in its window first.
     """
 
-    def __init__(self, size: int, size_swa: int, page_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, size: int, size_swa: int, page_size: int, device: torch.device | str
+    ) -> None:
         super().__init__(size, page_size, device)
         self.size_swa = size_swa
         self.full = PagedTokenToKVPoolAllocator(size, page_size, device)
         self.swa = PagedTokenToKVPoolAllocator(size_swa, page_size, device)
-        self.full_to_swa_index_mapping = torch.zeros(size + page_size, dtype=torch.int64, device=self.device)
+        self.full_to_swa_index_mapping = torch.zeros(
+            size + page_size, dtype=torch.int64, device=self.device
+        )
         self._offsets = torch.arange(page_size, device=self.device)
-        self._swa_page = np.zeros(self.total_pages + 1, dtype=np.int64)  # window page of each full page, 0 without
+        self._swa_page = np.zeros(
+            self.total_pages + 1, dtype=np.int64
+        )  # window page of each full page, 0 without
 
     @property
     def available_pages(self) -> int:
@@ -44,11 +55,15 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return self.full.ref_counts(pages)
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of each (full) page that have it in their window, int64 `[n]`; 0 where it has no window half."""
+        """Owners of each (full) page that have it in their window, int64 `[n]`; 0 where it has no
+        window half.
+        """
         return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
 
     def to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of token ids `loc` (int64, any shape, on the device), 0 where a token has none."""
+        """Window slots of token ids `loc` (int64, any shape, on the device), 0 where a token has
+        none.
+        """
         return self.full_to_swa_index_mapping[loc]
 
     def next_pages(self, count: int) -> Int64Array | None:
@@ -77,11 +92,13 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self.full.drop(distinct, times)
 
     def free_swa(self, loc: Indices) -> None:
-        """Tokens `loc` have left the window of one owner: drops its share of their window slots; the full slots stay.
+        """Tokens `loc` have left the window of one owner: drops its share of their window slots;
+        the full slots stay.
 
-        A page of the window pool is one unit, so `loc` names all tokens of each page it touches: round the range that
-        has left down to whole pages. Token ids on a GPU tensor synchronise, CPU ids don't. ValueError, with nothing
-        dropped, for a page named in part, a token named twice or without a window slot (double free).
+        A page of the window pool is one unit, so `loc` names all tokens of each page it touches:
+        round the range that has left down to whole pages. Token ids on a GPU tensor synchronise,
+        CPU ids don't. ValueError, with nothing dropped, for a page named in part, a token named
+        twice or without a window slot (double free).
         """
         pages, counts = self._named_pages(loc)
         if (counts < self.page_size).any():
@@ -116,12 +133,18 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     def shortage(self, request: object, pages: int) -> str:
         sides = {"full": self.full, "sliding-window": self.swa}
-        short = {name: side for name, side in sides.items() if pages > side.available_pages} or sides
-        return "; ".join(f"{name} attention: {side.shortage(request, pages)}" for name, side in short.items())
+        short = {
+            name: side for name, side in sides.items() if pages > side.available_pages
+        } or sides
+        return "; ".join(
+            f"{name} attention: {side.shortage(request, pages)}" for name, side in short.items()
+        )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't pair up one to one, or
-        the mapping on the device tells another story (reads it back, so it synchronises)."""
+        """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't
+        pair up one to one, or the mapping on the device tells another story (reads it back, so it
+        synchronises).
+        """
         self.full.check_integrity()
         self.swa.check_integrity()
         mapped = np.flatnonzero(self._swa_page)
@@ -129,14 +152,20 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         assert len(np.unique(halves)) == len(halves), "two full pages share a window page"
         every = np.arange(1, self.swa.total_pages + 1)
         owned = every[self.swa.ref_counts(every) > 0]
-        assert np.array_equal(np.sort(halves), owned), "a window page is owned without a full page, or the reverse"
-        assert (self.swa.ref_counts(halves) <= self.full.ref_counts(mapped)).all(), "more window owners than owners"
+        assert np.array_equal(np.sort(halves), owned), (
+            "a window page is owned without a full page, or the reverse"
+        )
+        assert (self.swa.ref_counts(halves) <= self.full.ref_counts(mapped)).all(), (
+            "more window owners than owners"
+        )
         expected = np.zeros((self.total_pages + 1, self.page_size), dtype=np.int64)
         expected[mapped] = halves[:, None] * self.page_size + np.arange(self.page_size)
         actual = self.full_to_swa_index_mapping.cpu().numpy().reshape(expected.shape)
         settled = np.ones(len(expected), dtype=np.bool_)
         settled[self._deferred_pages()] = False  # unmapped when the group ends
-        assert np.array_equal(actual[settled], expected[settled]), "full_to_swa_index_mapping differs from the ledger"
+        assert np.array_equal(actual[settled], expected[settled]), (
+            "full_to_swa_index_mapping differs from the ledger"
+        )
 
     def _window_owners(self, pages: Int64Array) -> Int64Array:
         halves = self._swa_page[pages]
@@ -145,7 +174,10 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return owners
 
     def _drop_window(self, pages: Int64Array, times: Int64Array) -> None:
-        """Takes `times` window owners from each distinct page. The device write comes first: it alone can fail."""
+        """Takes `times` window owners from each distinct page.
+
+        The device write comes first: it alone can fail.
+        """
         pages, times = pages[times > 0], times[times > 0]
         unmapped = pages[self._window_owners(pages) == times]
         self._retire(unmapped)
@@ -159,7 +191,9 @@ class SWATokenToKVPoolAllocator(KVAllocator):
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_copy_(0, rows, slots)
 
     def _give_back(self, pages: Int64Array) -> None:
-        """Clears the mapping of pages that have no window half any more; their ledgers give the pages back."""
+        """Clears the mapping of pages that have no window half any more; their ledgers give the
+        pages back.
+        """
         if len(pages):
             rows = to_device(pages, self.device)
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_fill_(0, rows, 0)

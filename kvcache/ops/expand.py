@@ -1,7 +1,8 @@
 """Page ids -> token ids for a batch of growing sequences.
 
-The CPU has decided how many and which pages each request gets; what is left is arithmetic. Request r grows from
-`prefix_lens[r]` to `seq_lens[r]` tokens: first into the page that `last_loc[r]` is in, then into its new pages.
+The CPU has decided how many and which pages each request gets; what is left is arithmetic. Request
+r grows from `prefix_lens[r]` to `seq_lens[r]` tokens: first into the page that `last_loc[r]` is in,
+then into its new pages.
 """
 
 import torch
@@ -15,14 +16,22 @@ PREFIX_LEN, SEQ_LEN, LAST_LOC, OUT_START, PAGE_START = range(5)
 
 
 def expand_pages(
-    meta: torch.Tensor, new_pages: torch.Tensor, page_size: int, total: int, max_extend: int, impl: Impl = "auto"
+    meta: torch.Tensor,
+    new_pages: torch.Tensor,
+    page_size: int,
+    total: int,
+    max_extend: int,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
     """Token ids, int64 `[total]`, of the tokens that a batch of n requests gains, in request order.
 
-    meta: int64 `[5, n]`, any strides, rows: length before, length after, token id of the last token before (-1 without
-        one), where the request's ids start in the result, where its pages start in `new_pages`.
-    new_pages: int64 `[m]`, any stride, page ids in request order, ceil(seq / ps) - ceil(prefix / ps) of them a request.
-    total: sum of the gains; max_extend: the largest gain. Both are known on the CPU, so nothing here synchronises.
+    meta: int64 `[5, n]`, any strides, rows: length before, length after, token id of the last token
+        before (-1 without one), where the request's ids start in the result, where its pages start
+        in `new_pages`.
+    new_pages: int64 `[m]`, any stride, page ids in request order, ceil(seq / ps) - ceil(prefix /
+    ps) of them a request.
+    total: sum of the gains; max_extend: the largest gain. Both are known on the CPU, so nothing
+    here synchronises.
     """
     if total == 0:
         return torch.empty(0, dtype=torch.int64, device=meta.device)
@@ -33,12 +42,18 @@ def expand_pages(
     return _expand_torch(meta, new_pages, page_size, total)
 
 
-def _expand_torch(meta: torch.Tensor, new_pages: torch.Tensor, page_size: int, total: int) -> torch.Tensor:
+def _expand_torch(
+    meta: torch.Tensor, new_pages: torch.Tensor, page_size: int, total: int
+) -> torch.Tensor:
     gains = meta[SEQ_LEN] - meta[PREFIX_LEN]
-    prefix, _, last_loc, out_start, page_start = meta.repeat_interleave(gains, dim=1, output_size=total)
+    prefix, _, last_loc, out_start, page_start = meta.repeat_interleave(
+        gains, dim=1, output_size=total
+    )
     step = torch.arange(total, device=meta.device) - out_start
     position = prefix + step
-    nth = position // page_size - (prefix + page_size - 1) // page_size  # which new page; negative: the partial one
+    nth = (
+        position // page_size - (prefix + page_size - 1) // page_size
+    )  # which new page; negative: the partial one
     in_partial = last_loc + 1 + step
     if new_pages.numel() == 0:
         return in_partial

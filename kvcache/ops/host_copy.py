@@ -1,7 +1,9 @@
-"""Rows between the slots of a device pool and pages of host memory: dispatch, and the torch reference.
+"""Rows between the slots of a device pool and pages of host memory: dispatch, and the torch
+reference.
 
-Everything is moved as bytes. A slot's row of one part and layer is contiguous on both sides. On a GPU one launch copies
-any number of layers and parts, and reads or writes the host memory itself: it has to be pinned.
+Everything is moved as bytes. A slot's row of one part and layer is contiguous on both sides. On a
+GPU one launch copies any number of layers and parts, and reads or writes the host memory itself: it
+has to be pinned.
 """
 
 import torch
@@ -18,10 +20,12 @@ def copy_rows(
     to_host: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Row i of `layers` (neighbours): from slot `device_slots[i]` to row `host_rows[i]` = page * ps + token, or back.
+    """Row i of `layers` (neighbours): from slot `device_slots[i]` to row `host_rows[i]` = page * ps
+    + token, or back.
 
-    Both int64 `[n]` on the device, not range-checked. On a GPU it is queued on the current stream by the Triton kernel;
-    the torch reference waits for it. A target named twice holds any of its rows.
+    Both int64 `[n]` on the device, not range-checked. On a GPU it is queued on the current stream
+    by the Triton kernel; the torch reference waits for it. A target named twice holds any of its
+    rows.
     """
     if not len(host_rows) or not layers:
         return
@@ -33,7 +37,10 @@ def copy_rows(
     rows = host_rows.cpu()
     page, token = rows // plan.page_size, rows % plan.page_size
     for part in plan.parts:
-        device, host = part.device[layers.start : layers.stop], part.host[layers.start : layers.stop]
+        device, host = (
+            part.device[layers.start : layers.stop],
+            part.host[layers.start : layers.stop],
+        )
         if to_host:
             host[:, page, token] = device[:, device_slots].to(host.device)
         else:

@@ -10,14 +10,18 @@ import torch
 
 @dataclass(frozen=True)
 class Side:
-    """One part of what a slot holds: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]` in host memory."""
+    """One part of what a slot holds: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]`
+    in host memory.
+    """
 
     device: torch.Tensor
     host: torch.Tensor
 
 
 class HostCopyPlan:
-    """The parts of a pool and where their host pages are; made once, good as long as both addresses hold."""
+    """The parts of a pool and where their host pages are; made once, good as long as both addresses
+    hold.
+    """
 
     def __init__(self, parts: Sequence[Side]) -> None:
         self.parts = tuple(parts)
@@ -25,13 +29,17 @@ class HostCopyPlan:
         self.device = parts[0].device.device
         for part in parts:
             rows = part.device.shape[2], part.host.shape[3]
-            assert rows[0] == rows[1] and part.device.stride(2) == part.host.stride(3) == 1, "rows differ"
+            assert rows[0] == rows[1] and part.device.stride(2) == part.host.stride(3) == 1, (
+                "rows differ"
+            )
             assert part.device.dtype == part.host.dtype == torch.uint8, "rows are moved as bytes"
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address, host address, bytes from
-        slot to slot on the device, from page to page and from token to token on the host, row bytes."""
+        """int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address, host
+        address, bytes from slot to slot on the device, from page to page and from token to token on
+        the host, row bytes.
+        """
         rows = [
             (
                 part.device.data_ptr() + layer * part.device.stride(0),
@@ -48,7 +56,9 @@ class HostCopyPlan:
 
     @cached_property
     def unit(self) -> int:
-        """Bytes that are moved at once: the most, up to 16, that all addresses, strides and rows are multiples of."""
+        """Bytes that are moved at once: the most, up to 16, that all addresses, strides and rows
+        are multiples of.
+        """
         numbers = [
             number
             for part in self.parts

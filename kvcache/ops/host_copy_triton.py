@@ -1,8 +1,10 @@
-"""The Triton kernel of `host_copy.py`: programs that go over blocks of units, each of one part and layer.
+"""The Triton kernel of `host_copy.py`: programs that go over blocks of units, each of one part and
+layer.
 
-Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are multiples of. Reading
-and writing pinned memory from the kernel itself needs no packed copy of scattered slots on either side. There are no
-more programs than keep the link busy: more of them would only wait, in the place of kernels that compute.
+Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are
+multiples of. Reading and writing pinned memory from the kernel itself needs no packed copy of
+scattered slots on either side. There are no more programs than keep the link busy: more of them
+would only wait, in the place of kernels that compute.
 """
 
 import torch
@@ -19,7 +21,11 @@ FIELDS = tl.constexpr(6)  # of a row of the plan's table
 
 
 def copy_rows_triton(
-    plan: HostCopyPlan, host_rows: torch.Tensor, device_slots: torch.Tensor, layers: range, to_host: bool
+    plan: HostCopyPlan,
+    host_rows: torch.Tensor,
+    device_slots: torch.Tensor,
+    layers: range,
+    to_host: bool,
 ) -> None:
     """Same contract as `copy_rows`."""
     unit, parts, n = plan.unit, len(plan.parts), len(host_rows)
@@ -52,8 +58,15 @@ def _copy_block(  # type: ignore[no-untyped-def]
     row, start, host_rows, device_slots, host_stride, device_stride, n, page_size,
     UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
 ):  # fmt: skip
-    device, host = unit_pointer(tl.load(row), WORD, VECTOR), unit_pointer(tl.load(row + 1), WORD, VECTOR)
-    slot_step, page_step, token_step = tl.load(row + 2) // UNIT, tl.load(row + 3) // UNIT, tl.load(row + 4) // UNIT
+    device, host = (
+        unit_pointer(tl.load(row), WORD, VECTOR),
+        unit_pointer(tl.load(row + 1), WORD, VECTOR),
+    )
+    slot_step, page_step, token_step = (
+        tl.load(row + 2) // UNIT,
+        tl.load(row + 3) // UNIT,
+        tl.load(row + 4) // UNIT,
+    )
     columns = tl.load(row + 5) // UNIT
     # offsets in the block are int32, whose division is cheap; all that addresses memory is int64
     inside = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)

@@ -1,8 +1,10 @@
-"""Writes the key and value rows of new tokens into their pool slots: dispatch, and the torch reference.
+"""Writes the key and value rows of new tokens into their pool slots: dispatch, and the torch
+reference.
 
-k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]` need a contiguous
-last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one device. Slots are not range-checked on
-a GPU (that would synchronise); a slot named twice holds any of its rows afterwards. K and V go in one launch.
+k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]`
+need a contiguous last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one
+device. Slots are not range-checked on a GPU (that would synchronise); a slot named twice holds any
+of its rows afterwards. K and V go in one launch.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,10 @@ def set_kv_buffer(
     loc: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit. Widths equal within a pair."""
+    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit.
+
+    Widths equal within a pair.
+    """
     if loc.shape[0] == 0:
         return
     k, k_buffer = _as_bits(k, k_buffer)
@@ -38,7 +43,9 @@ def set_kv_buffer(
         v_buffer[loc] = v
 
 
-def set_rows(rows: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, impl: Impl = "auto") -> None:
+def set_rows(
+    rows: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, impl: Impl = "auto"
+) -> None:
     """`buffer[loc[i]] = rows[i]`, bit for bit, where there is one row a token."""
     set_kv_buffer(rows, rows[..., :0], buffer, buffer[..., :0], loc, impl)
 
@@ -53,7 +60,8 @@ def set_kv_buffer_fp8(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> None:
-    """The rows times `inverse_scales` (fp32 `[2]`, of k and of v) as fp8 `dtype`, saturated, into uint8 buffers.
+    """The rows times `inverse_scales` (fp32 `[2]`, of k and of v) as fp8 `dtype`, saturated, into
+    uint8 buffers.
 
     k and v: float32, float16 or bfloat16. See `quant.py` for the rounding.
     """
@@ -76,9 +84,11 @@ def set_kv_buffer_fp4(
     loc: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """The rows as FP4 into `*_parts`: codes uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D / 16]`.
+    """The rows as FP4 into `*_parts`: codes uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D
+    / 16]`.
 
-    k and v: float32, float16 or bfloat16, D and Dv multiples of 16. See `quant.py` for the rounding.
+    k and v: float32, float16 or bfloat16, D and Dv multiples of 16. See `quant.py` for the
+    rounding.
     """
     if loc.shape[0] == 0:
         return
@@ -93,6 +103,8 @@ def set_kv_buffer_fp4(
 
 
 def _as_bits(rows: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert rows.dtype.itemsize == buffer.dtype.itemsize, f"{rows.dtype} rows for a {buffer.dtype} buffer"
+    assert rows.dtype.itemsize == buffer.dtype.itemsize, (
+        f"{rows.dtype} rows for a {buffer.dtype} buffer"
+    )
     bits = _BITS[rows.dtype.itemsize]
     return rows.view(bits), buffer.view(bits)

@@ -23,7 +23,9 @@ def set_triton(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Copies rows as they are, or as fp8 `dtype` where inverse scales are given."""
-    assert k_buffer.stride(2) == v_buffer.stride(2) == 1, "the rows of a KV buffer must be contiguous"
+    assert k_buffer.stride(2) == v_buffer.stride(2) == 1, (
+        "the rows of a KV buffer must be contiguous"
+    )
     n, heads, k_dim = k.shape
     v_dim = v.shape[2]
     mantissa, bias = (0, 0) if dtype is None else _FP8[dtype]
@@ -58,7 +60,9 @@ def _set_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64)  # a pool may pass 2**31 elements: offsets are int64 throughout
+    i = tl.program_id(0).to(
+        tl.int64
+    )  # a pool may pass 2**31 elements: offsets are int64 throughout
     slot = tl.load(loc + i * loc_stride).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _copy_row(
@@ -101,9 +105,17 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     inside = block < HEADS * DIM // 16
-    head, first = block * 16 // DIM, block * 16 % DIM  # a block never spans heads: DIM is a multiple of 16
+    head, first = (
+        block * 16 // DIM,
+        block * 16 % DIM,
+    )  # a block never spans heads: DIM is a multiple of 16
     pair, element = tl.arange(0, 8), tl.arange(0, 16)
-    at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None] + element[None, :] * stride_d
+    at = (
+        rows
+        + i * stride_n
+        + (head * stride_h + first * stride_d)[:, None]
+        + element[None, :] * stride_d
+    )
     values = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
     values = tl.where(values == values, values, 0.0)
     even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))
@@ -111,7 +123,11 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     byte = encode_fp4(even, scale) | (encode_fp4(odd, scale) << 4)
     to = codes + slot * code_slot + (head * code_head + first // 2)[:, None] + pair[None, :]
     tl.store(to, byte.to(tl.uint8), mask=inside[:, None])
-    tl.store(scales + slot * scale_slot + head * scale_head + first // 16, scale.to(tl.uint8), mask=inside)
+    tl.store(
+        scales + slot * scale_slot + head * scale_head + first // 16,
+        scale.to(tl.uint8),
+        mask=inside,
+    )
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""Triton kernels of `move.py`: rows go straight to their place, but for those whose slot is written to as well.
+"""Triton kernels of `move.py`: rows go straight to their place, but for those whose slot is written
+to as well.
 
-Only such rows are staged before, so a move into slots that nobody reads, the usual one, passes memory once.
+Only such rows are staged before, so a move into slots that nobody reads, the usual one, passes
+memory once.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ def move_triton(parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Ten
     count, (layers, slots) = tgt.shape[0], parts[0].shape[:2]
     written = torch.zeros(slots, dtype=torch.uint8, device=tgt.device).index_fill_(0, tgt, 1)
     for part in parts:
-        assert part.shape[:2] == (layers, slots) and part.stride(2) == 1, "parts differ, or rows are not contiguous"
+        assert part.shape[:2] == (layers, slots) and part.stride(2) == 1, (
+            "parts differ, or rows are not contiguous"
+        )
         width = part.shape[2]
         staged = torch.empty((count, layers, width), dtype=part.dtype, device=part.device)
         block = min(_MAX_BLOCK, triton.next_power_of_2(width))
@@ -28,7 +32,15 @@ def move_triton(parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Ten
         sizes = {"WIDTH": width, "BLOCK": block}
         with torch.cuda.device_of(part):
             _stage_kernel[(triton.cdiv(count, _STAGED_AT_ONCE),)](
-                part, staged, written, src, count, *strides, LAYERS=layers, ROWS=_STAGED_AT_ONCE, **sizes
+                part,
+                staged,
+                written,
+                src,
+                count,
+                *strides,
+                LAYERS=layers,
+                ROWS=_STAGED_AT_ONCE,
+                **sizes,
             )
             _move_kernel[(triton.cdiv(count, rows), layers)](
                 part, staged, written, tgt, src, count, tgt.stride(0), *strides, ROWS=rows, **sizes
@@ -41,7 +53,9 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (ROWS rows): all layers of those whose slot is written to."""
-    first = tl.program_id(0).to(tl.int64) * ROWS  # a pool may pass 2**31 elements: offsets are int64 throughout
+    first = (
+        tl.program_id(0).to(tl.int64) * ROWS
+    )  # a pool may pass 2**31 elements: offsets are int64 throughout
     rows = first + tl.arange(0, ROWS)
     slots = tl.load(src + rows * src_stride, mask=rows < count, other=0).to(tl.int64)
     is_written = tl.load(written + slots, mask=rows < count, other=0)
@@ -54,7 +68,11 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
                 for _ in range(LAYERS):
                     for start in range(0, WIDTH, BLOCK):
                         column = start + tl.arange(0, BLOCK)
-                        tl.store(to + column, tl.load(at + column, mask=column < WIDTH), mask=column < WIDTH)
+                        tl.store(
+                            to + column,
+                            tl.load(at + column, mask=column < WIDTH),
+                            mask=column < WIDTH,
+                        )
                     at += layer_stride
                     to += WIDTH
 
@@ -65,7 +83,10 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (ROWS rows, layer)."""
-    i, layer = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    i, layer = (
+        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(1).to(tl.int64),
+    )
     exists = i < count
     slot = tl.load(src + i * src_stride, mask=exists, other=0).to(tl.int64)
     target = tl.load(tgt + i * tgt_stride, mask=exists, other=0).to(tl.int64)

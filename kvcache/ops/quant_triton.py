@@ -1,6 +1,8 @@
-"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32: no hardware support of fp8 or FP4 is needed.
+"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32: no hardware support of fp8
+or FP4 is needed.
 
-Bit-exact to the torch reference on every GPU and in the interpreter, whose own fp8 arithmetic is wrong.
+Bit-exact to the torch reference on every GPU and in the interpreter, whose own fp8 arithmetic is
+wrong.
 """
 
 import torch
@@ -26,11 +28,13 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
     """fp32, saturated -> fp8 bits as uint8, rounded to nearest even: e4m3 has (3, 7), e5m2 (2, 15)."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # normal: drop 23 - MANTISSA bits, half an ulp added first; a carry goes into the exponent as it should
+    # normal: drop 23 - MANTISSA bits, half an ulp added first; a carry goes into the exponent as it
+    # should
     DROP: tl.constexpr = 23 - MANTISSA
     odd = (magnitude >> DROP) & 1
     normal = ((magnitude + ((1 << (DROP - 1)) - 1) + odd) >> DROP) - ((127 - BIAS) << MANTISSA)
-    # below: in the sum with a number whose ulp is fp8's least step, the hardware has rounded to that step
+    # below: in the sum with a number whose ulp is fp8's least step, the hardware has rounded to
+    # that step
     MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     magic = tl.full(magnitude.shape, MAGIC, tl.int32)
     rounded = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
@@ -43,18 +47,23 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
 def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: e4m3 has 3 bits of mantissa, e5m2 2."""
     magnitude = code.to(tl.int32) & 0x7F
-    # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3, 2**112 for e5m2
+    # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3,
+    # 2**112 for e5m2
     REBIAS: tl.constexpr = (127 + 128 - (1 << (6 - MANTISSA))) << 23
     factor = tl.full(magnitude.shape, REBIAS, tl.int32).to(tl.float32, bitcast=True)
     finite = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * factor
     special = 0x7F800000 | ((magnitude & 3) << 21)
-    bits = tl.where(magnitude < (0x7F if MANTISSA == 3 else 0x7C), finite.to(tl.int32, bitcast=True), special)
+    bits = tl.where(
+        magnitude < (0x7F if MANTISSA == 3 else 0x7C), finite.to(tl.int32, bitcast=True), special
+    )
     return (bits | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
-    """Scale bytes int32 [B] of blocks whose elements, fp32 without NaN, are even [B, 8] and odd [B, 8]."""
+    """Scale bytes int32 [B] of blocks whose elements, fp32 without NaN, are even [B, 8] and odd [B,
+    8].
+    """
     amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
     bits = amax.to(tl.int32, bitcast=True)
     # amax = 1.m * 2**x <= 6 * 2**e = 1.5 * 2**(e + 2): e is x - 2, one more where 1.m passes 1.5
@@ -65,11 +74,16 @@ def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
-    """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B]; beyond 6 they saturate."""
-    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)  # 2**-e; of a block of zeros, some finite number
+    """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B]; beyond 6 they
+    saturate.
+    """
+    inverse = ((254 - scale) << 23).to(
+        tl.float32, bitcast=True
+    )  # 2**-e; of a block of zeros, some finite number
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)
-    # steps are .5 below 2, 1 below 4, 2 above: in the sum with a number of that ulp, the hardware has rounded to them
+    # steps are .5 below 2, 1 below 4, 2 above: in the sum with a number of that ulp, the hardware
+    # has rounded to them
     binade = tl.maximum(magnitude, 0x3F800000) & 0x7F800000
     magic = binade + (22 << 23)
     rounded = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
@@ -88,7 +102,9 @@ def decode_fp4(code, scale):  # type: ignore[no-untyped-def]
     return bits.to(tl.float32, bitcast=True) * (scale << 23).to(tl.float32, bitcast=True)[:, None]
 
 
-def read_fp4_triton(codes: torch.Tensor, scales: torch.Tensor, loc: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_fp4_triton(
+    codes: torch.Tensor, scales: torch.Tensor, loc: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Same contract as `read_fp4`."""
     assert codes.stride(2) == scales.stride(2) == 1
     n, heads, dim = loc.shape[0], codes.shape[1], codes.shape[2] * 2
@@ -117,7 +133,9 @@ def _read_fp4_kernel(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, 8)
     at = slot * code_slot + (head * code_head + first // 2)[:, None] + pair[None, :]
     byte = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32)
-    scale = tl.load(scales + slot * scale_slot + head * scale_head + first // 16, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(
+        scales + slot * scale_slot + head * scale_head + first // 16, mask=inside, other=0
+    ).to(tl.int32)
     even, odd = decode_fp4(byte & 15, scale), decode_fp4(byte >> 4, scale)
     values = saturate(tl.reshape(tl.join(even, odd), (BLOCKS, 16)), LIMIT)
     to = out + i * HEADS * DIM + (block * 16)[:, None] + tl.arange(0, 16)[None, :]
@@ -125,7 +143,11 @@ def _read_fp4_kernel(  # type: ignore[no-untyped-def]
 
 
 def read_fp8_triton(
-    buffer: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor, stored: torch.dtype, dtype: torch.dtype
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    scale: torch.Tensor,
+    stored: torch.dtype,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Same contract as `read_fp8`."""
     assert buffer.stride(2) == 1
@@ -154,5 +176,7 @@ def _read_fp8_kernel(  # type: ignore[no-untyped-def]
     at = slot * slot_stride + (column // DIM) * head_stride + column % DIM
     value = decode_fp8(tl.load(buffer + at, mask=inside, other=0), MANTISSA) * tl.load(scale)
     limited = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
-    value = tl.where(value == value, limited, value)  # NaN: rows that were fp8 already, or never written
+    value = tl.where(
+        value == value, limited, value
+    )  # NaN: rows that were fp8 already, or never written
     tl.store(out + i * HEADS * DIM + column, value.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,6 @@
-"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the torch references."""
+"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the
+torch references.
+"""
 
 from dataclasses import dataclass
 
@@ -17,8 +19,12 @@ class RotaryTables:
     sin: Tensor
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they multiply."""
-        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(1)
+        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they
+        multiply.
+        """
+        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(
+            1
+        )
 
 
 def rotate_and_store(
@@ -35,11 +41,12 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotated q, contiguous [T, Hq, D]; `k_cache[slots] = rotated k` and `v_cache[slots] = v`.
 
-    q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] of one dtype are views with contiguous heads. positions, slots:
-    contiguous int64 [T]. cos, sin: contiguous fp32 [positions, R / 2], rounded to q's dtype before use; every product
-    is rounded too, as in transformers. The first R <= D elements of a head are rotated, the others stay. k_cache
-    [N, Hkv, D] and v_cache [N, Hkv, Dv] of the same dtype have contiguous rows. Nothing is range-checked on a GPU; a
-    slot named twice holds any of its rows afterwards.
+    q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] of one dtype are views with contiguous heads.
+    positions, slots: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, R / 2], rounded to
+    q's dtype before use; every product is rounded too, as in transformers. The first R <= D
+    elements of a head are rotated, the others stay. k_cache [N, Hkv, D] and v_cache [N, Hkv, Dv] of
+    the same dtype have contiguous rows. Nothing is range-checked on a GPU; a slot named twice holds
+    any of its rows afterwards.
     """
     if use_triton(impl, q.device):
         from kvcache.ops.rotary_triton import rotate_and_store_triton
@@ -53,25 +60,38 @@ def rotate_and_store(
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel writes."""
+    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel
+    writes.
+    """
     if use_triton(impl, q.device):
         from kvcache.ops.rotary_triton import rotate_and_store_triton
 
         rows = torch.arange(len(k), device=k.device)
         rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         none = k[..., :0]
-        return rotate_and_store_triton(q, k, none, positions, rows, cos, sin, rotated, none), rotated
+        return rotate_and_store_triton(
+            q, k, none, positions, rows, cos, sin, rotated, none
+        ), rotated
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
     return apply_rotary(q, cos_rows, sin_rows), apply_rotary(k, cos_rows, sin_rows)
 
 
 def rotate_heads(
-    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool, impl: Impl = "auto"
+    x: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    *,
+    interleaved: bool,
+    impl: Impl = "auto",
 ) -> None:
-    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of both are contiguous.
+    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of
+    both are contiguous.
 
-    interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same. positions: contiguous
-    int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in `rotate_and_store`.
+    interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same.
+    positions: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in
+    `rotate_and_store`.
     """
     if use_triton(impl, x.device):
         from kvcache.ops.rotary_triton import rotate_heads_triton
@@ -85,7 +105,8 @@ def rotate_heads(
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [tokens, heads, head_dim] with the first 2 * cos.shape[-1] elements of its heads rotated.
 
-    cos, sin: [tokens, 1, pairs] of x's dtype. Elements of the two halves are pairs, as in Hugging Face checkpoints.
+    cos, sin: [tokens, 1, pairs] of x's dtype. Elements of the two halves are pairs, as in Hugging
+    Face checkpoints.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -27,9 +27,16 @@ def rotate_and_store_triton(
     half = cos.shape[1]
     assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
     for cache in (k_cache, v_cache) if value_dim else (k_cache,):
-        assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a KV buffer must be contiguous"
+        assert cache.stride()[1:] == (cache.shape[2], 1), (
+            "the rows of a KV buffer must be contiguous"
+        )
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), triton.next_power_of_2(max(heads, kv_heads))))
+    block_heads = max(
+        1,
+        min(
+            _TILE // triton.next_power_of_2(dim // 2), triton.next_power_of_2(max(heads, kv_heads))
+        ),
+    )
     q_blocks, kv_blocks = triton.cdiv(heads, block_heads), triton.cdiv(kv_heads, block_heads)
     with torch.cuda.device_of(out):
         _rotate_and_store[(tokens, q_blocks + kv_blocks)](
@@ -65,7 +72,9 @@ def rotate_heads_triton(
 def _rotate(  # type: ignore[no-untyped-def]
     source, to, cos, sin, inside, HALF: tl.constexpr, APART: tl.constexpr
 ):
-    """Pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the dtype of `to`."""
+    """Pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the
+    dtype of `to`.
+    """
     dtype = to.dtype.element_ty
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
@@ -93,8 +102,13 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token)
     dtype = x.dtype.element_ty
-    cosine, sine = _table_row(cos, position, pair, dtype, HALF), _table_row(sin, position, pair, dtype, HALF)
-    source = x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
+    cosine, sine = (
+        _table_row(cos, position, pair, dtype, HALF),
+        _table_row(sin, position, pair, dtype, HALF),
+    )
+    source = (
+        x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
+    )
     to = out + token * stride_out + head * stride_out_head + pair[None, :]
     inside = (head < heads) & (pair < HALF)[None, :]
     _rotate(source, to, cosine, sine, inside, HALF, 1 if INTERLEAVED else HALF)
@@ -117,13 +131,18 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block): the first q_blocks blocks are query heads, the others key and value heads."""
+    """Program (token, block): the first q_blocks blocks are query heads, the others key and value
+    heads.
+    """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token)
     dtype = q.dtype.element_ty
-    cosine, sine = _table_row(cos, position, pair, dtype, HALF), _table_row(sin, position, pair, dtype, HALF)
+    cosine, sine = (
+        _table_row(cos, position, pair, dtype, HALF),
+        _table_row(sin, position, pair, dtype, HALF),
+    )
     if block < q_blocks:
         head = (block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         inside = head < HEADS
@@ -137,7 +156,17 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         to = k_cache + slot * stride_k_slot + head * DIM
         if VALUE_DIM:
             value = v + token * stride_v + head * stride_v_head
-            _copy(value, v_cache + slot * stride_v_slot + head * VALUE_DIM, inside, VALUE_DIM, BLOCK_V)
-    _rotate(source + pair[None, :], to + pair[None, :], cosine, sine, inside & (pair < HALF)[None, :], HALF, HALF)
+            _copy(
+                value, v_cache + slot * stride_v_slot + head * VALUE_DIM, inside, VALUE_DIM, BLOCK_V
+            )
+    _rotate(
+        source + pair[None, :],
+        to + pair[None, :],
+        cosine,
+        sine,
+        inside & (pair < HALF)[None, :],
+        HALF,
+        HALF,
+    )
     if DIM > 2 * HALF:
         _copy(source + 2 * HALF, to + 2 * HALF, inside, DIM - 2 * HALF, BLOCK_REST)

@@ -1,9 +1,10 @@
 """Pages to staged bytes and back: dispatch, checks, and the torch reference.
 
-k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`), of any strides but a
-contiguous last dimension, of any element size: bytes are moved as they are. loc: int64 `[n]`, any stride. Staged bytes
-are uint8, for one writer `[K0..KL-1, V0..VL-1][token][head]`, the writers of a range one after the other. All on one
-device; slots are not range-checked and nothing synchronises there. Errors are ValueError, before anything is written.
+k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`), of
+any strides but a contiguous last dimension, of any element size: bytes are moved as they are. loc:
+int64 `[n]`, any stride. Staged bytes are uint8, for one writer `[K0..KL-1, V0..VL-1][token][head]`,
+the writers of a range one after the other. All on one device; slots are not range-checked and
+nothing synchronises there. Errors are ValueError, before anything is written.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from memsaver.common.dispatch import Impl, use_triton
 
 @dataclass(frozen=True)
 class Writers:
-    """Whose heads lie in a staged range, in order: (first head in the pool, heads). Made once, by `Writers.of`.
+    """Whose heads lie in a staged range, in order: (first head in the pool, heads). Made once, by
+    `Writers.of`.
 
     table: int64 `[writers, 3]` on the device: first head, heads, heads staged before.
     """
@@ -26,15 +28,26 @@ class Writers:
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Synchronises, so not for every transfer. ValueError where two writers have a head in common."""
+        """Synchronises, so not for every transfer.
+
+        ValueError where two writers have a head in common.
+        """
         rows, before = [], 0
         for first, count in heads:
             rows.append((first, count, before))
             before += count
         taken = {head for first, count in heads for head in range(first, first + count)}
-        if not rows or len(taken) != before or any(first < 0 or count < 1 for first, count in heads):
-            raise ValueError(f"writers (first head, heads) {list(heads)} must be some, and have no head in common")
-        return Writers(tuple((first, count) for first, count in heads), torch.tensor(rows, device=device))
+        if (
+            not rows
+            or len(taken) != before
+            or any(first < 0 or count < 1 for first, count in heads)
+        ):
+            raise ValueError(
+                f"writers (first head, heads) {list(heads)} must be some, and have no head in common"
+            )
+        return Writers(
+            tuple((first, count) for first, count in heads), torch.tensor(rows, device=device)
+        )
 
     @property
     def total(self) -> int:
@@ -58,7 +71,8 @@ def gather_staged(
 ) -> None:
     """Fills `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
 
-    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long. A slot may be named twice.
+    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long. A slot may be named
+    twice.
     """
     _check(k, v, loc, staged, [(head_start, num_heads)])
     if len(loc) == 0:
@@ -74,11 +88,18 @@ def gather_staged(
 
 
 def scatter_staged(
-    staged: torch.Tensor, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, writers: Writers, impl: Impl = "auto"
+    staged: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    writers: Writers,
+    impl: Impl = "auto",
 ) -> None:
-    """Puts what the writers staged into slots `loc`; heads that have no writer here stay as they are.
+    """Puts what the writers staged into slots `loc`; heads that have no writer here stay as they
+    are.
 
-    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), writers.total)`. A slot named twice holds any of its rows.
+    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), writers.total)`. A slot named twice
+    holds any of its rows.
     """
     _check(k, v, loc, staged, writers.heads)
     if writers.table.device != k.device:
@@ -94,7 +115,9 @@ def scatter_staged(
     at = 0
     for first, count in writers.heads:
         size = staged_bytes(k, v, len(loc), count)
-        for pages, part in zip((k, v), _parts(staged[at : at + size], k, v, len(loc), count), strict=True):
+        for pages, part in zip(
+            (k, v), _parts(staged[at : at + size], k, v, len(loc), count), strict=True
+        ):
             pages[:, loc, first : first + count] = part
         at += size
 
@@ -104,7 +127,9 @@ def _parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
     keys, values = staged.split([k.shape[0] * tokens * heads * row for row in _row_bytes(k, v)])
-    return keys.view(-1, tokens, heads, _row_bytes(k, v)[0]), values.view(-1, tokens, heads, _row_bytes(k, v)[1])
+    return keys.view(-1, tokens, heads, _row_bytes(k, v)[0]), values.view(
+        -1, tokens, heads, _row_bytes(k, v)[1]
+    )
 
 
 def _row_bytes(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
@@ -112,10 +137,16 @@ def _row_bytes(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
 
 
 def _check(
-    k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor, heads: Sequence[tuple[int, int]]
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    staged: torch.Tensor,
+    heads: Sequence[tuple[int, int]],
 ) -> None:
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or 0 in (k.shape[3], v.shape[3]):
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [layers, slots, heads, width] alike")
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [layers, slots, heads, width] alike"
+        )
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError(f"rows must be contiguous; k has strides {k.stride()}, v {v.stride()}")
     if loc.dtype != torch.int64 or loc.ndim != 1:

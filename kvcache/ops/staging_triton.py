@@ -1,6 +1,7 @@
 """Triton kernels of `staging.py`: a program a layer (keys, then values) and block of tokens.
 
-Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are multiples of.
+Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are
+multiples of.
 """
 
 import math
@@ -13,11 +14,14 @@ import triton.language as tl
 from kvcache.ops.units_triton import WORDS, unit_pointer
 
 MAX_BLOCK = 1024  # units a program
-MAX_BLOCKS = 65535  # programs in the second dimension of a CUDA grid; where there is more to do, they go round
+# programs in the second dimension of a CUDA grid; where there is more to do, they go round
+MAX_BLOCKS = 65535
 WARPS = 8
 
 
-def gather_triton(k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor) -> None:
+def gather_triton(
+    k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor
+) -> None:
     """k and v: uint8, sliced to the heads wanted."""
     layers, heads, tokens = k.shape[0], k.shape[2], len(loc)
     unit, constants, blocks = _instance(k, v, staged, heads, tokens)
@@ -80,7 +84,9 @@ def _copy_layer(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One layer of keys or of values of one writer: `pages` at its first head, `staged` at its first token."""
+    """One layer of keys or of values of one writer: `pages` at its first head, `staged` at its
+    first token.
+    """
     lane = tl.arange(0, BLOCK)
     word = tl.arange(0, VECTOR)[None, :]
     block = tl.program_id(1).to(tl.int64)

@@ -21,12 +21,14 @@ class HostCopy:
 
 
 class KVPool(ABC):
-    """Device memory for keys and values, addressed by token id; page 0 takes the writes of padded tokens.
+    """Device memory for keys and values, addressed by token id; page 0 takes the writes of padded
+    tokens.
 
-    A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused no method but the
-    byte counts may be called: the memory is not mapped. After a resume contents are undefined but for page 0.
-    Slots `loc` are int64 `[n]` on the pool's device; on a GPU they are not range-checked, that would synchronise. A
-    wrong layer, dtype, shape or device raises ValueError that names it, before anything is written.
+    A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused
+    no method but the byte counts may be called: the memory is not mapped. After a resume contents
+    are undefined but for page 0. Slots `loc` are int64 `[n]` on the pool's device; on a GPU they
+    are not range-checked, that would synchronise. A wrong layer, dtype, shape or device raises
+    ValueError that names it, before anything is written.
     """
 
     @property
@@ -40,14 +42,18 @@ class KVPool(ABC):
         """Bytes that one token takes over all layers."""
 
     @abstractmethod
-    def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def set_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         """Writes one token's key and value a row into the slots `loc`; k and v are never modified."""
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's keys and values, valid as long as the pool; writes through them reach the pool.
+        """Views of a layer's keys and values, valid as long as the pool; writes through them reach
+        the pool.
 
-        fp8: as stored, to be multiplied by the scales. ValueError where elements have no views (FP4).
+        fp8: as stored, to be multiplied by the scales. ValueError where elements have no views
+        (FP4).
         """
 
     @abstractmethod
@@ -56,20 +62,29 @@ class KVPool(ABC):
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """What stored values of the layer are multiplied by, one number a kind of row (keys, values); 1 but for fp8."""
+        """What stored values of the layer are multiplied by, one number a kind of row (keys,
+        values); 1 but for fp8.
+        """
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """fp8: a number for each kind of row (keys, values), as fp32. Rows written before are not rescaled."""
+        """fp8: a number for each kind of row (keys, values), as fp32.
+
+        Rows written before are not rescaled.
+        """
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:
-        """`scales` of keys and of values, fp32 `[2]` on the device (one kind of row is both), for kernels, always
-        at one address, so that a captured graph sees new ones; None where they are 1 for good."""
+        """`scales` of keys and of values, fp32 `[2]` on the device (one kind of row is both), for
+        kernels, always at one address, so that a captured graph sees new ones; None where they are
+        1 for good.
+        """
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
+        """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is
+        written.
+        """
 
     @abstractmethod
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
@@ -81,7 +96,9 @@ class KVPool(ABC):
 
     @abstractmethod
     def on_resume(self) -> None:
-        """To be called after every resume of the tag, and after a graph capture: zeroes page 0, as 0 x NaN spreads."""
+        """To be called after every resume of the tag, and after a graph capture: zeroes page 0, as
+        0 x NaN spreads.
+        """
 
 
 def check_loc(name: str, loc: torch.Tensor, device: torch.device) -> None:
@@ -97,7 +114,9 @@ def check_pairs(tgt_loc: torch.Tensor, src_loc: torch.Tensor, device: torch.devi
     check_loc("tgt_loc", tgt_loc, device)
     check_loc("src_loc", src_loc, device)
     if tgt_loc.shape != src_loc.shape:
-        raise ValueError(f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; pair them")
+        raise ValueError(
+            f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; pair them"
+        )
 
 
 def check_copy(copy: HostCopy, wanted: tuple[object, ...], count: int) -> None:
@@ -105,4 +124,6 @@ def check_copy(copy: HostCopy, wanted: tuple[object, ...], count: int) -> None:
     if copy.format != wanted:
         raise ValueError(f"the host copy is of a pool with {copy.format}, this pool has {wanted}")
     if any(tensor.shape[1] != count for tensor in copy.tensors):
-        raise ValueError(f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; pair them")
+        raise ValueError(
+            f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; pair them"
+        )

@@ -17,7 +17,10 @@ Stored = Sequence[torch.Tensor]  # the parts of one kind of row in one layer, ea
 
 
 class Codec(ABC):
-    """Writes and reads rows of one pool. Two kinds of rows are written at once; rows are `[n, H, W]`."""
+    """Writes and reads rows of one pool.
+
+    Two kinds of rows are written at once; rows are `[n, H, W]`.
+    """
 
     accepts: tuple[torch.dtype, ...]
 
@@ -29,7 +32,9 @@ class Codec(ABC):
         """What a slot holds for a row of this shape."""
 
     @abstractmethod
-    def write(self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor) -> None:
+    def write(
+        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+    ) -> None:
         """Two rows a token of one dtype into slots `loc`; checked before."""
 
     @abstractmethod
@@ -45,8 +50,9 @@ class Codec(ABC):
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> torch.Tensor | None:
-        """The same as fp32 `[2]` on the device, of keys and of values (one kind of row is both), always at one address;
-        None where they are 1 for good."""
+        """The same as fp32 `[2]` on the device, of keys and of values (one kind of row is both),
+        always at one address; None where they are 1 for good.
+        """
         return None
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
@@ -63,7 +69,9 @@ class PlainCodec(Codec):
     def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
         return (Part(name=name, row=(heads, width), dtype=self.config.dtype),)
 
-    def write(self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor) -> None:
+    def write(
+        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+    ) -> None:
         set_kv_buffer(rows[0], rows[1], into[0][0], into[1][0], loc)
 
     def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
@@ -74,10 +82,11 @@ class PlainCodec(Codec):
 
 
 class FP8Codec(Codec):
-    """fp8 bytes and a scale a layer and kind of row, 1 at first. Rows that are fp8 already are taken as scaled.
+    """fp8 bytes and a scale a layer and kind of row, 1 at first. Rows that are fp8 already are
+    taken as scaled.
 
-    The scales are outside the pool's block: a pause keeps them, and kernels read them on the device, so that a captured
-    graph sees new ones.
+    The scales are outside the pool's block: a pause keeps them, and kernels read them on the
+    device, so that a captured graph sees new ones.
     """
 
     def __init__(self, config: TokenConfig) -> None:
@@ -86,21 +95,29 @@ class FP8Codec(Codec):
         kinds = len(config.rows)
         self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
         # always two: keys and values are read, and two kinds of rows written, at once
-        self._device_scales, self._inverse = torch.ones((2, config.num_layers, 2), device=config.device)
+        self._device_scales, self._inverse = torch.ones(
+            (2, config.num_layers, 2), device=config.device
+        )
 
     def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
         return (Part(name=name, row=(heads, width), dtype=torch.uint8),)
 
-    def write(self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor) -> None:
+    def write(
+        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+    ) -> None:
         (k, v), (k_buffer, v_buffer) = rows, (stored[0] for stored in into)
         if k.dtype == self.config.dtype:
             set_kv_buffer(k, v, k_buffer, v_buffer, loc)
         else:
-            set_kv_buffer_fp8(k, v, k_buffer, v_buffer, loc, self._inverse[layer], self.config.dtype)
+            set_kv_buffer_fp8(
+                k, v, k_buffer, v_buffer, loc, self._inverse[layer], self.config.dtype
+            )
 
     def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
         config = self.config
-        return read_fp8(stored[0], loc, self._device_scales[layer, nth], config.dtype, config.row_dtype)
+        return read_fp8(
+            stored[0], loc, self._device_scales[layer, nth], config.dtype, config.row_dtype
+        )
 
     def view(self, stored: Stored) -> torch.Tensor:
         return stored[0].view(self.config.dtype)
@@ -114,19 +131,26 @@ class FP8Codec(Codec):
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
         exact = torch.tensor([float(scale) for scale in scales])  # as fp32
         inverse = 1 / exact
-        if len(scales) != len(self.config.rows) or not ((exact > 0) & exact.isfinite() & inverse.isfinite()).all():
+        if (
+            len(scales) != len(self.config.rows)
+            or not ((exact > 0) & exact.isfinite() & inverse.isfinite()).all()
+        ):
             names = ", ".join(self.config.rows)
             raise ValueError(
                 f"scales {tuple(scales)} of layer {layer} must be one finite number > 0 for each of {names}"
             )
         self._scales[layer] = tuple(exact.tolist())
         for nth, at in enumerate((0, len(exact) - 1)):
-            self._inverse[layer, nth].fill_(float(inverse[at]))  # an argument of a launch: nothing waits
+            self._inverse[layer, nth].fill_(
+                float(inverse[at])
+            )  # an argument of a launch: nothing waits
             self._device_scales[layer, nth].fill_(float(exact[at]))
 
 
 class FP4Codec(Codec):
-    """E2M1 codes, two a byte, and a scale byte for 16 elements (`kvcache/ops/quant.py` defines them)."""
+    """E2M1 codes, two a byte, and a scale byte for 16 elements (`kvcache/ops/quant.py` defines
+    them).
+    """
 
     accepts = _FLOATS
 
@@ -136,14 +160,18 @@ class FP4Codec(Codec):
             Part(name=f"{name}_scale", row=(heads, width // FP4_BLOCK), dtype=torch.uint8),
         )
 
-    def write(self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor) -> None:
+    def write(
+        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+    ) -> None:
         set_kv_buffer_fp4(rows[0], rows[1], into[0], into[1], loc)
 
     def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
         return read_fp4(stored[0], stored[1], loc, self.config.row_dtype)
 
     def view(self, stored: Stored) -> torch.Tensor:
-        raise ValueError("FP4 rows can't be viewed; use get_rows(layer, loc), or get_stored(layer) for the bytes")
+        raise ValueError(
+            "FP4 rows can't be viewed; use get_rows(layer, loc), or get_stored(layer) for the bytes"
+        )
 
 
 def make_codec(config: TokenConfig) -> Codec:

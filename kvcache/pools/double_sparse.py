@@ -1,4 +1,6 @@
-"""Keys, values and labels for double sparsity: attention picks its tokens by a few heavy channels of the keys."""
+"""Keys, values and labels for double sparsity: attention picks its tokens by a few heavy channels
+of the keys.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ if TYPE_CHECKING:
 
 
 class DoubleSparseTokenToKVPool(MHATokenToKVPool):
-    """K and V, and in the same block labels `[L, size + ps, H, heavy_channel_num]` of `config.row_dtype`."""
+    """K and V, and in the same block labels `[L, size + ps, H, heavy_channel_num]` of
+    `config.row_dtype`.
+    """
 
     def __init__(
-        self, config: KVCacheConfig, heavy_channel_num: int, saver: MemorySaver | None = None, tag: str = "kv_cache"
+        self,
+        config: KVCacheConfig,
+        heavy_channel_num: int,
+        saver: MemorySaver | None = None,
+        tag: str = "kv_cache",
     ) -> None:
         check_positive("heavy_channel_num", heavy_channel_num)
         if heavy_channel_num > config.head_dim:
@@ -36,10 +44,14 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         return (Part(name="label", row=shape, dtype=self.config.row_dtype),)
 
     def set_label_buffer(self, layer_id: int, loc: torch.Tensor, label: torch.Tensor) -> None:
-        """Writes label `[n, H, heavy_channel_num]` of `config.row_dtype`, any strides, into slots loc int64 `[n]`."""
+        """Writes label `[n, H, heavy_channel_num]` of `config.row_dtype`, any strides, into slots
+        loc int64 `[n]`.
+        """
         buffer = self.get_label_buffer(layer_id)
         if label.dtype != buffer.dtype:
-            raise ValueError(f"label is {label.dtype}, the pool stores {buffer.dtype} labels; convert it before")
+            raise ValueError(
+                f"label is {label.dtype}, the pool stores {buffer.dtype} labels; convert it before"
+            )
         check_loc("loc", loc, self.device)
         shape = (self.config.num_kv_heads, self.heavy_channel_num)
         self._check_shape("label", label, (len(loc), *shape))

@@ -1,4 +1,6 @@
-"""The request table of models with states: a row and a state slot are taken and given back together."""
+"""The request table of models with states: a row and a state slot are taken and given back
+together.
+"""
 
 from collections.abc import Sequence
 
@@ -9,21 +11,30 @@ from kvcache.requests import ReqHandle, ReqToTokenPool
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, the same as long as the handle lives.
+    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, the same as long as the handle
+    lives.
 
-    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot; 0, the padding slot, for row 0 and for free rows.
+    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot; 0, the padding slot, for row 0 and
+    for free rows.
     """
 
-    def __init__(self, size: int, max_context_len: int, device: torch.device | str, mamba: MambaPool) -> None:
+    def __init__(
+        self, size: int, max_context_len: int, device: torch.device | str, mamba: MambaPool
+    ) -> None:
         super().__init__(size, max_context_len, device)
         if mamba.device != self.device:
-            raise ValueError(f"the table is on {self.device}, the state pool on {mamba.device}; use one device")
+            raise ValueError(
+                f"the table is on {self.device}, the state pool on {mamba.device}; use one device"
+            )
         self.mamba = mamba
         self.req_to_mamba = torch.zeros(size + 1, dtype=torch.int32, device=device)
         self._slot_of = [0] * (size + 1)
 
     def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """As the base does; new rows come with zeroed states. None, and nothing changed, if rows or slots are short."""
+        """As the base does; new rows come with zeroed states.
+
+        None, and nothing changed, if rows or slots are short.
+        """
         handles = super().alloc(reqs)
         if handles is None:
             return None
@@ -69,12 +80,18 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.mamba.copy([self.mamba_slot(target)], [self.mamba_slot(source)])
 
     def check_integrity(self) -> None:
-        """Also raises AssertionError when the map on the device and the slots held differ (synchronises)."""
+        """Also raises AssertionError when the map on the device and the slots held differ
+        (synchronises).
+        """
         super().check_integrity()
         self.mamba.check_integrity()
-        assert self.req_to_mamba.tolist() == self._slot_of, "req_to_mamba differs from the slots held"
+        assert self.req_to_mamba.tolist() == self._slot_of, (
+            "req_to_mamba differs from the slots held"
+        )
         live = [slot for slot in self._slot_of if slot]
-        assert len(live) == self.size - self.available_size() == len(set(live)), "a live row has no slot of its own"
+        assert len(live) == self.size - self.available_size() == len(set(live)), (
+            "a live row has no slot of its own"
+        )
 
     def _map(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         pairs = torch.tensor([rows, slots], dtype=torch.int64).to(self.device, non_blocking=True)

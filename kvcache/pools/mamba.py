@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class MambaConfig:
     """`size` slots for `num_layers` layers, and one padding slot.
 
-    conv_shapes: the state of each convolution of a layer, such as (channels, kernel - 1). temporal_shape: the recurrent
-    state, such as (heads, head dim, state dim), usually in float32.
+    conv_shapes: the state of each convolution of a layer, such as (channels, kernel - 1).
+    temporal_shape: the recurrent state, such as (heads, head dim, state dim), usually in float32.
     """
 
     num_layers: int
@@ -35,18 +35,26 @@ class MambaConfig:
     def __post_init__(self) -> None:
         check_positive("MambaConfig.num_layers", self.num_layers)
         check_positive("MambaConfig.size", self.size)
-        for name, shape in (*(("conv_shapes", s) for s in self.conv_shapes), ("temporal_shape", self.temporal_shape)):
+        for name, shape in (
+            *(("conv_shapes", s) for s in self.conv_shapes),
+            ("temporal_shape", self.temporal_shape),
+        ):
             for length in shape:
                 check_positive(f"MambaConfig.{name} {shape}", length)
         for name in ("conv_dtype", "temporal_dtype"):
             if getattr(self, name) not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(f"MambaConfig.{name} {getattr(self, name)} must be float32, float16 or bfloat16")
+                raise ValueError(
+                    f"MambaConfig.{name} {getattr(self, name)} must be float32, float16 or bfloat16"
+                )
         check_device("MambaConfig", self.device)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """What a slot holds in each layer."""
-        convs = (Part(name=f"conv{i}", row=s, dtype=self.conv_dtype) for i, s in enumerate(self.conv_shapes))
+        convs = (
+            Part(name=f"conv{i}", row=s, dtype=self.conv_dtype)
+            for i, s in enumerate(self.conv_shapes)
+        )
         return (*convs, Part(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype))
 
     @property
@@ -56,14 +64,18 @@ class MambaConfig:
 
 
 class MambaPool:
-    """`conv`: a list of `[L, size + 1, *shape]`; `temporal`: `[L, size + 1, *shape]`; slot 0 is for padded requests.
+    """`conv`: a list of `[L, size + 1, *shape]`; `temporal`: `[L, size + 1, *shape]`; slot 0 is for
+    padded requests.
 
-    Who holds a slot is decided on the CPU and outlives a pause; states are in one block on the saver's `tag` and are
-    undefined after a resume, but for slot 0 and slots taken during the pause, which `on_resume` zeroes. Slots may come
-    and go while the tag is paused; states may not be touched then.
+    Who holds a slot is decided on the CPU and outlives a pause; states are in one block on the
+    saver's `tag` and are undefined after a resume, but for slot 0 and slots taken during the pause,
+    which `on_resume` zeroes. Slots may come and go while the tag is paused; states may not be
+    touched then.
     """
 
-    def __init__(self, config: MambaConfig, saver: MemorySaver | None = None, tag: str = "kv_cache") -> None:
+    def __init__(
+        self, config: MambaConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
+    ) -> None:
         self.config = config
         self.size = config.size
         self._storage = SlotStorage(
@@ -108,7 +120,9 @@ class MambaPool:
         return slots
 
     def clone(self, sources: Sequence[int]) -> list[int] | None:
-        """New slots with copies of the states in held slots (copy on write), or None with nothing changed."""
+        """New slots with copies of the states in held slots (copy on write), or None with nothing
+        changed.
+        """
         self._check_held(sources)
         self._check_active(sources)
         slots = self._take(len(sources))
@@ -125,7 +139,9 @@ class MambaPool:
         """Copies the states of held slots into others, all read before any is written."""
         self._check_held([*targets, *sources])
         if len(targets) != len(sources):
-            raise ValueError(f"{len(targets)} target slots for {len(sources)} source slots; pair them")
+            raise ValueError(
+                f"{len(targets)} target slots for {len(sources)} source slots; pair them"
+            )
         self._check_active(sources)
         self._storage.move(self._index(targets), self._index(sources))
 
@@ -141,7 +157,9 @@ class MambaPool:
     def states(self, layer: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """A layer's convolution states, each `[size + 1, *shape]`, and its recurrent one, as views."""
         if not 0 <= layer < self.config.num_layers:
-            raise ValueError(f"layer {layer} is not in this pool; it holds layers 0..{self.config.num_layers - 1}")
+            raise ValueError(
+                f"layer {layer} is not in this pool; it holds layers 0..{self.config.num_layers - 1}"
+            )
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 
     def get_cpu_copy(self, slots: Sequence[int]) -> HostCopy:
@@ -164,7 +182,9 @@ class MambaPool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot but 0 is either free or held, once."""
-        assert len(set(self._free)) == len(self._free), f"a slot is free twice: {sorted(self._free)}"
+        assert len(set(self._free)) == len(self._free), (
+            f"a slot is free twice: {sorted(self._free)}"
+        )
         assert not self._held & set(self._free), "a free slot is held"
         assert self._held | set(self._free) == set(range(1, self.size + 1)), "slots were lost"
         assert self._to_zero <= self._held, "a slot that nobody holds waits to be zeroed"
@@ -197,7 +217,9 @@ class MambaPool:
 
     def _check_active(self, slots: Sequence[int]) -> None:
         if self._paused():
-            raise ValueError(f"states of slots {list(slots)} can't be copied while tag {self._tag!r} is paused")
+            raise ValueError(
+                f"states of slots {list(slots)} can't be copied while tag {self._tag!r} is paused"
+            )
 
     def _check_held(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -205,4 +227,7 @@ class MambaPool:
                 raise ValueError(f"slot {slot} is not held; it was freed or never handed out")
 
     def _format(self) -> tuple[object, ...]:
-        return (self.config.num_layers, *((part.name, part.row, part.dtype) for part in self.config.parts))
+        return (
+            self.config.num_layers,
+            *((part.name, part.row, part.dtype) for part in self.config.parts),
+        )

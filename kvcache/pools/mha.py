@@ -19,19 +19,28 @@ if TYPE_CHECKING:
 class MHATokenToKVPool(TokenPool):
     """One storage block: keys `[L, size + ps, H, D]`, then values `[L, size + ps, H, Dv]`."""
 
-    def __init__(self, config: KVCacheConfig, saver: MemorySaver | None = None, tag: str = "kv_cache") -> None:
+    def __init__(
+        self, config: KVCacheConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
+    ) -> None:
         self.config = config
         super().__init__(config, saver, tag)
-        self._k, self._v = self._storage.parts["k"], self._storage.parts["v"]  # all layers: [L, size + ps, H, ...]
+        self._k, self._v = (
+            self._storage.parts["k"],
+            self._storage.parts["v"],
+        )  # all layers: [L, size + ps, H, ...]
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self.fp4:
             self._views = [(self._codec.view(k), self._codec.view(v)) for k, v in self._layers]
 
-    def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k `[n, H, D]` and v `[n, H, Dv]`, of any strides, into slots loc int64 `[n]`; one launch on a GPU.
+    def set_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Writes k `[n, H, D]` and v `[n, H, Dv]`, of any strides, into slots loc int64 `[n]`; one
+        launch on a GPU.
 
-        Of the pool's dtype: bit-exact. Into fp8 and FP4 also from float32, float16 and bfloat16: divided by the layer's
-        scale (fp8) or the block's (FP4), rounded and saturated as `kvcache/ops/quant.py` says, never NaN or infinite.
+        Of the pool's dtype: bit-exact. Into fp8 and FP4 also from float32, float16 and bfloat16:
+        divided by the layer's scale (fp8) or the block's (FP4), rounded and saturated as
+        `kvcache/ops/quant.py` says, never NaN or infinite.
         """
         self._check_layer(layer_id)
         rows = self.config.rows
@@ -70,7 +79,9 @@ class MHATokenToKVPool(TokenPool):
         return q
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]` of a layer, as views of the pool's memory."""
+        """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]` of a layer, as views of the
+        pool's memory.
+        """
         self._check_layer(layer_id)
         return self._views[layer_id]
 
@@ -78,12 +89,17 @@ class MHATokenToKVPool(TokenPool):
         """Keys `[n, H, D]` and values `[n, H, Dv]` as `config.row_dtype`."""
         self._check_layer(layer_id)
         check_loc("loc", loc, self.device)
-        k, v = (self._codec.read(layer_id, nth, stored, loc) for nth, stored in enumerate(self._layers[layer_id]))
+        k, v = (
+            self._codec.read(layer_id, nth, stored, loc)
+            for nth, stored in enumerate(self._layers[layer_id])
+        )
         return k, v
 
 
 class MHATokenToKVPoolFP4(MHATokenToKVPool):
-    """Rows as E2M1: `D / 2` bytes of codes and `D / 16` of block scales a head (`get_stored`); D a multiple of 16."""
+    """Rows as E2M1: `D / 2` bytes of codes and `D / 16` of block scales a head (`get_stored`); D a
+    multiple of 16.
+    """
 
     fp4 = True
 

@@ -17,16 +17,24 @@ if TYPE_CHECKING:
 
 
 class RoutedKVPool(KVPool):
-    """Layers spread over `pools`, each with slots of its own; `routes` maps layer id -> (pool, index in it).
+    """Layers spread over `pools`, each with slots of its own; `routes` maps layer id -> (pool,
+    index in it).
 
     A subclass says how a slot of the first pool translates to one of another.
     """
 
-    def __init__(self, pools: Sequence[MHATokenToKVPool], routes: Mapping[int, tuple[MHATokenToKVPool, int]]) -> None:
+    def __init__(
+        self, pools: Sequence[MHATokenToKVPool], routes: Mapping[int, tuple[MHATokenToKVPool, int]]
+    ) -> None:
         self.pools = tuple(pools)
         self._routes = dict(routes)
         first = self.pools[0]
-        self.size, self.page_size, self.device, self.dtype = first.size, first.page_size, first.device, first.dtype
+        self.size, self.page_size, self.device, self.dtype = (
+            first.size,
+            first.page_size,
+            first.device,
+            first.dtype,
+        )
 
     @abstractmethod
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
@@ -63,7 +71,9 @@ class RoutedKVPool(KVPool):
         pool, index = self.route(layer_id)
         pool.set_scales(index, *scales)
 
-    def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def set_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         pool, index = self.route(layer_id)
         check_loc("loc", loc, self.device)
         pool.set_kv_buffer(index, self._slots(pool, loc), k, v)
@@ -85,11 +95,15 @@ class RoutedKVPool(KVPool):
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
         check_loc("indices", indices, self.device)
         copies = [pool.get_cpu_copy(self._slots(pool, indices)) for pool in self.pools]
-        return HostCopy(tuple(c.format for c in copies), tuple(t for c in copies for t in c.tensors))
+        return HostCopy(
+            tuple(c.format for c in copies), tuple(t for c in copies for t in c.tensors)
+        )
 
     def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
         check_loc("indices", indices, self.device)
-        if len(copy.format) != len(self.pools) or not all(isinstance(each, tuple) for each in copy.format):
+        if len(copy.format) != len(self.pools) or not all(
+            isinstance(each, tuple) for each in copy.format
+        ):
             raise ValueError(f"the host copy is of {copy.format}, not of {len(self.pools)} pools")
         parts, start = [], 0
         for pool, form in zip(self.pools, copy.format, strict=True):
@@ -107,11 +121,12 @@ class RoutedKVPool(KVPool):
 
 
 class SWAKVPool(RoutedKVPool):
-    """Full-attention layers in one pool, sliding-window layers in a smaller one (`full_pool`, `window_pool`).
+    """Full-attention layers in one pool, sliding-window layers in a smaller one (`full_pool`,
+    `window_pool`).
 
-    Callers name slots of the full pool everywhere. Those of the window pool come from `full_to_swa_index_mapping`
-    (int64, slot -> slot, 0: unmapped), which the allocator owns and changes in place: an unmapped slot leads to the
-    padding page. Two blocks on the tag, one a pool.
+    Callers name slots of the full pool everywhere. Those of the window pool come from
+    `full_to_swa_index_mapping` (int64, slot -> slot, 0: unmapped), which the allocator owns and
+    changes in place: an unmapped slot leads to the padding page. Two blocks on the tag, one a pool.
 
     pool_class: `MHATokenToKVPool`, or `MHATokenToKVPoolFP4`.
     """
@@ -129,9 +144,13 @@ class SWAKVPool(RoutedKVPool):
         _check_layers("full", full, full_layers)
         _check_layers("window", window, window_layers)
         if both := set(full_layers) & set(window_layers):
-            raise ValueError(f"layers {sorted(both)} are named as full and as window layers; a layer is one of them")
+            raise ValueError(
+                f"layers {sorted(both)} are named as full and as window layers; a layer is one of them"
+            )
         if window.size > full.size:
-            raise ValueError(f"the window pool of {window.size} tokens is larger than the full pool of {full.size}")
+            raise ValueError(
+                f"the window pool of {window.size} tokens is larger than the full pool of {full.size}"
+            )
         self.full_pool = pool_class(full, saver, tag)
         self.window_pool = pool_class(window, saver, tag)
         self._mapping: torch.Tensor | None = None
@@ -140,17 +159,23 @@ class SWAKVPool(RoutedKVPool):
         super().__init__((self.full_pool, self.window_pool), routes)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Takes the allocator's mapping, int64 `[>= full.size + page_size]` on the pool's device; kept, not copied."""
+        """Takes the allocator's mapping, int64 `[>= full.size + page_size]` on the pool's device;
+        kept, not copied.
+        """
         slots = self.full_pool.size + self.page_size
         check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device)
         if len(full_to_swa_index_mapping) < slots:
-            raise ValueError(f"full_to_swa_index_mapping has {len(full_to_swa_index_mapping)} entries, needed {slots}")
+            raise ValueError(
+                f"full_to_swa_index_mapping has {len(full_to_swa_index_mapping)} entries, needed {slots}"
+            )
         self._mapping = full_to_swa_index_mapping
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Slots of the window pool for slots `loc` of the full pool; 0 where there is none."""
         if self._mapping is None:
-            raise ValueError("the window pool has no slots without a mapping; call register_mapping() first")
+            raise ValueError(
+                "the window pool has no slots without a mapping; call register_mapping() first"
+            )
         return self._mapping[loc]
 
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
@@ -161,7 +186,9 @@ class SWAKVPool(RoutedKVPool):
 
 
 class HybridLinearKVPool(RoutedKVPool):
-    """Keys and values of the full-attention layers only, of a model whose other layers keep states (`MambaPool`)."""
+    """Keys and values of the full-attention layers only, of a model whose other layers keep states
+    (`MambaPool`).
+    """
 
     def __init__(
         self,
@@ -173,7 +200,9 @@ class HybridLinearKVPool(RoutedKVPool):
     ) -> None:
         _check_layers("full", config, full_layers)
         self.full_pool = pool_class(config, saver, tag)
-        super().__init__((self.full_pool,), {layer: (self.full_pool, i) for i, layer in enumerate(full_layers)})
+        super().__init__(
+            (self.full_pool,), {layer: (self.full_pool, i) for i, layer in enumerate(full_layers)}
+        )
 
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
         return loc
@@ -184,5 +213,11 @@ class HybridLinearKVPool(RoutedKVPool):
 
 
 def _check_layers(kind: str, config: KVCacheConfig, layers: Sequence[int]) -> None:
-    if len(layers) != config.num_layers or len(set(layers)) != len(layers) or any(layer < 0 for layer in layers):
-        raise ValueError(f"the {kind} pool is for {config.num_layers} layers, got the layer ids {list(layers)}")
+    if (
+        len(layers) != config.num_layers
+        or len(set(layers)) != len(layers)
+        or any(layer < 0 for layer in layers)
+    ):
+        raise ValueError(
+            f"the {kind} pool is for {config.num_layers} layers, got the layer ids {list(layers)}"
+        )

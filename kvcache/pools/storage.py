@@ -31,11 +31,12 @@ class Part:
 class SlotStorage:
     """Tensors `[L, slots, *row]`, one a part, in one uint8 block without gaps.
 
-    The block is on the saver's `tag`, in plain torch memory without a saver. Contents start undefined. Nothing here
-    checks slots: on a GPU that would synchronise.
+    The block is on the saver's `tag`, in plain torch memory without a saver. Contents start
+    undefined. Nothing here checks slots: on a GPU that would synchronise.
 
-    slot_major: all layers of a slot lie together and the tensors are strided views; the block can then be resized at
-    its end. Otherwise parts follow each other, each with its layers one after the other.
+    slot_major: all layers of a slot lie together and the tensors are strided views; the block can
+    then be resized at its end. Otherwise parts follow each other, each with its layers one after
+    the other.
     """
 
     def __init__(
@@ -58,17 +59,23 @@ class SlotStorage:
                 f"slot_major needs slots of a multiple of {widest} bytes, these take {self.bytes_per_slot}"
             )
         self._saver, self._tag = saver, tag
-        self.block = _allocate(slots * self.bytes_per_slot, torch.device(device), saver, tag, elastic=slot_major)
+        self.block = _allocate(
+            slots * self.bytes_per_slot, torch.device(device), saver, tag, elastic=slot_major
+        )
         self.parts: dict[str, torch.Tensor] = {}
         start = 0
-        for part in sorted(parts, key=lambda part: -part.dtype.itemsize):  # widest first: each starts aligned
+        for part in sorted(
+            parts, key=lambda part: -part.dtype.itemsize
+        ):  # widest first: each starts aligned
             self.parts[part.name] = self._view(part, start, num_layers)
             start += num_layers * part.nbytes * (1 if slot_major else slots)
         self._words = [_as_words(part) for part in self.parts.values()]
 
     def _view(self, part: Part, start: int, layers: int) -> torch.Tensor:
         if self.slot_major:
-            inside = self.block.view(self.slots, self.bytes_per_slot)[:, start : start + layers * part.nbytes]
+            inside = self.block.view(self.slots, self.bytes_per_slot)[
+                :, start : start + layers * part.nbytes
+            ]
             return inside.view(part.dtype).unflatten(1, (layers, *part.row)).transpose(0, 1)
         inside = self.block[start : start + layers * self.slots * part.nbytes]
         return inside.view(part.dtype).view(layers, self.slots, *part.row)
@@ -84,7 +91,9 @@ class SlotStorage:
             part[:, :slots].zero_()
 
     def move(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
-        """Copies slots src to tgt (int64 [n] each, on the device) in every layer, all read before any is written."""
+        """Copies slots src to tgt (int64 [n] each, on the device) in every layer, all read before
+        any is written.
+        """
         move_rows(self._words, tgt, src)
 
     def to_host(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -98,7 +107,9 @@ class SlotStorage:
             part.index_copy_(1, slots, copy.to(part.device))
 
     def resize(self, slots: int) -> int:
-        """Puts memory behind the first `slots`, takes it away behind the rest; how many are usable now."""
+        """Puts memory behind the first `slots`, takes it away behind the rest; how many are usable
+        now.
+        """
         if self._saver is None or not self.slot_major:
             raise ValueError(
                 "only a slot_major pool on a saver's tag can be resized; say slot_major=True in its config"
@@ -111,25 +122,40 @@ class SlotStorage:
         return self.refresh()
 
     def refresh(self) -> int:
-        """Looks up how many slots have memory behind them, after a resume with less; how many are usable now."""
+        """Looks up how many slots have memory behind them, after a resume with less; how many are
+        usable now.
+        """
         if self._saver is not None and self.slot_major:
             self.slots = len(self._saver.backed_view(self.block.view(-1, self.bytes_per_slot)))
         return self.slots
 
 
-def _allocate(nbytes: int, device: torch.device, saver: MemorySaver | None, tag: str, elastic: bool) -> torch.Tensor:
+def _allocate(
+    nbytes: int, device: torch.device, saver: MemorySaver | None, tag: str, elastic: bool
+) -> torch.Tensor:
     if saver is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     has = saver.device
-    if device.type != has.type or (device.index is not None and has.index is not None and device.index != has.index):
-        raise ValueError(f"the config asks for {device}, the saver is on {has}; use one device for both")
+    if device.type != has.type or (
+        device.index is not None and has.index is not None and device.index != has.index
+    ):
+        raise ValueError(
+            f"the config asks for {device}, the saver is on {has}; use one device for both"
+        )
     return saver.empty((nbytes,), torch.uint8, tag=tag, elastic=elastic)
 
 
 def _as_words(part: torch.Tensor) -> torch.Tensor:
-    """`[L, slots, words]` of the same memory in the widest integers that fit: fewer index steps a row."""
-    rows = part.flatten(2).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()])
+    """`[L, slots, words]` of the same memory in the widest integers that fit: fewer index steps a
+    row.
+    """
+    rows = part.flatten(2).view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()]
+    )
     ratio = 8 // rows.element_size()
-    if any(n % ratio for n in (rows.shape[2], rows.storage_offset(), *rows.stride()[:2])) or rows.data_ptr() % 8:
+    if (
+        any(n % ratio for n in (rows.shape[2], rows.storage_offset(), *rows.stride()[:2]))
+        or rows.data_ptr() % 8
+    ):
         return rows
     return rows.view(torch.int64)

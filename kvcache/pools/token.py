@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 class TokenPool(KVPool):
     """Token rows `[L, size + ps, H, W]` for every kind of row of the config, in one storage block.
 
-    The block is on the saver's `tag` (contents discarded by a pause unless the tag says otherwise), in plain torch
-    memory without a saver. Slots other than page 0 start undefined. `size` is what is usable now: `config.size`, unless
-    the pool was resized or its tag resumed with less.
+    The block is on the saver's `tag` (contents discarded by a pause unless the tag says otherwise),
+    in plain torch memory without a saver. Slots other than page 0 start undefined. `size` is what
+    is usable now: `config.size`, unless the pool was resized or its tag resumed with less.
     """
 
     fp4 = False  # whether the pool takes configs of FP4
 
-    def __init__(self, config: TokenConfig, saver: MemorySaver | None = None, tag: str = "kv_cache") -> None:
+    def __init__(
+        self, config: TokenConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
+    ) -> None:
         self._check_kind(config)
         self.size = config.size
         self.page_size = config.page_size
@@ -54,7 +56,9 @@ class TokenPool(KVPool):
 
     def _check_kind(self, config: TokenConfig) -> None:
         if self.fp4 != (config.dtype == FP4_DTYPE):
-            raise ValueError(f"{type(self).__name__} can't store {config.dtype}; FP4 has pools of its own (...PoolFP4)")
+            raise ValueError(
+                f"{type(self).__name__} can't store {config.dtype}; FP4 has pools of its own (...PoolFP4)"
+            )
 
     def _extra_parts(self) -> Sequence[Part]:
         """Parts beside the rows, for subclasses."""
@@ -81,7 +85,9 @@ class TokenPool(KVPool):
         self._codec.set_scales(layer_id, scales)
 
     def get_stored(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The stored tensors `[size + ps, H, ...]` of a layer, for kernels: elements, with FP4 scales, too."""
+        """The stored tensors `[size + ps, H, ...]` of a layer, for kernels: elements, with FP4
+        scales, too.
+        """
         self._check_layer(layer_id)
         return tuple(part for parts in self._layers[layer_id] for part in parts)
 
@@ -109,7 +115,9 @@ class TokenPool(KVPool):
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:
-        """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows contiguous."""
+        """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows
+        contiguous.
+        """
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:
@@ -120,18 +128,24 @@ class TokenPool(KVPool):
         return (config.dtype, config.num_layers, shapes, scales)
 
     def on_resume(self) -> None:
-        self.size = max(0, self._storage.refresh() - self.page_size) // self.page_size * self.page_size
+        self.size = (
+            max(0, self._storage.refresh() - self.page_size) // self.page_size * self.page_size
+        )
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:
-        """Gives memory back, or takes it again, behind the slots past `tokens`; returns `size`, tokens usable now.
+        """Gives memory back, or takes it again, behind the slots past `tokens`; returns `size`,
+        tokens usable now.
 
-        For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so do contents of the
-        slots that stay; slots that come are undefined, and slots that went must not be touched: their pages have to be
-        out of the ledger before. ValueError past `config.size`; the saver's errors leave everything as it was.
+        For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so
+        do contents of the slots that stay; slots that come are undefined, and slots that went must
+        not be touched: their pages have to be out of the ledger before. ValueError past
+        `config.size`; the saver's errors leave everything as it was.
         """
         if not 0 < tokens <= self._token_config.size:
-            raise ValueError(f"can't resize to {tokens} tokens; the pool was made for 1..{self._token_config.size}")
+            raise ValueError(
+                f"can't resize to {tokens} tokens; the pool was made for 1..{self._token_config.size}"
+            )
         self._storage.resize(tokens + self.page_size)
         # on a GPU the saver rounds up to whole extents
         self.size = (self._storage.slots - self.page_size) // self.page_size * self.page_size
@@ -139,10 +153,15 @@ class TokenPool(KVPool):
 
     def _check_layer(self, layer_id: int) -> None:
         if not 0 <= layer_id < len(self._layers):
-            raise ValueError(f"layer {layer_id} is not in this pool; it holds layers 0..{len(self._layers) - 1}")
+            raise ValueError(
+                f"layer {layer_id} is not in this pool; it holds layers 0..{len(self._layers) - 1}"
+            )
 
     def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
-        """ValueError unless each tensor fits. rows: name -> (tensor, its wanted heads and width)."""
+        """ValueError unless each tensor fits.
+
+        rows: name -> (tensor, its wanted heads and width).
+        """
         check_loc("loc", loc, self.device)
         count, first = loc.shape[0], next(iter(rows.values()))[0].dtype
         for name, (row, shape) in rows.items():
@@ -156,6 +175,8 @@ class TokenPool(KVPool):
 
     def _check_shape(self, name: str, row: torch.Tensor, shape: tuple[int, int, int]) -> None:
         if row.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(row.shape)}, needed {shape}: [tokens, KV heads, head dim]")
+            raise ValueError(
+                f"{name} has shape {tuple(row.shape)}, needed {shape}: [tokens, KV heads, head dim]"
+            )
         if row.device != self.device:
             raise ValueError(f"{name} on {row.device} must be on the pool's {self.device}")

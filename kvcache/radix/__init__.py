@@ -1,4 +1,7 @@
-"""Prefix caches: trees of page-aligned token runs that say which pages hold a prompt's beginning. No tensors."""
+"""Prefix caches: trees of page-aligned token runs that say which pages hold a prompt's beginning.
+
+No tensors.
+"""
 
 from kvcache.radix.cache import PrefixMatch, RadixCache
 from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache

@@ -11,8 +11,9 @@ from kvcache.radix.node import Generation, RadixNode
 
 
 def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
-    """Tokens of one version that can be evicted and that are locked; AssertionError when its trees contradict
-    themselves."""
+    """Tokens of one version that can be evicted and that are locked; AssertionError when its trees
+    contradict themselves.
+    """
     evictable = protected = 0
     nodes = list(generation.nodes())
     for root in generation.roots.values():
@@ -24,9 +25,13 @@ def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
             protected += node.length
         else:
             evictable += node.length
-    assert generation.tokens == evictable + protected, f"version {generation.version} counts {generation.tokens} tokens"
+    assert generation.tokens == evictable + protected, (
+        f"version {generation.version} counts {generation.tokens} tokens"
+    )
     leaves = sum(not node.children and node.lock_ref == 0 for node in nodes)
-    assert leaves == len(generation.leaves), "the eviction queue holds nodes that are not in the tree"
+    assert leaves == len(generation.leaves), (
+        "the eviction queue holds nodes that are not in the tree"
+    )
     return evictable, protected
 
 
@@ -38,14 +43,22 @@ def check_pages(runs: list[Int64Array], ref_counts: Callable[[Int64Array], Int64
 
 
 def _check_node(node: RadixNode, page_size: int) -> None:
-    assert node.length and node.length == len(node.pages) * page_size, f"{node} has {len(node.pages)} pages"
+    assert node.length and node.length == len(node.pages) * page_size, (
+        f"{node} has {len(node.pages)} pages"
+    )
     below = sum(child.lock_ref for child in node.children.values())
-    assert node.lock_ref == node.own_lock_ref + below, f"{node} has {node.own_lock_ref} locks and {below} below it"
+    assert node.lock_ref == node.own_lock_ref + below, (
+        f"{node} has {node.own_lock_ref} locks and {below} below it"
+    )
     assert node.own_lock_ref >= 0, f"{node} was unlocked too often"
     _check_children(node, page_size)
 
 
 def _check_children(node: RadixNode, page_size: int) -> None:
     for edge, child in node.children.items():
-        assert child.parent is node and child.generation is node.generation, f"{child} has another parent"
-        assert child.run[: page_size * TOKEN_BYTES] == edge, f"{child} is under another run's first page"
+        assert child.parent is node and child.generation is node.generation, (
+            f"{child} has another parent"
+        )
+        assert child.run[: page_size * TOKEN_BYTES] == edge, (
+            f"{child} is under another run's first page"
+        )

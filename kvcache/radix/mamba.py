@@ -1,4 +1,6 @@
-"""Prefix cache of models that mix attention and Mamba layers: K/V pages for every token, states at some nodes."""
+"""Prefix cache of models that mix attention and Mamba layers: K/V pages for every token, states at
+some nodes.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,18 @@ class StatePool(Protocol):
 
 @dataclass
 class MambaMatch(PrefixMatch):
-    """`state` is the slot with the states after `length` tokens; clone it before writing. None where length is 0."""
+    """`state` is the slot with the states after `length` tokens; clone it before writing. None
+    where length is 0.
+    """
 
     state: int | None
 
 
 @dataclass(frozen=True)
 class MambaInsert:
-    """`length`: tokens that the cache took no pages for, as of RadixCache.insert. The slot is the cache's only where
-    `state_taken`."""
+    """`length`: tokens that the cache took no pages for, as of RadixCache.insert. The slot is the
+    cache's only where `state_taken`.
+    """
 
     length: int
     state_taken: bool
@@ -37,14 +42,19 @@ class MambaInsert:
 class MambaRadixCache(PrefixTree):
     """RadixCache for hybrid models: a prefix is of use only up to a node that has a Mamba state.
 
-    A lock keeps the pages of the whole path (lock_ref, the "full" lock) but the state of its own node alone
-    (own_lock_ref, the "mamba" lock; never above lock_ref). States are evicted on their own: an inner node without one
-    is a tombstone, whose pages still serve the nodes below. Every leaf has a state: one that loses it goes, together
-    with the tombstones above that thereby lead nowhere.
+    A lock keeps the pages of the whole path (lock_ref, the "full" lock) but the state of its own
+    node alone (own_lock_ref, the "mamba" lock; never above lock_ref). States are evicted on their
+    own: an inner node without one is a tombstone, whose pages still serve the nodes below. Every
+    leaf has a state: one that loses it goes, together with the tombstones above that thereby lead
+    nowhere.
     """
 
     def __init__(
-        self, allocator: PageLedger, states: StatePool, eviction_policy: str = "lru", version: int = 0
+        self,
+        allocator: PageLedger,
+        states: StatePool,
+        eviction_policy: str = "lru",
+        version: int = 0,
     ) -> None:
         super().__init__(allocator, eviction_policy, version)
         self.states = states
@@ -60,7 +70,10 @@ class MambaRadixCache(PrefixTree):
         return self._num_states - self.evictable_states
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
-        """The longest prefix under the current version that ends at a node with a state. Splits nothing."""
+        """The longest prefix under the current version that ends at a node with a state.
+
+        Splits nothing.
+        """
         run = as_run(key, "key")
         self._now += 1
         walk = self._walk(run, extra_key)
@@ -74,16 +87,27 @@ class MambaRadixCache(PrefixTree):
         return MambaMatch(sum(node.length for node in path), walk.parts, path[-1], path[-1].state)
 
     def insert(
-        self, key: Tokens, pages: Tokens, state: int, *, version: int, extra_key: Hashable = None, priority: int = 0
+        self,
+        key: Tokens,
+        pages: Tokens,
+        state: int,
+        *,
+        version: int,
+        extra_key: Hashable = None,
+        priority: int = 0,
     ) -> MambaInsert:
-        """Adds a key with the slot of the states after all of its tokens; otherwise as RadixCache.insert.
+        """Adds a key with the slot of the states after all of its tokens; otherwise as
+        RadixCache.insert.
 
-        A tombstone at that place gets the state; a node that has one keeps its own. ValueError also for a key that is
-        empty or ends inside a page: there is no node that its state would belong to.
+        A tombstone at that place gets the state; a node that has one keeps its own. ValueError also
+        for a key that is empty or ends inside a page: there is no node that its state would belong
+        to.
         """
         run, ids = self._checked_entry(key, pages, version)
         if not len(key) or len(key) % self.page_size:
-            raise ValueError(f"{len(key)} tokens are not one or more whole pages of {self.page_size}; align the key")
+            raise ValueError(
+                f"{len(key)} tokens are not one or more whole pages of {self.page_size}; align the key"
+            )
         if state < 1:
             raise ValueError(f"slot {state} holds no request's state; slots begin at 1")
         if version < self.version:
@@ -96,15 +120,22 @@ class MambaRadixCache(PrefixTree):
         return MambaInsert(walk.length, taken)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keeps the pages of the path and the state of `node`. ValueError if the node or its state was evicted."""
+        """Keeps the pages of the path and the state of `node`.
+
+        ValueError if the node or its state was evicted.
+        """
         self._check_present(node)
         if not (node.is_root or node.state):
-            raise ValueError(f"the state of {node} was evicted since it was matched; lock right after match_prefix")
+            raise ValueError(
+                f"the state of {node} was evicted since it was matched; lock right after match_prefix"
+            )
         super().inc_lock_ref(node)
 
     def evict_states(self, count: int) -> int:
-        """Frees states, older versions first and then by policy, until `count` are free or none is left that is
-        unlocked; how many were freed. Inner nodes become tombstones, leaves go with their pages."""
+        """Frees states, older versions first and then by policy, until `count` are free or none is
+        left that is unlocked; how many were freed. Inner nodes become tombstones, leaves go with
+        their pages.
+        """
         if count < 0:
             raise ValueError(f"can't evict {count} states; pass a count >= 0")
         gone: list[RadixNode] = []
@@ -128,17 +159,22 @@ class MambaRadixCache(PrefixTree):
     def check_integrity(self) -> None:
         super().check_integrity()
         held = [node.state for g in self.generations() for node in g.nodes() if node.state]
-        assert len(held) == len(set(held)) == self._num_states, "a state is in the cache twice, or was lost"
+        assert len(held) == len(set(held)) == self._num_states, (
+            "a state is in the cache twice, or was lost"
+        )
 
     def _check_node(self, node: RadixNode) -> None:
         super()._check_node(node)
         assert node.children or node.state, f"{node} is a leaf without a state"
         assert node.state or not node.own_lock_ref, f"the state of {node} is locked and gone"
         wanted = node.state and not node.own_lock_ref
-        assert node.generation.states.is_right(node, bool(wanted)), f"the state of {node} is queued wrongly"
+        assert node.generation.states.is_right(node, bool(wanted)), (
+            f"the state of {node} is queued wrongly"
+        )
 
     def _use_state(self, node: RadixNode, priority: int | None = None) -> None:
-        # only the state that was used, not those above it: a longer prefix makes the shorter one's state idle
+        # only the state that was used, not those above it: a longer prefix makes the shorter one's
+        # state idle
         node.use_of_state().touch(self._now, priority)
 
     def _put_state(self, node: RadixNode, state: int, priority: int) -> bool:

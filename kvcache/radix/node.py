@@ -16,7 +16,10 @@ EMPTY = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """What policies rank by. Times are ticks of the cache's own clock: one match or insert is one tick."""
+    """What policies rank by.
+
+    Times are ticks of the cache's own clock: one match or insert is one tick.
+    """
 
     created: int
     last_access: int
@@ -32,11 +35,13 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class RadixNode(Usage):
-    """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and read nothing else.
+    """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and
+    read nothing else.
 
     `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
-    lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without one.
-    A root has no tokens and is never locked; a node that was evicted has no parent and is no root.
+    lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without
+    one. A root has no tokens and is never locked; a node that was evicted has no parent and is no
+    root.
     """
 
     generation: Generation
@@ -45,7 +50,9 @@ class RadixNode(Usage):
     parent: RadixNode | None
     extra_key: Hashable = None  # of a root
     is_root: bool = False
-    children: dict[bytes, RadixNode] = field(default_factory=dict)  # by the bytes of a child's first page of tokens
+    children: dict[bytes, RadixNode] = field(
+        default_factory=dict
+    )  # by the bytes of a child's first page of tokens
     lock_ref: int = 0
     own_lock_ref: int = 0
     state: int = 0
@@ -85,10 +92,14 @@ class Generation:
         self.roots: dict[Hashable, RadixNode] = {}  # only those with children
         self.tokens = 0
         self.leaves: EvictionQueue[RadixNode] = EvictionQueue(policy)
-        self.states: EvictionQueue[RadixNode] = EvictionQueue(lambda node: policy(node.use_of_state()))  # not locked
+        self.states: EvictionQueue[RadixNode] = EvictionQueue(
+            lambda node: policy(node.use_of_state())
+        )  # not locked
 
     def root(self, extra_key: Hashable) -> RadixNode:
-        """The root of a namespace; an empty one is made up and not kept, so that misses leave nothing behind."""
+        """The root of a namespace; an empty one is made up and not kept, so that misses leave
+        nothing behind.
+        """
         found = self.roots.get(extra_key)
         return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 

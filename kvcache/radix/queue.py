@@ -1,4 +1,7 @@
-"""A heap that is kept between evictions. Outdated entries stay in it and are put right when they come up."""
+"""A heap that is kept between evictions.
+
+Outdated entries stay in it and are put right when they come up.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -10,16 +13,19 @@ _SLACK = 64
 
 
 class EvictionQueue(Generic[T]):
-    """Items, the one of lowest `rank` first. `push` and `pop` cost O(log n) amortised, `discard` O(1).
+    """Items, the one of lowest `rank` first. `push` and `pop` cost O(log n) amortised, `discard`
+    O(1).
 
-    The rank of an item that waits may grow: nothing need be done then, as its entry comes up early and is put right. An
-    item whose rank falls has to be pushed again. The heap holds at most twice as many entries as there are items (and a
-    few): past that it is rebuilt without the outdated ones, which the pushes since the last time have paid for.
+    The rank of an item that waits may grow: nothing need be done then, as its entry comes up early
+    and is put right. An item whose rank falls has to be pushed again. The heap holds at most twice
+    as many entries as there are items (and a few): past that it is rebuilt without the outdated
+    ones, which the pushes since the last time have paid for.
     """
 
     def __init__(self, rank: Callable[[T], Rank]) -> None:
         self._rank = rank
-        # entries are flat, (*rank, number of the push, item): nested tuples take twice as long to compare
+        # entries are flat, (*rank, number of the push, item): nested tuples take twice as long to
+        # compare
         self._heap: list[tuple[Any, ...]] = []
         self._live: dict[T, tuple[Any, ...]] = {}
         self._pushes = 0
@@ -38,7 +44,11 @@ class EvictionQueue(Generic[T]):
     def is_right(self, item: T, wanted: bool) -> bool:
         """Whether an item is queued exactly where that is `wanted`, and comes up in time."""
         entry = self._live.get(item)
-        return entry[:-2] <= self._rank(item) if wanted and entry is not None else (entry is not None) == wanted
+        return (
+            entry[:-2] <= self._rank(item)
+            if wanted and entry is not None
+            else (entry is not None) == wanted
+        )
 
     def push(self, item: T) -> None:
         """Adds an item, or notices that its rank fell."""
@@ -69,6 +79,8 @@ class EvictionQueue(Generic[T]):
 
     def _entry(self, item: T, rank: Rank) -> tuple[Any, ...]:
         """Its only one that counts from here on."""
-        self._pushes += 1  # between equal ranks the order of pushes decides; items are never compared
+        self._pushes += (
+            1  # between equal ranks the order of pushes decides; items are never compared
+        )
         entry = self._live[item] = (*rank, self._pushes, item)
         return entry

@@ -1,4 +1,6 @@
-"""What both prefix caches are built on: namespaces, versions, walking, splitting, path locks, counters, eviction."""
+"""What both prefix caches are built on: namespaces, versions, walking, splitting, path locks,
+counters, eviction.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class PageLedger(Protocol):
 
 @dataclass(slots=True)
 class Walk:
-    """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into `child`."""
+    """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into
+    `child`.
+    """
 
     root: RadixNode
     path: list[RadixNode]
@@ -46,13 +50,16 @@ class Walk:
 
 
 class PrefixTree:
-    """Trees of page-aligned runs, one a namespace (`extra_key`) and weight version. Not thread-safe; on the CPU only.
+    """Trees of page-aligned runs, one a namespace (`extra_key`) and weight version. Not
+    thread-safe; on the CPU only.
 
-    The cache is one owner of every page in it, and drops that owner when it evicts the page; a page that a sequence
-    shares becomes available when that sequence lets go too.
+    The cache is one owner of every page in it, and drops that owner when it evicts the page; a page
+    that a sequence shares becomes available when that sequence lets go too.
     """
 
-    def __init__(self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0) -> None:
+    def __init__(
+        self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0
+    ) -> None:
         self._policy = policy(eviction_policy)
         self._rank_falls = eviction_policy in FALLING
         self.eviction_policy = eviction_policy
@@ -60,7 +67,9 @@ class PrefixTree:
         self.page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES  # of token ids
         self._current = Generation(version, self._policy)
-        self._garbage: dict[int, Generation] = {}  # older versions that still hold tokens, oldest first
+        self._garbage: dict[
+            int, Generation
+        ] = {}  # older versions that still hold tokens, oldest first
         self._now = 0
         self._evictable = 0
         self._protected = 0
@@ -85,20 +94,31 @@ class PrefixTree:
         return self._evictable + self._protected
 
     def pages(self) -> Int64Array:
-        """All pages that the cache owns, those of older versions included, int64. Walks all nodes."""
-        return np.concatenate([EMPTY, *(node.pages for each in self.generations() for node in each.nodes())])
+        """All pages that the cache owns, those of older versions included, int64.
+
+        Walks all nodes.
+        """
+        return np.concatenate(
+            [EMPTY, *(node.pages for each in self.generations() for node in each.nodes())]
+        )
 
     def raise_version(self, version: int) -> None:
-        """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others, locked ones once
-        they are unlocked. ValueError unless `version` is above the present one."""
+        """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others,
+        locked ones once they are unlocked. ValueError unless `version` is above the present one.
+        """
         if version <= self.version:
-            raise ValueError(f"version {version} is not above {self.version}; weight versions only grow")
+            raise ValueError(
+                f"version {version} is not above {self.version}; weight versions only grow"
+            )
         if self._current.tokens:
             self._garbage[self.version] = self._current
         self._current = Generation(version, self._policy)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keeps a match's node and all above it until `dec_lock_ref`. ValueError for a node that was evicted."""
+        """Keeps a match's node and all above it until `dec_lock_ref`.
+
+        ValueError for a node that was evicted.
+        """
         self._check_present(node)
         for above in node.path():
             if above.lock_ref == 0:
@@ -107,27 +127,38 @@ class PrefixTree:
             above.lock_ref += 1
         if not node.is_root:
             node.own_lock_ref += 1
-        self._requeue(node)  # those above have children, so that they are queued neither before nor after
+        self._requeue(
+            node
+        )  # those above have children, so that they are queued neither before nor after
 
     def dec_lock_ref(self, node: RadixNode) -> None:
-        """Takes one lock off; of an older version too. ValueError for a node that is not locked itself."""
+        """Takes one lock off; of an older version too.
+
+        ValueError for a node that is not locked itself.
+        """
         self._check_present(node)
         if node.is_root:
             return
         if node.own_lock_ref == 0:
-            raise ValueError(f"{node} has no lock of its own; call dec_lock_ref once for each inc_lock_ref")
+            raise ValueError(
+                f"{node} has no lock of its own; call dec_lock_ref once for each inc_lock_ref"
+            )
         for above in node.path():
             above.lock_ref -= 1
             if above.lock_ref == 0:
                 self._evictable += above.length
                 self._protected -= above.length
         node.own_lock_ref -= 1
-        self._requeue(node)  # those above have children, so that they are queued neither before nor after
+        self._requeue(
+            node
+        )  # those above have children, so that they are queued neither before nor after
 
     def evict(self, num_tokens: int) -> int:
-        """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens are gone or nothing is
-        left to drop; the number of tokens dropped. Costs O(log n) a node that goes, besides freeing its pages, and a
-        leaf that comes up having been used since it was queued: at most all of them, once."""
+        """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens
+        are gone or nothing is left to drop; the number of tokens dropped. Costs O(log n) a node
+        that goes, besides freeing its pages, and a leaf that comes up having been used since it was
+        queued: at most all of them, once.
+        """
         if num_tokens < 0:
             raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
@@ -142,7 +173,9 @@ class PrefixTree:
     def reset(self) -> None:
         """Drops everything. ValueError, with nothing changed, while something is locked."""
         if self._protected:
-            raise ValueError(f"{self._protected} tokens are locked; end the requests that use them before reset()")
+            raise ValueError(
+                f"{self._protected} tokens are locked; end the requests that use them before reset()"
+            )
         gone = [node for generation in self.generations() for node in generation.nodes()]
         self._garbage.clear()
         self._current = Generation(self.version, self._policy)
@@ -150,21 +183,33 @@ class PrefixTree:
         self._release(gone)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when counters, locks or queues differ from what a walk finds. Costs O(tokens)."""
+        """Raises AssertionError when counters, locks or queues differ from what a walk finds.
+
+        Costs O(tokens).
+        """
         evictable = protected = 0
         for generation in self.generations():
             free, locked = check_generation(generation, self.page_size)
-            assert generation is self._current or generation.tokens, f"version {generation.version} is empty and kept"
+            assert generation is self._current or generation.tokens, (
+                f"version {generation.version} is empty and kept"
+            )
             evictable, protected = evictable + free, protected + locked
             for node in generation.nodes():
                 self._check_node(node)
-        assert (evictable, protected) == (self._evictable, self._protected), "sizes differ from a walk"
-        check_pages([node.pages for g in self.generations() for node in g.nodes()], self.allocator.ref_counts)
+        assert (evictable, protected) == (self._evictable, self._protected), (
+            "sizes differ from a walk"
+        )
+        check_pages(
+            [node.pages for g in self.generations() for node in g.nodes()],
+            self.allocator.ref_counts,
+        )
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""
         wanted = not node.children and node.lock_ref == 0
-        assert node.generation.leaves.is_right(node, wanted), f"{node} is queued though used, or not, or too late"
+        assert node.generation.leaves.is_right(node, wanted), (
+            f"{node} is queued though used, or not, or too late"
+        )
 
     def generations(self) -> list[Generation]:
         """The trees of every version that holds tokens, oldest first, and those of the current one."""
@@ -172,9 +217,13 @@ class PrefixTree:
 
     def _check_present(self, node: RadixNode) -> None:
         if node.parent is None and not node.is_root:
-            raise ValueError(f"{node} was evicted since it was matched; lock right after match_prefix")
+            raise ValueError(
+                f"{node} was evicted since it was matched; lock right after match_prefix"
+            )
 
-    def _checked_entry(self, key: Tokens, pages: Tokens, version: int) -> tuple[memoryview, Int64Array]:
+    def _checked_entry(
+        self, key: Tokens, pages: Tokens, version: int
+    ) -> tuple[memoryview, Int64Array]:
         """The run of a key's whole pages and their ids; ValueError for what can't be inserted."""
         run, ids = as_run(key, "key"), as_ids(pages, "pages")
         whole = len(run) // self._page_bytes
@@ -184,7 +233,9 @@ class PrefixTree:
                 f"pass the whole pages only, one id a page"
             )
         if version > self.version:
-            raise ValueError(f"version {version} is above the cache's {self.version}; call raise_version first")
+            raise ValueError(
+                f"version {version} is above the cache's {self.version}; call raise_version first"
+            )
         return run[: whole * self._page_bytes], ids
 
     def _walk(self, key: memoryview, extra_key: Hashable) -> Walk:
@@ -213,13 +264,19 @@ class PrefixTree:
         return Walk(walk.root, [*walk.path, upper], walk.length + walk.inside, None, 0)
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Puts the first `at` tokens of a node into a new one above it. The node itself stays the deeper part, so that
-        handles and locks go on meaning the same prefix."""
+        """Puts the first `at` tokens of a node into a new one above it. The node itself stays the
+        deeper part, so that handles and locks go on meaning the same prefix.
+        """
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut, byte = at // self.page_size, at * TOKEN_BYTES
         upper = RadixNode(
-            node.created, node.last_access, node.generation, node.run[:byte], node.pages[:cut].copy(), parent
+            node.created,
+            node.last_access,
+            node.generation,
+            node.run[:byte],
+            node.pages[:cut].copy(),
+            parent,
         )
         upper.hits, upper.priority, upper.lock_ref = node.hits, node.priority, node.lock_ref
         parent.children[self._edge(upper)] = upper
@@ -228,7 +285,9 @@ class PrefixTree:
         return upper
 
     def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> None:
-        """Adds what is left of a run below the end of a walk, and to its path; its length stays what was known."""
+        """Adds what is left of a run below the end of a walk, and to its path; its length stays
+        what was known.
+        """
         known = walk.length * TOKEN_BYTES
         if known == len(key):
             return
@@ -264,7 +323,9 @@ class PrefixTree:
             node.generation.leaves.push(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
-        """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be released."""
+        """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be
+        released.
+        """
         parent, generation = leaf.parent, leaf.generation
         assert parent is not None and not leaf.children and leaf.lock_ref == 0
         del parent.children[self._edge(leaf)]

@@ -10,13 +10,17 @@ import torch
 class StagingBuffer:
     """`size_bytes` of contiguous uint8 on `device`, contents undefined.
 
-    custom_mem_pool: where the memory comes from, for instance `saver.mem_pool(tag)`, which a peer GPU can read once it
-    is exported; CUDA only. On the CPU open `saver.region(tag)` around the call instead. The pool is kept as long as the
-    buffer. A buffer on a paused tag must not be touched, and its ring has to be empty before the pause.
+    custom_mem_pool: where the memory comes from, for instance `saver.mem_pool(tag)`, which a peer
+    GPU can read once it is exported; CUDA only. On the CPU open `saver.region(tag)` around the call
+    instead. The pool is kept as long as the buffer. A buffer on a paused tag must not be touched,
+    and its ring has to be empty before the pause.
     """
 
     def __init__(
-        self, size_bytes: int, device: torch.device | str, custom_mem_pool: torch.cuda.MemPool | None = None
+        self,
+        size_bytes: int,
+        device: torch.device | str,
+        custom_mem_pool: torch.cuda.MemPool | None = None,
     ) -> None:
         device = torch.device(device)
         if size_bytes <= 0:
@@ -42,5 +46,7 @@ class StagingBuffer:
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes`, uint8; ValueError past the end."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside this buffer of {self.size_bytes}")
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} are outside this buffer of {self.size_bytes}"
+            )
         return self.tensor[offset : offset + nbytes]

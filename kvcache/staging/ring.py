@@ -1,10 +1,12 @@
-"""Who gets which bytes of a staging buffer, and when they may be filled: a ring that promises more than it has.
+"""Who gets which bytes of a staging buffer, and when they may be filled: a ring that promises more
+than it has.
 
-The reader (decode) owns the ring. It assigns a range to every transfer at once, also where older ones still lie: a
-range has a round, the number of times that the ring has begun anew before it. What it frees moves the watermark
-(round, tail): everything assigned in earlier rounds, and before `tail` in that round, is free again. The reader sends
-assignments and watermarks; a writer (prefill) fills its range once `may_fill` says so. A watermark never goes back, so
-an old one only makes a writer wait longer.
+The reader (decode) owns the ring. It assigns a range to every transfer at once, also where older
+ones still lie: a range has a round, the number of times that the ring has begun anew before it.
+What it frees moves the watermark (round, tail): everything assigned in earlier rounds, and before
+`tail` in that round, is free again. The reader sends assignments and watermarks; a writer (prefill)
+fills its range once `may_fill` says so. A watermark never goes back, so an old one only makes a
+writer wait longer.
 
 The oldest range that is not freed may always be filled, whatever its size: nothing waits for ever.
 """
@@ -24,7 +26,9 @@ class Assignment(NamedTuple):
 
 
 class Watermark(NamedTuple):
-    """All of the rounds before `round` is free, and of this round what begins before `tail` (bytes)."""
+    """All of the rounds before `round` is free, and of this round what begins before `tail`
+    (bytes).
+    """
 
     round: int
     tail: int
@@ -33,7 +37,11 @@ class Watermark(NamedTuple):
 def may_fill(round: int, end: int, watermark: Watermark) -> bool:
     """Whether a writer may fill a range of this round that ends before byte `end`."""
     before = round - 1  # the round whose ranges lie under this one
-    return round == 0 or before < watermark.round or (before == watermark.round and end <= watermark.tail)
+    return (
+        round == 0
+        or before < watermark.round
+        or (before == watermark.round and end <= watermark.tail)
+    )
 
 
 def offset_to_send(assigned: Assignment | None) -> int:
@@ -44,7 +52,8 @@ def offset_to_send(assigned: Assignment | None) -> int:
 class StagingAllocator:
     """The ring. Plain numbers, no tensor; not thread-safe: one thread, or a lock of the caller's.
 
-    size_bytes: of the buffer. alignment: of every offset in bytes, a power of two; 16 and more keeps the copies wide.
+    size_bytes: of the buffer. alignment: of every offset in bytes, a power of two; 16 and more
+    keeps the copies wide.
     """
 
     def __init__(self, size_bytes: int, alignment: int = 256) -> None:
@@ -67,7 +76,9 @@ class StagingAllocator:
         return len(self._live)
 
     def assign(self, nbytes: int) -> Assignment | None:
-        """A range of `nbytes` at an aligned offset, perhaps not ready yet; None only if it is larger than the ring."""
+        """A range of `nbytes` at an aligned offset, perhaps not ready yet; None only if it is
+        larger than the ring.
+        """
         if nbytes <= 0:
             raise ValueError(f"can't assign {nbytes} bytes; ask for at least one")
         if nbytes > self.size_bytes:
@@ -84,7 +95,8 @@ class StagingAllocator:
     def free(self, id: int) -> Watermark:
         """Takes a range back, in any order; the watermark afterwards, for the writers.
 
-        The range's writer must be done, or know that it may not begin. ValueError for an id that is not outstanding.
+        The range's writer must be done, or know that it may not begin. ValueError for an id that is
+        not outstanding.
         """
         if id not in self._live:
             raise ValueError(f"staging range {id} is not assigned: never issued, or freed before")
@@ -100,8 +112,9 @@ class StagingAllocator:
     def _restart(self) -> None:
         """After the last range was freed.
 
-        A watermark at the head of this round would be a promise that nobody keeps: a range of the next round that ends
-        past it would wait for ranges of this round, and there are none that could still be freed.
+        A watermark at the head of this round would be a promise that nobody keeps: a range of the
+        next round that ends past it would wait for ranges of this round, and there are none that
+        could still be freed.
         """
         self._round, self._head = self._round + 1, 0
         self.watermark = Watermark(self._round, 0)

@@ -1,4 +1,6 @@
-"""The disk tier: a directory with one file a page, none of which is ever believed without its checksum."""
+"""The disk tier: a directory with one file a page, none of which is ever believed without its
+checksum.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,41 @@ from memsaver.backup.disk_file import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 
 _MAGIC = b"kvpage01"
-_FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")  # magic, format, version, page hash, payload bytes
-_HEADER = BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
+_FIELDS = struct.Struct(
+    f"<8s{HASH_BYTES}sq{HASH_BYTES}sq"
+)  # magic, format, version, page hash, payload bytes
+_HEADER = (
+    BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
+)
 _SUFFIX, _PART = ".kvpage", ".kvpage.part"
 _log = logging.getLogger("kvcache")
 _ADVICE = "free some space or pass another directory; pages stored before are still there"
 
 
 class DiskTier:
-    """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
+    """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes`
+    of files.
 
-    format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the model and the run; in
-    one directory the same owner and version have to mean the same weights. One process at a time holds the directory.
-    What an earlier one left under the same owner, format and version is served; all other pages and unfinished files
-    are deleted at the start, and files that are no pages are left alone.
+    format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the
+    model and the run; in one directory the same owner and version have to mean the same weights.
+    One process at a time holds the directory. What an earlier one left under the same owner, format
+    and version is served; all other pages and unfinished files are deleted at the start, and files
+    that are no pages are left alone.
 
-    A page is written under another name first and renamed when it is complete; each holds its key and a checksum, and
-    what does not match is deleted and a miss. So a crash at any point costs entries only. Not thread-safe.
+    A page is written under another name first and renamed when it is complete; each holds its key
+    and a checksum, and what does not match is deleted and a miss. So a crash at any point costs
+    entries only. Not thread-safe.
     """
 
     def __init__(
-        self, directory: Path, budget_bytes: int, *, page_bytes: int, format: object, owner: str, version: int = 0
+        self,
+        directory: Path,
+        budget_bytes: int,
+        *,
+        page_bytes: int,
+        format: object,
+        owner: str,
+        version: int = 0,
     ) -> None:
         self.directory, self.budget_bytes, self.page_bytes = directory, budget_bytes, page_bytes
         self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
@@ -48,12 +64,18 @@ class DiskTier:
                 f"a budget of {budget_bytes} bytes holds no page, whose file takes {self.file_bytes}; make it larger"
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
-        buffer = host_memory(self.file_bytes, torch.device("cpu"))  # aligned, as direct I/O needs it
+        buffer = host_memory(
+            self.file_bytes, torch.device("cpu")
+        )  # aligned, as direct I/O needs it
         self._memory = buffer.numpy().data
-        self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()  # torch's threads cost more than one page
+        self._payload = buffer[
+            _HEADER : _HEADER + page_bytes
+        ].numpy()  # torch's threads cost more than one page
         self._entries: VersionedLRU[Path] = VersionedLRU(version)
         self._count = 0  # files, those of older versions included
-        self._stuck: set[Path] = set()  # files of dropped pages that could not be deleted; they count until they are
+        self._stuck: set[Path] = (
+            set()
+        )  # files of dropped pages that could not be deleted; they count until they are
         with explained("taking a directory for KV pages", directory, self.file_bytes, _ADVICE):
             self._hold_directory()
             self._adopt()
@@ -80,13 +102,16 @@ class DiskTier:
         return self._entries.use(key) is not None
 
     def put(self, key: bytes, content: torch.Tensor) -> None:
-        """Stores a page (uint8 `[page_bytes]` on the CPU) under the present version; does nothing if it is there.
+        """Stores a page (uint8 `[page_bytes]` on the CPU) under the present version; does nothing
+        if it is there.
 
-        Evicts what was used longest ago, older versions first. `BackendError` for a full or failing disk: the page is
-        not stored, nothing else is lost but what had to make room.
+        Evicts what was used longest ago, older versions first. `BackendError` for a full or failing
+        disk: the page is not stored, nothing else is lost but what had to make room.
         """
         if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
-            raise ValueError(f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}")
+            raise ValueError(
+                f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}"
+            )
         if self.use(key):
             return
         self._make_room()
@@ -100,7 +125,8 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a miss.
+        """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a
+        miss.
 
         A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
         """
@@ -115,18 +141,24 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 os.utime(path)  # the order of use outlives the process
             return True
-        _log.warning("KV page file %s is dropped, its tokens will be computed again: %s", path, reason)
+        _log.warning(
+            "KV page file %s is dropped, its tokens will be computed again: %s", path, reason
+        )
         self._entries.remove(key)
         with contextlib.suppress(BackendError):  # then it goes later
             self._delete(path)
         return False
 
     def raise_version(self, version: int) -> None:
-        """Makes every entry a miss, in O(1); their files go when room is needed, or at the next start."""
+        """Makes every entry a miss, in O(1); their files go when room is needed, or at the next
+        start.
+        """
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Drops all pages, of every version, and deletes their files as far as the file system lets them go."""
+        """Drops all pages, of every version, and deletes their files as far as the file system lets
+        them go.
+        """
         while dropped := self._entries.drop():
             with contextlib.suppress(BackendError):
                 self._delete(dropped.value)
@@ -144,10 +176,14 @@ class DiskTier:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
-            raise BackendError(f"{self.directory} is held by another disk tier; give each one its own") from error
+            raise BackendError(
+                f"{self.directory} is held by another disk tier; give each one its own"
+            ) from error
 
     def _adopt(self) -> None:
-        """Takes over the files that can be hit, in the order of their last use, and deletes others of this kind."""
+        """Takes over the files that can be hit, in the order of their last use, and deletes others
+        of this kind.
+        """
         found = []
         for path in self.directory.iterdir():
             if not path.name.endswith((_SUFFIX, _PART)):
@@ -193,7 +229,9 @@ class DiskTier:
             file.write(self._memory, 0)
             file.rename(path)
         except BaseException:
-            with contextlib.suppress(BackendError):  # the next one of this name, or the next start, deletes it
+            with contextlib.suppress(
+                BackendError
+            ):  # the next one of this name, or the next start, deletes it
                 self._unlink(part)
             raise
         finally:
@@ -211,7 +249,9 @@ class DiskTier:
     def _is_intact(self, key: bytes) -> bool:
         """Whether the buffer holds that page, as it was written."""
         fields = self._fields(key)
-        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(fields, self._payload.data)
+        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(
+            fields, self._payload.data
+        )
 
     def _fields(self, key: bytes) -> bytes:
         return _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)

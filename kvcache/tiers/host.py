@@ -26,8 +26,10 @@ _RECENT = 64  # transfers kept for who measures
 class HostCacheConfig:
     """How much host memory, and in which order.
 
-    ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of them. Whole pages.
-    layout: layer_first keeps all pages of a part (keys, values) and layer together, page_first all of a page.
+    ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of
+    them. Whole pages.
+    layout: layer_first keeps all pages of a part (keys, values) and layer together, page_first all
+    of a page.
     """
 
     ratio: float | None = None
@@ -36,33 +38,45 @@ class HostCacheConfig:
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.size_bytes is None):
-            raise ValueError(f"give either ratio or size_bytes, got ratio={self.ratio}, size_bytes={self.size_bytes}")
+            raise ValueError(
+                f"give either ratio or size_bytes, got ratio={self.ratio}, size_bytes={self.size_bytes}"
+            )
         if not (self.ratio or self.size_bytes or 0) > 0:
-            raise ValueError(f"a host tier needs a positive size, got {self.ratio or self.size_bytes}")
+            raise ValueError(
+                f"a host tier needs a positive size, got {self.ratio or self.size_bytes}"
+            )
         if self.layout not in ("layer_first", "page_first"):
             raise ValueError(f"no layout {self.layout!r}; there are 'layer_first' and 'page_first'")
 
     def pages(self, pool: TokenPool) -> int:
         """Host pages for a pool; ValueError where not even one fits."""
         page_bytes = pool.page_size * pool.bytes_per_token
-        size = self.size_bytes if self.ratio is None else int(self.ratio * pool.size) * pool.bytes_per_token
+        size = (
+            self.size_bytes
+            if self.ratio is None
+            else int(self.ratio * pool.size) * pool.bytes_per_token
+        )
         assert size is not None
         if size < page_bytes:
-            raise ValueError(f"{size} bytes of host memory hold no page of {page_bytes} bytes; make the tier larger")
+            raise ValueError(
+                f"{size} bytes of host memory hold no page of {page_bytes} bytes; make the tier larger"
+            )
         return size // page_bytes
 
 
 class HostKVCache:
-    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which, `allocator` says, and
-    where they lie, `plan`.
+    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which,
+    `allocator` says, and where they lie, `plan`.
 
-    Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the device. Device
-    slots are int64 on the CPU, checked and sent, or on the device, unchecked, as that would synchronise. A pause of the
-    pool's tag loses nothing here; transfers have to be over before it (`Transfer.synchronize`).
+    Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the
+    device. Device slots are int64 on the CPU, checked and sent, or on the device, unchecked, as
+    that would synchronise. A pause of the pool's tag loses nothing here; transfers have to be over
+    before it (`Transfer.synchronize`).
 
-    All transfers run one after the other on a stream of their own, after what the current stream had queued when they
-    were asked for. So a host page may be freed and used again at once; device slots may not be read after a load, nor
-    written after a backup, without `Transfer.wait`. Not thread-safe.
+    All transfers run one after the other on a stream of their own, after what the current stream
+    had queued when they were asked for. So a host page may be freed and used again at once; device
+    slots may not be read after a load, nor written after a backup, without `Transfer.wait`. Not
+    thread-safe.
     """
 
     def __init__(self, pool: TokenPool, config: HostCacheConfig, impl: Impl = "auto") -> None:
@@ -75,7 +89,9 @@ class HostKVCache:
         self.nbytes = pages * self.page_bytes
         self._block = host_memory(self.nbytes, pool.device)
         self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
-        self.recent: deque[Transfer] = deque(maxlen=_RECENT)  # oldest first; who measures takes them out
+        self.recent: deque[Transfer] = deque(
+            maxlen=_RECENT
+        )  # oldest first; who measures takes them out
         self.accept_scales()
         self._impl = impl
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
@@ -85,38 +101,57 @@ class HostKVCache:
         """Tokens."""
         return self.allocator.size
 
-    def backup_from_device_all_layer(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
-        """Starts copying all layers of the device slots to as many host slots. ValueError: nothing was copied."""
+    def backup_from_device_all_layer(
+        self, host_slots: Indices, device_slots: torch.Tensor
+    ) -> Transfer:
+        """Starts copying all layers of the device slots to as many host slots.
+
+        ValueError: nothing was copied.
+        """
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
 
-    def load_to_device_per_layer(self, host_slots: Indices, device_slots: torch.Tensor, layer: int) -> Transfer:
+    def load_to_device_per_layer(
+        self, host_slots: Indices, device_slots: torch.Tensor, layer: int
+    ) -> Transfer:
         """Starts copying one layer of the host slots to as many device slots."""
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer {layer} is not in this pool; it holds layers 0..{self.num_layers - 1}")
+            raise ValueError(
+                f"layer {layer} is not in this pool; it holds layers 0..{self.num_layers - 1}"
+            )
         return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
 
     def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
-        """Starts copying all layers, one after the other: `Transfer.wait(i)` waits for layers up to i alone."""
+        """Starts copying all layers, one after the other: `Transfer.wait(i)` waits for layers up to
+        i alone.
+        """
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
 
     def read_page(self, page: int) -> torch.Tensor:
-        """All bytes of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part, whatever the layout. A copy; waits."""
+        """All bytes of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part, whatever the layout. A
+        copy; waits.
+        """
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """Fills a page with what `read_page` gave. Waits until nothing reads it."""
         if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
-            raise ValueError(f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}")
+            raise ValueError(
+                f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}"
+            )
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
             rows.copy_(part.view(rows.shape))
 
     def accept_scales(self) -> None:
-        """The pool's fp8 scales of now are those of all pages from here on; who calls it drops what was here before."""
+        """The pool's fp8 scales of now are those of all pages from here on; who calls it drops what
+        was here before.
+        """
         self._scales = [self.pool.scales(layer) for layer in range(self.num_layers)]
 
     def slots_of(self, pages: Int64Array) -> torch.Tensor:
-        """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages alike."""
+        """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages
+        alike.
+        """
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 
@@ -126,7 +161,9 @@ class HostKVCache:
             self._stream.synchronize()
         return [part.host[:, page - 1] for part in self.plan.parts]
 
-    def _start(self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool) -> Transfer:
+    def _start(
+        self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool
+    ) -> Transfer:
         host_rows = self._host_rows(host_slots)
         self._check_device_slots(device_slots, len(host_rows))
         self._check_scales(layers)
@@ -135,7 +172,11 @@ class HostKVCache:
             started = time.perf_counter()
             for group in groups:
                 copy_rows(self.plan, host_rows, device_slots, group, to_host, self._impl)
-            clock = Clock(nbytes=self._bytes(host_rows, layers), to_host=to_host, seconds=time.perf_counter() - started)
+            clock = Clock(
+                nbytes=self._bytes(host_rows, layers),
+                to_host=to_host,
+                seconds=time.perf_counter() - started,
+            )
             self.recent.append(Transfer(layers, {}, clock))
         else:
             self.recent.append(self._queue(self._stream, host_rows, device_slots, groups, to_host))
@@ -163,8 +204,12 @@ class HostKVCache:
             start = stream.record_event(torch.cuda.Event(enable_timing=True))
             for group in groups:
                 copy_rows(self.plan, rows, slots, group, to_host, self._impl)
-                events |= dict.fromkeys(group, stream.record_event(torch.cuda.Event(enable_timing=True)))
-        return Transfer(layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start))
+                events |= dict.fromkeys(
+                    group, stream.record_event(torch.cuda.Event(enable_timing=True))
+                )
+        return Transfer(
+            layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start)
+        )
 
     def _on_device(self, slots: torch.Tensor) -> torch.Tensor:
         return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots
@@ -178,16 +223,24 @@ class HostKVCache:
     def _check_issued(self, pages: Int64Array) -> None:
         free = self.allocator.ref_counts(pages) == 0
         if free.any():
-            raise ValueError(f"host page {int(pages[free][0])} is free; allocate it before it is written or read")
+            raise ValueError(
+                f"host page {int(pages[free][0])} is free; allocate it before it is written or read"
+            )
 
     def _check_device_slots(self, slots: torch.Tensor, count: int) -> None:
         if slots.dtype != torch.int64 or slots.shape != (count,):
-            raise ValueError(f"device_slots must be int64 [{count}], one a host slot, got {slots.dtype} {slots.shape}")
+            raise ValueError(
+                f"device_slots must be int64 [{count}], one a host slot, got {slots.dtype} {slots.shape}"
+            )
         if slots.device not in (self.pool.device, torch.device("cpu")):
-            raise ValueError(f"device_slots on {slots.device} must be on the CPU or the pool's {self.pool.device}")
+            raise ValueError(
+                f"device_slots on {slots.device} must be on the CPU or the pool's {self.pool.device}"
+            )
         first, end = self.page_size, self.page_size + self.pool.size
         if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
-            raise ValueError(f"device slots must be {first}..{end - 1} (page 0 is padding), got {slots.tolist()[:8]}")
+            raise ValueError(
+                f"device slots must be {first}..{end - 1} (page 0 is padding), got {slots.tolist()[:8]}"
+            )
 
     def _check_scales(self, layers: range) -> None:
         for layer in layers:
@@ -207,7 +260,10 @@ def _sides(pool: TokenPool, block: torch.Tensor, pages: int, layout: Layout) -> 
         layers, row = rows.shape[0], rows.shape[2]
         shape = (layers, pages, pool.page_size, row)
         if layout == "page_first":
-            strides, size = (pool.page_size * row, page_bytes, row, 1), layers * pool.page_size * row
+            strides, size = (
+                (pool.page_size * row, page_bytes, row, 1),
+                layers * pool.page_size * row,
+            )
         else:
             strides = (pages * pool.page_size * row, pool.page_size * row, row, 1)
             size = layers * pages * pool.page_size * row

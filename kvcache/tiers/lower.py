@@ -19,10 +19,11 @@ _log = logging.getLogger("kvcache")
 
 
 class LowerTiers:
-    """Pages below the device, of one weight version at a time. A page may be on the device, on the host and on disk at
-    once; each tier evicts on its own, least recently used first.
+    """Pages below the device, of one weight version at a time. A page may be on the device, on the
+    host and on disk at once; each tier evicts on its own, least recently used first.
 
-    A disk that is full or fails costs the pages that would have gone there: `lost_pages`, `disk_error`.
+    A disk that is full or fails costs the pages that would have gone there: `lost_pages`,
+    `disk_error`.
     """
 
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:
@@ -58,7 +59,9 @@ class LowerTiers:
         return len(self._private)
 
     def take_private(self, wanted: frozenset[bytes]) -> int:
-        """A host page for a caller of its own, of no version; 0 where none can be had without dropping `wanted`."""
+        """A host page for a caller of its own, of no version; 0 where none can be had without
+        dropping `wanted`.
+        """
         taken = self._take(1, wanted)
         self._private.update(taken.tolist())
         return int(taken[0]) if len(taken) else 0
@@ -75,7 +78,9 @@ class LowerTiers:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> Transfer | None:
-        """Starts copying device pages to the host, as many from the first on as there is room for; None: no copy."""
+        """Starts copying device pages to the host, as many from the first on as there is room for;
+        None: no copy.
+        """
         new = [i for i, key in enumerate(keys) if self._pages.use(key) is None]
         pages = self._take(len(new), frozenset(keys))
         if not len(pages):
@@ -83,7 +88,9 @@ class LowerTiers:
         new = new[: len(pages)]
         slots = self.host.slots_of
         try:
-            transfer = self.host.backup_from_device_all_layer(slots(pages), slots(device_pages[new]))
+            transfer = self.host.backup_from_device_all_layer(
+                slots(pages), slots(device_pages[new])
+            )
         except BaseException:  # such as the device being out of memory
             self.host.allocator.free_pages(pages)
             raise
@@ -92,7 +99,9 @@ class LowerTiers:
         return transfer
 
     def load(self, keys: Sequence[bytes], device_pages: Int64Array) -> tuple[int, Transfer | None]:
-        """Starts copying pages to the device; how many from the first on, fewer than asked where one is missing."""
+        """Starts copying pages to the device; how many from the first on, fewer than asked where
+        one is missing.
+        """
         wanted = frozenset(keys)
         pages = []
         for key in keys:
@@ -161,6 +170,8 @@ class LowerTiers:
             self.disk.put(key, self.host.read_page(page))
         except BackendError as error:
             if self.disk_error is None:  # once: a disk that is full stays so for many pages
-                _log.warning("KV page not kept on disk, its tokens will be computed again: %s", error)
+                _log.warning(
+                    "KV page not kept on disk, its tokens will be computed again: %s", error
+                )
             self.lost_pages += 1
             self.disk_error = error

@@ -18,7 +18,10 @@ class Dropped(NamedTuple, Generic[V]):
 
 
 class VersionedLRU(Generic[V]):
-    """Keys of the present version are found, those of older ones only dropped. All in O(1). Not thread-safe."""
+    """Keys of the present version are found, those of older ones only dropped.
+
+    All in O(1). Not thread-safe.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -74,7 +77,9 @@ class VersionedLRU(Generic[V]):
     def raise_version(self, version: int) -> None:
         """Sets all entries aside. ValueError unless `version` is above the present one."""
         if version <= self.version:
-            raise ValueError(f"version {version} is not above {self.version}; weight versions only grow")
+            raise ValueError(
+                f"version {version} is not above {self.version}; weight versions only grow"
+            )
         if self._entries:
             self._older.append((self.version, self._entries))
         self._entries = OrderedDict()

@@ -1,4 +1,6 @@
-"""Host memory for a tier: in huge pages where there are any, pinned for a GPU, given back when nobody looks at it."""
+"""Host memory for a tier: in huge pages where there are any, pinned for a GPU, given back when
+nobody looks at it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
 
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 `[nbytes]` with memory behind it, pinned where `device` is a GPU, at a multiple of 2 MiB and in whole ones.
+    """uint8 `[nbytes]` with memory behind it, pinned where `device` is a GPU, at a multiple of 2
+    MiB and in whole ones.
 
     `HostMemoryError`, with nothing taken, for more than machine and container have room for beside
     what this process has pinned (`room_bytes`).

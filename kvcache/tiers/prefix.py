@@ -25,21 +25,24 @@ _log = logging.getLogger("kvcache")
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """As PrefixMatch; its pages may be on their way: `transfer.wait(layer)` before a layer's rows are read. `loaded`
-    tokens of `length` were not on the device."""
+    """As PrefixMatch; its pages may be on their way: `transfer.wait(layer)` before a layer's rows
+    are read. `loaded` tokens of `length` were not on the device.
+    """
 
     transfer: Transfer
     loaded: int
 
 
 class TieredPrefixCache(RadixCache):
-    """A RadixCache whose pages go to the host, and from there to disk, and come back where a match needs them.
+    """A RadixCache whose pages go to the host, and from there to disk, and come back where a match
+    needs them.
 
-    Pages are known below by their hash, so that a lower tier need not follow splits and evictions of the tree; a page
-    is only ever found there under the version that it was inserted under. write_policy: `write_through` copies a page
-    to the host when it is inserted, `write_through_selective` when it is hit the second time, `write_back` when it is
-    evicted. `extra_key` is a str, an int or None. The rows of a page are written, as far as the current stream is
-    concerned, before it is inserted.
+    Pages are known below by their hash, so that a lower tier need not follow splits and evictions
+    of the tree; a page is only ever found there under the version that it was inserted under.
+    write_policy: `write_through` copies a page to the host when it is inserted,
+    `write_through_selective` when it is hit the second time, `write_back` when it is evicted.
+    `extra_key` is a str, an int or None. The rows of a page are written, as far as the current
+    stream is concerned, before it is inserted.
     """
 
     def __init__(
@@ -57,13 +60,19 @@ class TieredPrefixCache(RadixCache):
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)
         self._ledger = allocator
-        self._hashes: dict[int, tuple[int, bytes]] = {}  # of device pages in the tree: version, hash
+        self._hashes: dict[
+            int, tuple[int, bytes]
+        ] = {}  # of device pages in the tree: version, hash
         self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
-        self._loading = self._last = Transfer(range(host.num_layers), {})  # the last load, and the last of all
+        self._loading = self._last = Transfer(
+            range(host.num_layers), {}
+        )  # the last load, and the last of all
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
-        """The longest prefix that the tiers have one after the other; what is below the device gets device pages, for
-        which others may be evicted, as far as there are any. Nothing is reserved, as of RadixCache."""
+        """The longest prefix that the tiers have one after the other; what is below the device gets
+        device pages, for which others may be evicted, as far as there are any. Nothing is reserved,
+        as of RadixCache.
+        """
         tokens = as_ids(key, "key")
         found = self.match_resident(tokens, extra_key=extra_key)
         self._count_hits(found.pages)
@@ -74,10 +83,20 @@ class TieredPrefixCache(RadixCache):
             found = self.match_resident(tokens[: found.length + loaded], extra_key=extra_key)
         return TieredMatch(found.length, found.parts, found.node, self._loading, loaded)
 
-    def insert(self, key: Tokens, pages: Tokens, *, version: int, extra_key: Hashable = None, priority: int = 0) -> int:
+    def insert(
+        self,
+        key: Tokens,
+        pages: Tokens,
+        *,
+        version: int,
+        extra_key: Hashable = None,
+        priority: int = 0,
+    ) -> int:
         tokens, ids = as_ids(key, "key"), as_ids(pages, "pages")
         hashes = page_hashes(tokens, self.page_size, extra_key)
-        length = super().insert(tokens, ids, version=version, extra_key=extra_key, priority=priority)
+        length = super().insert(
+            tokens, ids, version=version, extra_key=extra_key, priority=priority
+        )
         new = ids[length // self.page_size :]
         self._register(new, hashes[length // self.page_size :])
         if backup_hits(self.write_policy) == 0:
@@ -90,8 +109,10 @@ class TieredPrefixCache(RadixCache):
         self.lower.raise_version(version)
 
     def move_to_host(self) -> None:
-        """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has room, waits for it
-        and drops the device pages. ValueError, with nothing changed, while something is locked."""
+        """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has
+        room, waits for it and drops the device pages. ValueError, with nothing changed, while
+        something is locked.
+        """
         if not self.protected_size:
             self._save(np.fromiter(self._hashes, dtype=np.int64))
             self._hashes.clear()
@@ -99,8 +120,9 @@ class TieredPrefixCache(RadixCache):
         self.finish_copies()
 
     def save(self, hashes: Sequence[bytes], pages: Int64Array) -> bool:
-        """Starts copying pages, of the present version and in the tree or not, to the host; whether all of them are
-        there then. They may not be written before `wait_for_copies`."""
+        """Starts copying pages, of the present version and in the tree or not, to the host; whether
+        all of them are there then. They may not be written before `wait_for_copies`.
+        """
         self._last = self.lower.save(hashes, pages) or self._last
         return not self.lower.absent(hashes)
 
@@ -113,10 +135,11 @@ class TieredPrefixCache(RadixCache):
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Starts copying at most a page of device slots, int64 `[n]`, to a host page that only its owner knows.
+        """Starts copying at most a page of device slots, int64 `[n]`, to a host page that only its
+        owner knows.
 
-        Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies` before the slots
-        are written.
+        Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
+        before the slots are written.
         """
         page = self.lower.take_private(frozenset(wanted))
         if page:
@@ -135,7 +158,10 @@ class TieredPrefixCache(RadixCache):
         return self._last
 
     def reset(self) -> None:
-        """Drops everything on every tier. ValueError, with nothing changed, while something is locked."""
+        """Drops everything on every tier.
+
+        ValueError, with nothing changed, while something is locked.
+        """
         if not self.protected_size:
             self._hashes.clear()  # so that nothing is written back
         super().reset()
@@ -150,7 +176,9 @@ class TieredPrefixCache(RadixCache):
     def _count_hits(self, pages: Int64Array) -> None:
         self._hits[pages] += 1
         if due := backup_hits(self.write_policy):
-            self._save(pages[self._hits[pages] % due == 0])  # again and again: they may have left the host since
+            self._save(
+                pages[self._hits[pages] % due == 0]
+            )  # again and again: they may have left the host since
 
     def _load_rest(self, tokens: Int64Array, found: PrefixMatch, extra_key: Hashable) -> int:
         """Brings what follows a match to the device; how many tokens."""
@@ -198,12 +226,20 @@ class TieredPrefixCache(RadixCache):
         if current:
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
             try:
-                self._last = self.lower.save([each for _, each in current], device_pages) or self._last
-            except (RuntimeError, OSError, MemoryError) as error:  # a copy that nobody waits for is not worth failing
+                self._last = (
+                    self.lower.save([each for _, each in current], device_pages) or self._last
+                )
+            except (
+                RuntimeError,
+                OSError,
+                MemoryError,
+            ) as error:  # a copy that nobody waits for is not worth failing
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
-        """Pages leave the device: written back where the policy says so, and not written again before that is over."""
+        """Pages leave the device: written back where the policy says so, and not written again
+        before that is over.
+        """
         try:
             if backs_up_on_eviction(self.write_policy):
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))

@@ -19,8 +19,12 @@ _BYTES = 1 << 62  # numbers of single bytes, apart from those of words
 
 
 def fingerprint(ranges: Ranges, view: View) -> Digest:
-    """One digest of all ranges (offset, nbytes), to be run as often as wanted while their addresses hold."""
-    return Digest([part for offset, nbytes in joined(ranges) for part in _parts(offset, view(offset, nbytes))])
+    """One digest of all ranges (offset, nbytes), to be run as often as wanted while their addresses
+    hold.
+    """
+    return Digest(
+        [part for offset, nbytes in joined(ranges) for part in _parts(offset, view(offset, nbytes))]
+    )
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -32,7 +36,9 @@ def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 @dataclass(frozen=True)
 class Checksums:
-    """A digest of each range: taken before a pause that keeps the content, compared after the resume."""
+    """A digest of each range: taken before a pause that keeps the content, compared after the
+    resume.
+    """
 
     tag: str
     digests: Mapping[tuple[int, int], int]
@@ -42,9 +48,13 @@ class Checksums:
         return cls(tag, {item: fingerprint([item], view).run() for item in ranges})
 
     def verify(self, view: View, end: int) -> None:
-        """Raise ``BackendError`` where a range's bytes are not what they were; ranges beyond ``end`` were trimmed."""
+        """Raise ``BackendError`` where a range's bytes are not what they were; ranges beyond
+        ``end`` were trimmed.
+        """
         there = {item: digest for item, digest in self.digests.items() if sum(item) <= end}
-        changed = [item for item, digest in there.items() if fingerprint([item], view).run() != digest]
+        changed = [
+            item for item, digest in there.items() if fingerprint([item], view).run() != digest
+        ]
         if changed:
             offset, nbytes = changed[0]
             raise BackendError(

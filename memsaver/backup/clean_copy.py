@@ -1,4 +1,6 @@
-"""A copy that is kept while its tag is active: if the content is still the same at the next pause, it is not copied."""
+"""A copy that is kept while its tag is active: if the content is still the same at the next pause,
+it is not copied.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from memsaver.vmm.backend import Waitable
 
 @dataclass
 class CleanCopy:
-    """version: what the owner calls the content. digest: of the content, started when it was copied."""
+    """version: what the owner calls the content.
+
+    digest: of the content, started when it was copied.
+    """
 
     backup: HostBackup | DiskBackup
     version: Hashable
@@ -30,7 +35,9 @@ class CleanCopy:
             self._expected = self.digest.result()
 
     def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
-        """Is it said to be the content of a tag that has memory behind ``committed`` bytes? Then ``holds`` follows."""
+        """Is it said to be the content of a tag that has memory behind ``committed`` bytes? Then
+        ``holds`` follows.
+        """
         kind = HostBackup if content == "host" else DiskBackup
         if version is None or version != self.version or not isinstance(self.backup, kind):
             return False
@@ -41,5 +48,7 @@ class CleanCopy:
         return True
 
     def holds(self, ranges: list[tuple[int, int]]) -> bool:
-        """Is it the content? The owner said so by the version; who else may have written shows in the digest."""
+        """Is it the content? The owner said so by the version; who else may have written shows in
+        the digest.
+        """
         return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

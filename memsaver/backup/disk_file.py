@@ -1,4 +1,6 @@
-"""Files of whole blocks, whose space is there before it is written, with direct I/O where the file system has it."""
+"""Files of whole blocks, whose space is there before it is written, with direct I/O where the file
+system has it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def default_directory() -> Path:
 class BlockFile:
     """``nbytes`` (rounded up to BLOCK) behind an open descriptor, which is this object's to close.
 
-    Errors are ``BackendError``: what failed, the place and the system's name for the error, then ``advice``.
+    Errors are ``BackendError``: what failed, the place and the system's name for the error, then
+    ``advice``.
     """
 
     def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:
@@ -41,7 +44,12 @@ class BlockFile:
     def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
         """A new file of that name, which must not be there."""
         with explained("making a file", path, nbytes, advice):
-            file = cls(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), path, nbytes, advice)
+            file = cls(
+                os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600),
+                path,
+                nbytes,
+                advice,
+            )
         try:
             file.reserve()
         except BackendError:
@@ -94,10 +102,14 @@ class BlockFile:
 
 
 class DiskFile(BlockFile):
-    """A file without a name in ``directory``: the kernel frees it when the process ends, however it does."""
+    """A file without a name in ``directory``: the kernel frees it when the process ends, however it
+    does.
+    """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
-        advice = "free some space, pass another disk_dir, or use content='host'; nothing was changed"
+        advice = (
+            "free some space, pass another disk_dir, or use content='host'; nothing was changed"
+        )
         with explained("making a file for saved content", directory, nbytes, advice):
             fd = _open(directory)
         super().__init__(fd, directory, nbytes, advice)
@@ -106,7 +118,9 @@ class DiskFile(BlockFile):
 
 @contextlib.contextmanager
 def explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
-    """An OSError inside becomes a ``BackendError``: what failed, where, the system's name for it, and ``advice``."""
+    """An OSError inside becomes a ``BackendError``: what failed, where, the system's name for it,
+    and ``advice``.
+    """
     try:
         yield
     except OSError as error:

@@ -28,9 +28,11 @@ Transfer = tuple[int, int, int]
 
 
 class DiskBackup:
-    """``ranges`` (offset, nbytes) of a tag, one after the other in a file that is gone when this object dies.
+    """``ranges`` (offset, nbytes) of a tag, one after the other in a file that is gone when this
+    object dies.
 
-    The buffers are taken at once and kept, so that reading it back needs no memory that might not be there.
+    The buffers are taken at once and kept, so that reading it back needs no memory that might not
+    be there.
     """
 
     def __init__(self, ranges: Ranges, arena: HostArena, directory: Path) -> None:
@@ -55,7 +57,12 @@ class DiskBackup:
         """From the tag, whose arena begins at ``base``; returns when it is done."""
 
         def out(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
-            backend.copy([(to, base + offset, nbytes) for to, offset, nbytes in _placed(buffer.address, parts)])
+            backend.copy(
+                [
+                    (to, base + offset, nbytes)
+                    for to, offset, nbytes in _placed(buffer.address, parts)
+                ]
+            )
             self._file.write(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
 
         self._each_chunk(backend, out)
@@ -66,7 +73,11 @@ class DiskBackup:
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
             placed = _placed(buffer.address, parts)
-            kept = [(offset, source, min(nbytes, end - offset)) for source, offset, nbytes in placed if offset < end]
+            kept = [
+                (offset, source, min(nbytes, end - offset))
+                for source, offset, nbytes in placed
+                if offset < end
+            ]
             backend.copy([(base + offset, source, nbytes) for offset, source, nbytes in kept])
 
         self._each_chunk(backend, back)
@@ -93,7 +104,9 @@ class DiskBackup:
         finally:
             self._buffers.put(buffer)
 
-    def _each_chunk(self, backend: Backend, move: Callable[[int, Sequence[tuple[int, int]], Piece], None]) -> None:
+    def _each_chunk(
+        self, backend: Backend, move: Callable[[int, Sequence[tuple[int, int]], Piece], None]
+    ) -> None:
         def work(chunk: tuple[int, list[tuple[int, int]]]) -> None:
             backend.bind_thread()
             buffer = self._buffers.get()

@@ -19,7 +19,9 @@ Run = tuple[int, int, int]
 
 
 class HostBackup:
-    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena that are given back when it dies."""
+    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena that are given
+    back when it dies.
+    """
 
     def __init__(self, ranges: Ranges, arena: HostArena) -> None:
         self.ranges = tuple(ranges)
@@ -33,11 +35,15 @@ class HostBackup:
         backend.copy(self._out(base))
 
     def start_save(self, backend: Backend, base: int) -> Waitable | None:
-        """The same, after what is queued on the current stream, and without waiting; None: it is done."""
+        """The same, after what is queued on the current stream, and without waiting; None: it is
+        done.
+        """
         return backend.start_copy(self._out(base))
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
-        """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this backup lives."""
+        """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this
+        backup lives.
+        """
         found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
         return [_view(address, size, self) for address, size in found]
 

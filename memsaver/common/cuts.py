@@ -1,7 +1,9 @@
-"""How segments are cut into the programs of a table: on whole int64 tensors, no loop over segments, rows or programs.
+"""How segments are cut into the programs of a table: on whole int64 tensors, no loop over segments,
+rows or programs.
 
-Segments come as a matrix with the columns of FIELDS. A segment of several rows stays a *grid*, which a program takes a
-range of, unless its rows are so long that each of them makes contiguous *runs*.
+Segments come as a matrix with the columns of FIELDS. A segment of several rows stays a *grid*,
+which a program takes a range of, unless its rows are so long that each of them makes contiguous
+*runs*.
 """
 
 from __future__ import annotations
@@ -11,21 +13,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = ("source", "target", "count", "index", "rows", "source_pitch", "target_pitch", "index_pitch")
+FIELDS = (
+    "source",
+    "target",
+    "count",
+    "index",
+    "rows",
+    "source_pitch",
+    "target_pitch",
+    "index_pitch",
+)
 SOURCE, TARGET, COUNT, INDEX, ROWS = range(5)  # addresses in bytes, count: elements of a row
 PITCHES = slice(5, 8)  # elements
 VECTOR = 16  # bytes an aligned access takes, and elements an aligned run is a multiple of
-_LONG = 4  # chunks a row must have to be cut for itself: at most a quarter more programs than chunks
+_LONG = (
+    4  # chunks a row must have to be cut for itself: at most a quarter more programs than chunks
+)
 
 
 @dataclass(frozen=True)
 class Cut:
     """The programs of one kind, by rising segment.
 
-    rows: int64 [programs, 4], of runs: source address, target offset, elements, number of the first element. Of grids
-    [programs, 6]: the first three and the number are those of the program's first row, of which it leaves out so many
-    elements, the fifth column; the sixth is the row of `shapes`. shapes: int64 [different shapes, 4], of grids:
-    elements of a row, then its pitches in source, target and numbers. owners: int64 [programs], the segment of each.
+    rows: int64 [programs, 4], of runs: source address, target offset, elements, number of the first
+    element. Of grids [programs, 6]: the first three and the number are those of the program's first
+    row, of which it leaves out so many elements, the fifth column; the sixth is the row of
+    `shapes`. shapes: int64 [different shapes, 4], of grids: elements of a row, then its pitches in
+    source, target and numbers. owners: int64 [programs], the segment of each.
     """
 
     rows: Tensor
@@ -33,11 +47,14 @@ class Cut:
     shapes: Tensor | None = None
 
 
-def cut(fields: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int) -> dict[tuple[bool, bool], Cut]:
-    """(aligned, grid) -> programs of at most `chunk` elements, a power of two from VECTOR on; no kind without any.
+def cut(
+    fields: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int
+) -> dict[tuple[bool, bool], Cut]:
+    """(aligned, grid) -> programs of at most `chunk` elements, a power of two from VECTOR on; no
+    kind without any.
 
-    fields: int64 [segments, len(FIELDS)]. owners: int64 [segments], rising. widths: bytes of a source and of a target
-    element.
+    fields: int64 [segments, len(FIELDS)]. owners: int64 [segments], rising. widths: bytes of a
+    source and of a target element.
     """
     fields = _joined(fields, widths)
     some = fields[:, COUNT] * fields[:, ROWS] > 0
@@ -85,7 +102,9 @@ def _rows_apart(fields: Tensor, owners: Tensor, widths: tuple[int, int]) -> tupl
 def _whole_vectors(
     runs: Tensor, owners: Tensor, widths: tuple[int, int]
 ) -> tuple[tuple[bool, Tensor, Tensor], tuple[bool, Tensor, Tensor]]:
-    """(aligned, runs, owners), twice: whole vectors and what is left, so that one odd size costs no wide accesses."""
+    """(aligned, runs, owners), twice: whole vectors and what is left, so that one odd size costs no
+    wide accesses.
+    """
     aligned = (runs[:, SOURCE] | runs[:, TARGET]) % VECTOR == 0
     whole = torch.where(aligned, runs[:, COUNT] - runs[:, COUNT] % VECTOR, 0)
     vectors, rest = runs.clone(), runs.clone()
@@ -112,7 +131,9 @@ def _cut_runs(runs: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int)
 
 
 def _aligned_grids(grids: Tensor, widths: tuple[int, int]) -> Tensor:
-    """bool [grids]: vectors of 16 bytes of the target lie within rows, and every row begins at such a place."""
+    """bool [grids]: vectors of 16 bytes of the target lie within rows, and every row begins at such
+    a place.
+    """
     lane = VECTOR // widths[1]
     source, target = (grids[:, PITCHES][:, space] for space in (0, 1))
     odd = (grids[:, SOURCE] | grids[:, TARGET] | source * widths[0] | target * widths[1]) % VECTOR
@@ -128,7 +149,9 @@ def _cut_grids(grids: Tensor, owners: Tensor, widths: tuple[int, int], chunk: in
     first = piece * chunk
     row = first // width[which]
     down = row[:, None] * grids[:, PITCHES][which]
-    shapes, shape = torch.unique(grids[:, [COUNT, *range(len(FIELDS))[PITCHES]]], dim=0, return_inverse=True)
+    shapes, shape = torch.unique(
+        grids[:, [COUNT, *range(len(FIELDS))[PITCHES]]], dim=0, return_inverse=True
+    )
     rows = torch.stack(
         [
             grids[which, SOURCE] + down[:, 0] * widths[0],
@@ -145,7 +168,10 @@ def _cut_grids(grids: Tensor, owners: Tensor, widths: tuple[int, int], chunk: in
 
 @dataclass(frozen=True)
 class Kind:
-    """What one instance of the kernel handles. source None: digest only. aligned: 16-byte accesses. grid: rows."""
+    """What one instance of the kernel handles.
+
+    source None: digest only. aligned: 16-byte accesses. grid: rows.
+    """
 
     source: torch.dtype | None
     target: torch.dtype
@@ -158,7 +184,8 @@ class Launch:
     """The programs of one kind.
 
     rows, shapes: on the device, as in `memsaver.common.cuts.Cut`.
-    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s segments.
+    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s
+    segments.
     """
 
     kind: Kind

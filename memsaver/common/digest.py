@@ -1,15 +1,17 @@
 """Layout-independent digest of weights.
 
-digest = sum mod 2^64 over elements of hash(global element index i, stored bits b zero-extended to 32):
+digest = sum mod 2^64 over elements of hash(global element index i, stored bits b zero-extended to
+32):
 
     k = (2 i + 1) * GOLDEN mod 2^64, hi and lo its halves
     x = (b ^ (b >> 16) ^ hi) * MUL32 mod 2^32;  x = x ^ (x >> 13)
     hash = x * (lo ^ (hi & ~1)), all 64 bits of it
 
-A sum does not care about order, so slices, ranks and chunks can be digested apart and added; the index inside the hash
-makes a swap, shift or repetition visible. For a fixed i the hash is injective in b (every step is a bijection, the last
-factor is odd), so one changed element is always noticed; it takes about ten integer instructions, so a GPU can digest
-what it copies. It finds errors, not forgeries.
+A sum does not care about order, so slices, ranks and chunks can be digested apart and added; the
+index inside the hash makes a swap, shift or repetition visible. For a fixed i the hash is injective
+in b (every step is a bijection, the last factor is odd), so one changed element is always noticed;
+it takes about ten integer instructions, so a GPU can digest what it copies. It finds errors, not
+forgeries.
 """
 
 from collections.abc import Sequence
@@ -22,39 +24,54 @@ from memsaver.common.hash import GOLDEN, MASK64, MUL32, signed
 from memsaver.common.segments import Segment, SegmentTable
 from memsaver.common.strided import blocks
 
-CHUNK = 1 << 15  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
+CHUNK = (
+    1 << 15
+)  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MASK32 = (1 << 32) - 1
 
 
-def digest(tensor: Tensor, index_base: int, impl: Impl = "auto", *, index_pitch: int | None = None) -> int:
+def digest(
+    tensor: Tensor, index_base: int, impl: Impl = "auto", *, index_pitch: int | None = None
+) -> int:
     """Digest of a tensor of 1, 2 or 4 byte elements whose first one has number `index_base`.
 
-    The tensor is contiguous; or, if `index_pitch` is given, a grid [rows, width] whose rows are contiguous, and numbers
-    rise by so much from row to row. Returns an int in [0, 2**64). Additive: digest(whole, b) == (digest(head, b) +
-    digest(tail, b + len(head))) % 2**64.
+    The tensor is contiguous; or, if `index_pitch` is given, a grid [rows, width] whose rows are
+    contiguous, and numbers rise by so much from row to row. Returns an int in [0, 2**64). Additive:
+    digest(whole, b) == (digest(head, b) + digest(tail, b + len(head))) % 2**64.
     """
-    return Digest([(tensor, index_base) if index_pitch is None else (tensor, index_base, index_pitch)], impl).run()
+    return Digest(
+        [(tensor, index_base) if index_pitch is None else (tensor, index_base, index_pitch)], impl
+    ).run()
 
 
 Part = tuple[Tensor, int] | tuple[Tensor, int, int]
-"""What `digest` takes: a contiguous tensor and its index_base, or a grid of rows, its index_base and index_pitch."""
+"""What `digest` takes: a contiguous tensor and its index_base, or a grid of rows, its index_base
+and index_pitch.
+"""
 
 
 class Digest:
-    """Digest of many tensors, to be taken again and again: on a GPU in one launch a kind, with one wait.
+    """Digest of many tensors, to be taken again and again: on a GPU in one launch a kind, with one
+    wait.
 
-    The tensors must keep their addresses; they are only read by `run`, so their memory may be paused between runs.
+    The tensors must keep their addresses; they are only read by `run`, so their memory may be
+    paused between runs.
     """
 
     def __init__(self, parts: Sequence[Part], impl: Impl = "auto") -> None:
-        """parts: tensors of one device. A ValueError names a shape, strides or a dtype that does not do."""
+        """parts: tensors of one device.
+
+        A ValueError names a shape, strides or a dtype that does not do.
+        """
         self._grids = [_grid(*part) for part in parts]
         self._value = 0
         self._table: SegmentTable | None = None
         if parts and use_triton(impl, parts[0][0].device):
-            self._table = SegmentTable([_segment(*grid) for grid in self._grids], parts[0][0].device)
+            self._table = SegmentTable(
+                [_segment(*grid) for grid in self._grids], parts[0][0].device
+            )
 
     def run(self) -> int:
         """In [0, 2**64), of what the tensors hold now."""
@@ -74,18 +91,26 @@ class Digest:
 
 
 class BytesDigest:
-    """Digest of segments (without sources) of any bytes laid out so: a `Digest` whose tables hold no addresses."""
+    """Digest of segments (without sources) of any bytes laid out so: a `Digest` whose tables hold
+    no addresses.
+    """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, impl: Impl = "auto") -> None:
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, impl: Impl = "auto"
+    ) -> None:
         self._segments = tuple(segments)
         self._end = max((segment.end for segment in segments), default=0)
         self._on = device.type
         self._table = SegmentTable(segments, device) if use_triton(impl, device) else None
 
     def run(self, data: Tensor) -> int:
-        """In [0, 2**64). data: uint8, contiguous, on the device of the tables; segments count from its first byte."""
+        """In [0, 2**64). data: uint8, contiguous, on the device of the tables; segments count from
+        its first byte.
+        """
         if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < self._end:
-            raise ValueError(f"the digest reads {self._end} bytes, got {data.dtype} {tuple(data.shape)}")
+            raise ValueError(
+                f"the digest reads {self._end} bytes, got {data.dtype} {tuple(data.shape)}"
+            )
         if data.device.type != self._on:
             raise ValueError(f"the digest was made for {self._on}, got bytes on {data.device}")
         if self._table is not None:
@@ -95,7 +120,9 @@ class BytesDigest:
 
 
 _Grid = tuple[Tensor, int, int]
-"""Bits [rows, width], number of the first element, and how much higher that of the next row's first one is."""
+"""Bits [rows, width], number of the first element, and how much higher that of the next row's first
+one is.
+"""
 
 
 def _grid(tensor: Tensor, index_base: int, index_pitch: int | None = None) -> _Grid:
@@ -109,7 +136,9 @@ def _grid(tensor: Tensor, index_base: int, index_pitch: int | None = None) -> _G
             )
         return bits.view(1, -1), index_base, 0
     if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-        raise ValueError(f"digest needs contiguous rows, got strides {tensor.stride()} of {tuple(tensor.shape)}")
+        raise ValueError(
+            f"digest needs contiguous rows, got strides {tensor.stride()} of {tuple(tensor.shape)}"
+        )
     return bits, index_base, index_pitch
 
 

@@ -1,4 +1,6 @@
-"""Which implementation of an operation runs: decided per call, by argument or by the tensors' device."""
+"""Which implementation of an operation runs: decided per call, by argument or by the tensors'
+device.
+"""
 
 from typing import Literal
 

@@ -12,8 +12,9 @@ from pathlib import Path
 def replaced(file: Path) -> Iterator[Path]:
     """Give a path to write to; it takes the place of ``file`` when the block ends.
 
-    Whoever reads ``file`` finds what was there or all that was written, also after a power cut. A block that raises, or
-    whose content does not get to the disk (``OSError``), leaves ``file`` as it was and nothing beside it.
+    Whoever reads ``file`` finds what was there or all that was written, also after a power cut. A
+    block that raises, or whose content does not get to the disk (``OSError``), leaves ``file`` as
+    it was and nothing beside it.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:

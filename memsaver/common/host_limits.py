@@ -1,4 +1,6 @@
-"""How much memory of the machine this process may have: the machine's own, its container's, and what Ray lets live."""
+"""How much memory of the machine this process may have: the machine's own, its container's, and
+what Ray lets live.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is fre
 
 
 def available_memory() -> int:
-    """Bytes that can be taken now without a limit being passed, or Ray's memory monitor killing somebody."""
+    """Bytes that can be taken now without a limit being passed, or Ray's memory monitor killing
+    somebody.
+    """
     total, free = meminfo("MemTotal"), meminfo("MemAvailable")
     if (group := container_memory()) is not None and group.limit < total:
         total, free = group.limit, min(free, group.limit - group.used)
@@ -22,7 +26,9 @@ def available_memory() -> int:
 
 
 class Group(NamedTuple):
-    """The tightest memory limit above this process, and what counts against it (without droppable file cache)."""
+    """The tightest memory limit above this process, and what counts against it (without droppable
+    file cache).
+    """
 
     limit: int
     used: int
@@ -42,7 +48,9 @@ def container_memory() -> Group | None:
 
 
 def _memory_folders() -> list[tuple[Path, str, str]]:
-    """The groups from this process's own to the root, as far as they can be seen from inside a container."""
+    """The groups from this process's own to the root, as far as they can be seen from inside a
+    container.
+    """
     folders = []
     for line in _read(CGROUP_OF_SELF).splitlines():
         _number, controllers, path = line.split(":", 2)

@@ -1,4 +1,6 @@
-"""What of the C library Python does not offer: mapping memory at an address of one's own, exchanging two names."""
+"""What of the C library Python does not offer: mapping memory at an address of one's own,
+exchanging two names.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,30 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @cache
 def libc() -> ctypes.CDLL:
-    """With ``mmap``, ``munmap``, ``madvise`` and ``renameat2``; ``ctypes.get_errno()`` tells why one of them failed."""
+    """With ``mmap``, ``munmap``, ``madvise`` and ``renameat2``; ``ctypes.get_errno()`` tells why
+    one of them failed.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    library.renameat2.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    ]
     return library
 
 
 def exchange_names(one: str, other: str) -> None:
-    """Two files or folders of one file system swap their names at once; OSError where it cannot (NFS, for one)."""
-    if libc().renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    """Two files or folders of one file system swap their names at once; OSError where it cannot
+    (NFS, for one).
+    """
+    if libc().renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), one, None, other)

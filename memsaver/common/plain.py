@@ -1,7 +1,9 @@
-"""Plain values as sealed text: what goes over stores and sockets. Nothing that arrives there is unpickled.
+"""Plain values as sealed text: what goes over stores and sockets. Nothing that arrives there is
+unpickled.
 
-JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says which. A seal is a
-MAC over the text and over where it belongs, so that neither a stranger's words count nor ours in another place.
+JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says
+which. A seal is a MAC over the text and over where it belongs, so that neither a stranger's words
+count nor ours in another place.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ class Forged(Exception):
 
 
 class Plain:
-    """Values of JSON, tuples, sets, bytes, mappings, and the records given: dataclasses and named tuples, by name."""
+    """Values of JSON, tuples, sets, bytes, mappings, and the records given: dataclasses and named
+    tuples, by name.
+    """
 
     def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
-        """whole: of these (dataclasses that never change), large ones whose text is made, and read, once."""
+        """whole: of these (dataclasses that never change), large ones whose text is made, and read,
+        once.
+        """
         self._records = {record.__name__: record for record in (*records, *whole)}
         self._whole = whole
         self._read_whole = lru_cache(maxsize=64)(self.value)
@@ -121,8 +127,9 @@ _VALUES = Plain()
 
 
 def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value (of JSON, tuples, sets, bytes, mappings), by rank; None: of the default group. As torch's
-    all_gather_object, which unpickles what arrives."""
+    """Every rank's value (of JSON, tuples, sets, bytes, mappings), by rank; None: of the default
+    group. As torch's all_gather_object, which unpickles what arrives.
+    """
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     mine = torch.frombuffer(bytearray(_VALUES.text(value).encode()), dtype=torch.uint8).to(device)
@@ -133,5 +140,8 @@ def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list
     padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    texts = [part[:size].cpu().numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
+    texts = [
+        part[:size].cpu().numpy().tobytes().decode()
+        for part, size in zip(parts, sizes, strict=True)
+    ]
     return [_VALUES.value(text) for text in texts]

@@ -9,13 +9,19 @@ _LONGEST = 40
 
 
 def command_of(pid: int) -> str:
-    """``"python train.py"``: the start of a process's command line, paths without folders; ``""`` when unreadable."""
+    """``"python train.py"``: the start of a process's command line, paths without folders; ``""``
+    when unreadable.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    text = " ".join(" ".join(os.path.basename(word) if word.startswith("/") else word for word in words).split())
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)  # a terminal may read the message
+    text = " ".join(
+        " ".join(os.path.basename(word) if word.startswith("/") else word for word in words).split()
+    )
+    text = "".join(
+        letter if letter.isprintable() else "?" for letter in text
+    )  # a terminal may read the message
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 

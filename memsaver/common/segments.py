@@ -1,6 +1,8 @@
-"""Many runs and grids of elements, one launch a kind: cut into chunks, one a program, listed in a table on the device.
+"""Many runs and grids of elements, one launch a kind: cut into chunks, one a program, listed in a
+table on the device.
 
-The table is made once; a run copies, casts and digests (or only digests) what it lists, and the host waits once.
+The table is made once; a run copies, casts and digests (or only digests) what it lists, and the
+host waits once.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`rows` rows of `count` elements of `dtype`, the first at byte `target` from the base of a run (an address, if the
-    base is 0).
+    """`rows` rows of `count` elements of `dtype`, the first at byte `target` from the base of a run
+    (an address, if the base is 0).
 
-    index_base: number of the first one in the digest. source: address of what is cast to `dtype` and copied there, of
-    dtype `source_dtype`; without one the elements are only digested. Pitches: elements from one row to the next, in the
-    source, in the target and in the numbers.
+    index_base: number of the first one in the digest. source: address of what is cast to `dtype`
+    and copied there, of dtype `source_dtype`; without one the elements are only digested. Pitches:
+    elements from one row to the next, in the source, in the target and in the numbers.
     """
 
     dtype: torch.dtype
@@ -42,11 +44,17 @@ class Segment:
     @property
     def end(self) -> int:
         """First byte after the target, from the base of a run."""
-        return self.target + (max(self.rows - 1, 0) * self.target_pitch + self.count) * self.dtype.itemsize
+        return (
+            self.target
+            + (max(self.rows - 1, 0) * self.target_pitch + self.count) * self.dtype.itemsize
+        )
 
 
 class SegmentTable:
-    """Device tables of some segments, for as long as the addresses in them hold. launches: one of each kind."""
+    """Device tables of some segments, for as long as the addresses in them hold.
+
+    launches: one of each kind.
+    """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         chunk = _chunk(sum(segment.count * segment.rows for segment in segments))
@@ -55,7 +63,9 @@ class SegmentTable:
             for (source, target), (fields, owners) in _by_dtypes(segments).items()
             for (aligned, grid), part in cut(fields, owners, _widths(source, target), chunk).items()
         }
-        self._partials = torch.zeros(sum(len(part.rows) for part in cuts.values()), dtype=torch.int64, device=device)
+        self._partials = torch.zeros(
+            sum(len(part.rows) for part in cuts.values()), dtype=torch.int64, device=device
+        )
         self.launches: list[Launch] = []
         first, borders = 0, torch.arange(len(segments) + 1)
         for kind, part in cuts.items():
@@ -75,21 +85,31 @@ class SegmentTable:
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
-        tables = [table for launch in self.launches for table in (launch.rows, launch.shapes) if table is not None]
+        tables = [
+            table
+            for launch in self.launches
+            for table in (launch.rows, launch.shapes)
+            if table is not None
+        ]
         return self._partials.nbytes + sum(table.nbytes for table in tables)
 
-    def launch(self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None) -> None:
-        """Start work on segments `first` to `last` (excluded; None: all) on the current stream. base: address.
+    def launch(
+        self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None
+    ) -> None:
+        """Start work on segments `first` to `last` (excluded; None: all) on the current stream.
+        base: address.
 
-        programs: None: one for each row of the table. A number: so many go through the rows, which leaves the rest of
-        the device to other kernels. A ValueError for less than one.
+        programs: None: one for each row of the table. A number: so many go through the rows, which
+        leaves the rest of the device to other kernels. A ValueError for less than one.
         """
         # here: Triton costs a second to import, and a CPU engine needs none
         from memsaver.common.segments_triton import launch_rows
 
         assert base % VECTOR == 0
         if programs is not None and programs < 1:
-            raise ValueError(f"programs={programs} must be at least 1 (None: one for each row of the table)")
+            raise ValueError(
+                f"programs={programs} must be at least 1 (None: one for each row of the table)"
+            )
         if self.is_cuda:
             self._stream = torch.cuda.current_stream(self._partials.device)
         last = self._segments if last is None else last
@@ -107,7 +127,9 @@ class SegmentTable:
 
 
 def _chunk(elements: int) -> int:
-    """Elements of one program: as few as the table's size allows, so that the last programs end together."""
+    """Elements of one program: as few as the table's size allows, so that the last programs end
+    together.
+    """
     chunk = MIN_CHUNK
     while elements > chunk * _MAX_PROGRAMS:
         chunk *= 2
@@ -122,10 +144,15 @@ def _by_dtypes(
     segments: Sequence[Segment],
 ) -> dict[tuple[torch.dtype | None, torch.dtype], tuple[Tensor, Tensor]]:
     """(source dtype, dtype) -> what `cut` takes: their fields and their places in `segments`."""
-    found: dict[tuple[torch.dtype | None, torch.dtype], tuple[list[tuple[int, ...]], list[int]]] = {}
+    found: dict[
+        tuple[torch.dtype | None, torch.dtype], tuple[list[tuple[int, ...]], list[int]]
+    ] = {}
     for place, each in enumerate(segments):
         fields, owners = found.setdefault((each.source_dtype, each.dtype), ([], []))
         pitches = (each.source_pitch, each.target_pitch, each.index_pitch)
         fields.append((each.source, each.target, each.count, each.index_base, each.rows, *pitches))
         owners.append(place)
-    return {pair: (torch.tensor(fields), torch.tensor(owners)) for pair, (fields, owners) in found.items()}
+    return {
+        pair: (torch.tensor(fields), torch.tensor(owners))
+        for pair, (fields, owners) in found.items()
+    }

@@ -1,6 +1,8 @@
-"""The kernels behind `SegmentTable`: copy with a cast, and the digest of the bits stored, in one pass over memory.
+"""The kernels behind `SegmentTable`: copy with a cast, and the digest of the bits stored, in one
+pass over memory.
 
-`run_segments` is for plain rows of the table, `run_grids` for rows with pitches: a division for every vector.
+`run_segments` is for plain rows of the table, `run_grids` for rows with pitches: a division for
+every vector.
 """
 
 import torch
@@ -22,8 +24,9 @@ _MUL32 = tl.constexpr(MUL32)
 
 
 def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int | None) -> None:
-    """Start rows `first` to `last` (excluded) of a launch, targets counted from address `base`: a program for each, or
-    so many programs for all."""
+    """Start rows `first` to `last` (excluded) of a launch, targets counted from address `base`: a
+    program for each, or so many programs for all.
+    """
     looping = programs is not None
     size = min(programs, last - first) if programs is not None else last - first
     arguments = (launch.rows, launch.partials, base, first, last)
@@ -36,7 +39,10 @@ def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int 
 
 
 def instance(kind: Kind, looping: bool = False) -> dict[str, object]:
-    """Compile-time arguments of the kernels. Without a cast the elements are moved as integers, NaN and all."""
+    """Compile-time arguments of the kernels.
+
+    Without a cast the elements are moved as integers, NaN and all.
+    """
     width = kind.target.itemsize
     source, target = _BITS[width], _BITS[width]
     if kind.source is not None and kind.source != kind.target:
@@ -69,7 +75,9 @@ def move(  # type: ignore[no-untyped-def]
     source, target, inside, key,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64 [rows], of each first."""
+    """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64
+    [rows], of each first.
+    """
     if COPY:
         values = tl.load(source, mask=inside)
         if SOURCE != TARGET:
@@ -97,7 +105,11 @@ def _run(  # type: ignore[no-untyped-def]
     count = tl.load(rows + program * 4 + 2).to(tl.int32)
     index = tl.load(rows + program * 4 + 3)
     if ALIGNED:
-        source, target, count = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(count, 16)
+        source, target, count = (
+            tl.multiple_of(source, 16),
+            tl.multiple_of(target, 16),
+            tl.multiple_of(count, 16),
+        )
     source = source.to(tl.pointer_type(SOURCE))
     target = target.to(tl.pointer_type(TARGET))
     if ALIGNED:  # the hint does not survive the cast
@@ -109,12 +121,16 @@ def _run(  # type: ignore[no-untyped-def]
     sums = tl.zeros((BLOCK,), tl.uint64)
     done = 0
     while done + BLOCK * VECTOR <= count:
-        sums += move(source + done + at, target + done + at, None, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+        sums += move(
+            source + done + at, target + done + at, None, key, SOURCE, TARGET, BITS, COPY, VECTOR
+        )
         key += BLOCK * VECTOR * STEP & _MASK64
         done += BLOCK * VECTOR
     if done < count:
         inside = at < count - done
-        sums += move(source + done + at, target + done + at, inside, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+        sums += move(
+            source + done + at, target + done + at, inside, key, SOURCE, TARGET, BITS, COPY, VECTOR
+        )
     tl.store(partials + program, tl.sum(sums, 0).to(tl.int64))
 
 
@@ -124,7 +140,9 @@ def run_segments(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as many as there are."""
+    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
+    many as there are.
+    """
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:
@@ -139,7 +157,10 @@ def _part(  # type: ignore[no-untyped-def]
     source, target, key, unit, inside, width, source_pitch, target_pitch, index_pitch,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`move` of vectors `unit` [rows], uint32, counted along the grid. All but index_pitch are in vectors."""
+    """`move` of vectors `unit` [rows], uint32, counted along the grid.
+
+    All but index_pitch are in vectors.
+    """
     down = unit // width
     across = unit - down * width
     far, near = down.to(tl.int64), across.to(tl.int64)  # a pitch times rows goes beyond 32 bits
@@ -197,11 +218,39 @@ def run_grids(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as many as there are."""
+    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
+    many as there are.
+    """
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:
-            _grid(shapes, rows, partials, base, program, SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK)
+            _grid(
+                shapes,
+                rows,
+                partials,
+                base,
+                program,
+                SOURCE,
+                TARGET,
+                BITS,
+                COPY,
+                ALIGNED,
+                VECTOR,
+                BLOCK,
+            )
             program += tl.num_programs(0)
     else:
-        _grid(shapes, rows, partials, base, program, SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK)
+        _grid(
+            shapes,
+            rows,
+            partials,
+            base,
+            program,
+            SOURCE,
+            TARGET,
+            BITS,
+            COPY,
+            ALIGNED,
+            VECTOR,
+            BLOCK,
+        )

@@ -1,10 +1,11 @@
 """Ctrl-C waits until what was begun with memory has ended.
 
-Python runs signal handlers in the main thread, between any two of its instructions, and most raise: in the middle of a
-pause, extents would be behind a tag and in the page pool, or in neither. So while ``held`` lasts a gate stands in for
-every handler that is written in Python: it notes the signal, and the handler is called when the operation has ended,
-whole or undone. Long waits call ``deliver`` where an exception does no harm. Signals that Python does not handle (the
-kernel's default, handlers in C) act at once, as ever.
+Python runs signal handlers in the main thread, between any two of its instructions, and most raise:
+in the middle of a pause, extents would be behind a tag and in the page pool, or in neither. So
+while ``held`` lasts a gate stands in for every handler that is written in Python: it notes the
+signal, and the handler is called when the operation has ended, whole or undone. Long waits call
+``deliver`` where an exception does no harm. Signals that Python does not handle (the kernel's
+default, handlers in C) act at once, as ever.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ _main = threading.main_thread().ident
 _depth = 0  # how many ``held`` it is in
 _open = 0  # how many ``Unbroken`` it is in: the gate stays
 _noted: deque[int] = deque()
-_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}  # what the gate stands, or once stood, in for
+_handlers: dict[
+    int, Callable[[int, FrameType | None], Any]
+] = {}  # what the gate stands, or once stood, in for
 
 
 class held(contextlib.ContextDecorator):
-    """Context manager or decorator: inside, no handler runs; then those that were to run do, and may raise.
+    """Context manager or decorator: inside, no handler runs; then those that were to run do, and
+    may raise.
 
-    Nested uses end with the outermost. Takes some 20 us, and nothing outside of the main thread, where no handler runs.
+    Nested uses end with the outermost. Takes some 20 us, and nothing outside of the main thread,
+    where no handler runs.
     """
 
     def __enter__(self) -> None:
@@ -49,13 +54,17 @@ class held(contextlib.ContextDecorator):
 
 
 def deliver() -> None:
-    """Inside one ``held`` and no other, where an exception does no harm: call the handlers that are to run."""
+    """Inside one ``held`` and no other, where an exception does no harm: call the handlers that are
+    to run.
+    """
     if _noted and _depth == 1 and threading.get_ident() == _main:
         _call_noted()
 
 
 class Unbroken(Generic[_Value]):
-    """A context manager whose ends no interrupt cuts short; what is between them may be interrupted."""
+    """A context manager whose ends no interrupt cuts short; what is between them may be
+    interrupted.
+    """
 
     def __init__(self, inner: contextlib.AbstractContextManager[_Value]) -> None:
         self._inner = inner
@@ -74,7 +83,10 @@ class Unbroken(Generic[_Value]):
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         with held():
             _count(-1)
@@ -117,7 +129,9 @@ def _gate(number: int, frame: FrameType | None) -> None:
 
 
 _ENDING = {function.__code__ for function in (Unbroken.__exit__, held.__enter__, _hold)}
-"""Until ``_depth`` says so: what runs between the last instruction of an ``Unbroken``'s body and that."""
+"""Until ``_depth`` says so: what runs between the last instruction of an ``Unbroken``'s body and
+that.
+"""
 
 
 def _close_gate() -> None:

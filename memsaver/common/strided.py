@@ -1,4 +1,6 @@
-"""Boxes of elements that lie with strides in several spaces at once: a source, a target, the numbers of a digest."""
+"""Boxes of elements that lie with strides in several spaces at once: a source, a target, the
+numbers of a digest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 class Grid:
     """`rows` runs of `width` adjacent elements, in each of several spaces.
 
-    starts, pitches: one entry a space, in elements; pitches: from one row to the next, 0 for a single row.
+    starts, pitches: one entry a space, in elements; pitches: from one row to the next, 0 for a
+    single row.
     """
 
     rows: int
@@ -30,14 +33,22 @@ class _Dim:
 def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
     """A box of `shape` as few grids: each element in one of them, `width` adjacent in all spaces.
 
-    strides: for every space one stride a dimension, in elements. Starts count from the first element of the box. Raises
-    ValueError for strides of another length than `shape`.
+    strides: for every space one stride a dimension, in elements. Starts count from the first
+    element of the box. Raises ValueError for strides of another length than `shape`.
     """
     if not strides or any(len(space) != len(shape) for space in strides):
-        raise ValueError(f"grids needs strides of {len(shape)} dimensions in each space, got {strides}")
+        raise ValueError(
+            f"grids needs strides of {len(shape)} dimensions in each space, got {strides}"
+        )
     if 0 in shape:
         return []
-    dims = _merged([_Dim(size, by) for size, by in zip(shape, zip(*strides, strict=True), strict=True) if size > 1])
+    dims = _merged(
+        [
+            _Dim(size, by)
+            for size, by in zip(shape, zip(*strides, strict=True), strict=True)
+            if size > 1
+        ]
+    )
     width = 1
     if dims and set(dims[-1].strides) == {1}:
         width = dims.pop().size
@@ -50,7 +61,9 @@ def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
 
 
 def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of the parts of a grid of at most `limit` elements each; all but the last ones are as large."""
+    """(rows, columns) of the parts of a grid of at most `limit` elements each; all but the last
+    ones are as large.
+    """
     across = max(1, min(width, limit))
     down = limit // across
     for row in range(0, rows, down):
@@ -64,7 +77,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """Dimensions that go on over each other in every space made one; outermost of the first space first."""
+    """Dimensions that go on over each other in every space made one; outermost of the first space
+    first.
+    """
     merged: list[_Dim] = []
     for dim in sorted(dims, key=lambda dim: dim.strides, reverse=True):
         if merged and merged[-1].strides == tuple(stride * dim.size for stride in dim.strides):
@@ -74,4 +89,7 @@ def _merged(dims: list[_Dim]) -> list[_Dim]:
 
 
 def _start(at: Sequence[int], dims: Sequence[_Dim], spaces: int) -> tuple[int, ...]:
-    return tuple(sum(i * dim.strides[space] for i, dim in zip(at, dims, strict=True)) for space in range(spaces))
+    return tuple(
+        sum(i * dim.strides[space] for i, dim in zip(at, dims, strict=True))
+        for space in range(spaces)
+    )

@@ -11,7 +11,9 @@ from memsaver.common.files import replace_text
 
 
 class Timeline:
-    """Collects spans and counters; times are ``time.time()`` seconds, so that processes of one machine line up."""
+    """Collects spans and counters; times are ``time.time()`` seconds, so that processes of one
+    machine line up.
+    """
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -19,10 +21,19 @@ class Timeline:
 
     def span(self, name: str, start: float, end: float, process: str = "main", **args: Any) -> None:
         """A named piece of work of ``process``."""
-        event = {"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "tid": 1, "args": args}
+        event = {
+            "ph": "X",
+            "name": name,
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+            "tid": 1,
+            "args": args,
+        }
         self._add(event, process)
 
-    def counter(self, name: str, time: float, values: Mapping[str, float], process: str = "main") -> None:
+    def counter(
+        self, name: str, time: float, values: Mapping[str, float], process: str = "main"
+    ) -> None:
         """Values (bytes by tag) that hold from ``time`` on."""
         self._add({"ph": "C", "name": name, "ts": time * 1e6, "args": dict(values)}, process)
 
@@ -34,7 +45,10 @@ class Timeline:
             for name, pid in self._processes.items()
         ]
         first = min((event["ts"] for event in self._events), default=0.0)
-        events = [{**event, "ts": event["ts"] - first} for event in sorted(self._events, key=lambda e: e["ts"])]
+        events = [
+            {**event, "ts": event["ts"] - first}
+            for event in sorted(self._events, key=lambda e: e["ts"])
+        ]
         replace_text(path, json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
 
     def _add(self, event: dict[str, Any], process: str) -> None:

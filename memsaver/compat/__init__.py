@@ -1,4 +1,5 @@
-"""Drop-in replacements for two other memory savers, under their own names where a program asks for that.
+"""Drop-in replacements for two other memory savers, under their own names where a program asks for
+that.
 
 >>> import memsaver.compat
 >>> memsaver.compat.install("torch_memory_saver")  # before anything imports the real one
@@ -20,15 +21,19 @@ _OURS = {
 
 
 def install(*names: str) -> None:
-    """Put our modules under these import names, for this process: all of them or none. Doing it twice is no error.
+    """Put our modules under these import names, for this process: all of them or none. Doing it
+    twice is no error.
 
-    Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real module is imported
-    already: somebody may hold objects of it, and two memory savers in one process do not know of each other.
-    Sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: engines capture collectives, and NCCL would go on
-    using the pages that their buffers had before a pause.
+    Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real
+    module is imported
+    already: somebody may hold objects of it, and two memory savers in one process do not know of
+    each other. Sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: engines capture
+    collectives, and NCCL would go on using the pages that their buffers had before a pause.
     """
     if not names or any(name not in _OURS for name in names):
-        raise ValueError(f"install takes one or more of {', '.join(map(repr, _OURS))}, not {list(names)}")
+        raise ValueError(
+            f"install takes one or more of {', '.join(map(repr, _OURS))}, not {list(names)}"
+        )
     for name in names:
         if name in sys.modules and not _installed(name):
             raise StateError(
@@ -41,11 +46,15 @@ def install(*names: str) -> None:
 
 
 def uninstall(*names: str) -> None:
-    """Take our modules out again (no name: all). What was imported from them meanwhile stays what it is."""
+    """Take our modules out again (no name: all). What was imported from them meanwhile stays what
+    it is.
+    """
     for name in names or _OURS:
         if _installed(name):
             del sys.modules[name]
 
 
 def _installed(name: str) -> bool:
-    return name in _OURS and name in sys.modules and sys.modules[name] is sys.modules.get(_OURS[name])
+    return (
+        name in _OURS and name in sys.modules and sys.modules[name] is sys.modules.get(_OURS[name])
+    )

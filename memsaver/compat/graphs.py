@@ -20,7 +20,9 @@ class GraphPools:
     """Pools of captured graphs. One lives as long as a graph that was captured with it."""
 
     def __init__(self) -> None:
-        self._pools: weakref.WeakValueDictionary[Key, torch.cuda.MemPool] = weakref.WeakValueDictionary()
+        self._pools: weakref.WeakValueDictionary[Key, torch.cuda.MemPool] = (
+            weakref.WeakValueDictionary()
+        )
 
     @contextlib.contextmanager
     def capture(
@@ -35,9 +37,9 @@ class GraphPools:
     ) -> Iterator[None]:
         """Like ``torch.cuda.graph``, on ``tag``.
 
-        pool: from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``: graphs captured with the same one
-        share a pool of the tag. Memory that lies behind such a handle elsewhere is not used. ``StateError`` where NCCL
-        would register the tag's pages with other ranks.
+        pool: from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``: graphs captured
+        with the same one share a pool of the tag. Memory that lies behind such a handle elsewhere
+        is not used. ``StateError`` where NCCL would register the tag's pages with other ranks.
         """
         check_capture(tag)
         memory = self._pool(saver, tag, content, pool)
@@ -45,12 +47,15 @@ class GraphPools:
         mode: Any = capture_error_mode
         capturing = torch.cuda.graph(graph, pool=identity, stream=stream, capture_error_mode=mode)
         with torch.cuda.stream(capturing.capture_stream):
-            torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+            # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+            torch.cuda.current_blas_handle()
         weakref.finalize(graph, drop, memory).atexit = False
         with capturing:
             yield
 
-    def _pool(self, saver: MemorySaver, tag: str, content: str, handle: Handle | None) -> torch.cuda.MemPool:
+    def _pool(
+        self, saver: MemorySaver, tag: str, content: str, handle: Handle | None
+    ) -> torch.cuda.MemPool:
         keys: list[Key] = [] if handle is None else [(saver.device, tag, handle), (handle,)]
         for key in keys:
             if (known := self._pools.get(key)) is not None:
@@ -62,7 +67,9 @@ class GraphPools:
 
 
 def drop(pool: torch.cuda.MemPool) -> None:
-    """Where pools of ended regions are dropped: torch aborts when one is dropped while another is in use."""
+    """Where pools of ended regions are dropped: torch aborts when one is dropped while another is
+    in use.
+    """
     from memsaver.native import cuda_hook
 
     cuda_hook.retire(pool)

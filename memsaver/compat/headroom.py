@@ -30,7 +30,8 @@ _limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictio
 
 
 def headroom(saver: MemorySaver, nbytes: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, the saver's tags cannot grow so far that less than ``nbytes`` stays free: ``OutOfMemory``.
+    """Inside, the saver's tags cannot grow so far that less than ``nbytes`` stays free:
+    ``OutOfMemory``.
 
     What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
     """
@@ -47,7 +48,9 @@ def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OutOfMemory as error:
-        error.add_note(f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more")
+        error.add_note(
+            f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more"
+        )
         raise
     finally:
         with _lock:

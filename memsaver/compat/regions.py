@@ -36,12 +36,20 @@ class Region:
         _regions().append(self)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         _regions().pop()
         return self._end(kind, error, trace)
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         """``error`` goes through the saver's region, which may have a better one to raise."""
         inside, self._inside = self._inside, None
         return inside is not None and bool(inside.__exit__(kind, error, trace))
@@ -51,7 +59,8 @@ class Region:
 def outside() -> Iterator[None]:
     """What this thread allocates inside is torch's own; its regions go on afterwards.
 
-    Raises ``StateError`` at the end if a tag that a region is of was paused meanwhile, and is not resumed.
+    Raises ``StateError`` at the end if a tag that a region is of was paused meanwhile, and is not
+    resumed.
     """
     left = _regions()
     with contextlib.ExitStack() as back:

@@ -20,13 +20,18 @@ def current_device() -> torch.device:
 
 
 class Savers:
-    """One ``MemorySaver`` a device, made when it is first asked for. A forked child begins with none."""
+    """One ``MemorySaver`` a device, made when it is first asked for.
+
+    A forked child begins with none.
+    """
 
     def __init__(self, device: Callable[[], torch.device] = current_device, **options: Any) -> None:
         """device: tells which is the current one. options: of every ``MemorySaver``."""
         self._device = device
         self._options = options
-        self._made: dict[tuple[int, torch.device], MemorySaver] = {}  # a child must not drop its parent's
+        self._made: dict[
+            tuple[int, torch.device], MemorySaver
+        ] = {}  # a child must not drop its parent's
 
     def current(self) -> MemorySaver:
         key = os.getpid(), self._device()

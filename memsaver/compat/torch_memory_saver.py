@@ -1,7 +1,8 @@
 """What ``torch_memory_saver`` 0.0.10 offers, on memsaver. docs/compat.md tells what differs.
 
-A tag of that library may hold memory with and without a backup. Here such a tag has one part for each content, a tag of
-the saver by the name ``tag:content``; ``pause`` and ``resume`` take the parts of a tag together.
+A tag of that library may hold memory with and without a backup. Here such a tag has one part for
+each content, a tag of the saver by the name ``tag:content``; ``pause`` and ``resume`` take the
+parts of a tag together.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class TorchMemorySaver:
     """Pausable memory by tags, on the current CUDA device, or on the CPU where there is no GPU.
 
     Attributes:
-        memory_margin_bytes: a region fails with ``OutOfMemory`` rather than leave less than this of the device free.
-        retain_cpu_backup: without effect; host memory for backups is always kept for the next pause.
+        memory_margin_bytes: a region fails with ``OutOfMemory`` rather than leave less than this of
+            the device free.
+        retain_cpu_backup: without effect; host memory for backups is always kept for the next
+            pause.
     """
 
     def __init__(self, savers: Savers | None = None) -> None:
@@ -64,7 +67,9 @@ class TorchMemorySaver:
     @hook_mode.setter
     def hook_mode(self, mode: HookMode) -> None:
         if mode not in _HOOK_MODES:
-            raise ValueError(f"hook_mode={mode!r} must be one of {', '.join(map(repr, _HOOK_MODES))}")
+            raise ValueError(
+                f"hook_mode={mode!r} must be one of {', '.join(map(repr, _HOOK_MODES))}"
+            )
         self._hook_mode = mode
 
     def set_disk_backup_dir(self, path: str) -> None:
@@ -84,12 +89,16 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Place what this thread allocates on ``tag``; the innermost region wins.
 
-        A pause keeps the content in host memory, in a file, or not at all. Both kinds of ``cpu_backup_backend`` are the
-        same pinned memory. Raises ``StateError`` (the tag is paused), ``OutOfMemory``, ``ValueError``.
+        A pause keeps the content in host memory, in a file, or not at all. Both kinds of
+        ``cpu_backup_backend`` are the same pinned memory. Raises ``StateError`` (the tag is
+        paused), ``OutOfMemory``, ``ValueError``.
         """
         content = _content(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         saver = self._saver_to_place(tag)
-        with headroom(saver, self.memory_margin_bytes), Region(lambda: saver.region(_part(tag, content), content)):
+        with (
+            headroom(saver, self.memory_margin_bytes),
+            Region(lambda: saver.region(_part(tag, content), content)),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -116,7 +125,10 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """What this thread allocates inside is torch's own memory. Does nothing outside of a region."""
+        """What this thread allocates inside is torch's own memory.
+
+        Does nothing outside of a region.
+        """
         with outside():
             yield
 
@@ -132,16 +144,18 @@ class TorchMemorySaver:
     def pause(self, tag: str | None = None) -> None:
         """Give the memory of a tag back, on every device (no tag: all memory).
 
-        A tag that no region was entered with is let pass, as engines pause all tags that they know of. ``StateError``,
-        with nothing changed: the tag is paused already, or a region of it is open. When a second device fails, the
-        first stays paused, as its content may be gone; pausing again takes the rest.
+        A tag that no region was entered with is let pass, as engines pause all tags that they know
+        of. ``StateError``, with nothing changed: the tag is paused already, or a region of it is
+        open. When a second device fails, the first stays paused, as its content may be gone;
+        pausing again takes the rest.
         """
         _refuse_whole_process()
         for saver, parts in self._select(tag, paused=False):
             saver.pause(*parts)
 
     def resume(self, tag: str | None = None) -> None:
-        """Put memory behind the same addresses again, on every device or on none (no tag: all memory).
+        """Put memory behind the same addresses again, on every device or on none (no tag: all
+        memory).
 
         ``StateError`` (not paused) and ``OutOfMemory`` have changed nothing.
         """
@@ -152,8 +166,13 @@ class TorchMemorySaver:
             undo.pop_all()
 
     def _select(self, tag: str | None, paused: bool) -> list[tuple[MemorySaver, list[str]]]:
-        """Of every device, the parts that are ``paused``; ``StateError`` where a tag has parts, but none is."""
-        chosen = [(saver, [part for part in saver.tags if not tag or _tag_of(part) == tag]) for saver in self._savers]
+        """Of every device, the parts that are ``paused``; ``StateError`` where a tag has parts, but
+        none is.
+        """
+        chosen = [
+            (saver, [part for part in saver.tags if not tag or _tag_of(part) == tag])
+            for saver in self._savers
+        ]
         states: dict[str, set[bool]] = {}
         for saver, parts in chosen:
             for part in parts:
@@ -163,18 +182,28 @@ class TorchMemorySaver:
         if wrong := [name for name, found in states.items() if paused not in found]:
             state, call = ("not paused", "pause") if paused else ("paused already", "resume")
             names = ", ".join(map(repr, wrong))
-            raise StateError(f"{names}: {state}; call {call} for it first, or name the tags that you mean")
-        found = [(saver, [part for part in parts if saver.is_paused(part) == paused]) for saver, parts in chosen]
+            raise StateError(
+                f"{names}: {state}; call {call} for it first, or name the tags that you mean"
+            )
+        found = [
+            (saver, [part for part in parts if saver.is_paused(part) == paused])
+            for saver, parts in chosen
+        ]
         return [(saver, parts) for saver, parts in found if parts]
 
     def _tell_unused(self, tag: str) -> None:
         if tag not in self._unused:
             self._unused.add(tag)
             known = (
-                ", ".join(sorted({repr(_tag_of(part)) for saver in self._savers for part in saver.tags})) or "none yet"
+                ", ".join(
+                    sorted({repr(_tag_of(part)) for saver in self._savers for part in saver.tags})
+                )
+                or "none yet"
             )
             logger.warning(
-                "no region was entered with tag %r, there is nothing to pause or resume; known: %s", tag, known
+                "no region was entered with tag %r, there is nothing to pause or resume; known: %s",
+                tag,
+                known,
             )
 
     # ---------------------------------------------------------------- saved content
@@ -182,18 +211,22 @@ class TorchMemorySaver:
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
         """The content of a paused tensor, on the CPU; ``None`` if it is active, or in no region.
 
-        zero_copy: the saved bytes themselves where they are in host memory in one piece, good until the tag is resumed;
-        else a copy. ``StateError``: nothing was saved.
+        zero_copy: the saved bytes themselves where they are in host memory in one piece, good until
+        the tag is resumed; else a copy. ``StateError``: nothing was saved.
         """
         if not x.is_contiguous():
-            raise ValueError(f"get_cpu_backup needs a contiguous tensor, got {tuple(x.shape)} with {x.stride()}")
+            raise ValueError(
+                f"get_cpu_backup needs a contiguous tensor, got {tuple(x.shape)} with {x.stride()}"
+            )
         for saver in self._savers:
             part = _part_at(saver, x)
             if part is not None:
                 return self._saved(saver, part, x, zero_copy) if saver.is_paused(part) else None
         return None
 
-    def _saved(self, saver: MemorySaver, part: str, x: torch.Tensor, zero_copy: bool) -> torch.Tensor:
+    def _saved(
+        self, saver: MemorySaver, part: str, x: torch.Tensor, zero_copy: bool
+    ) -> torch.Tensor:
         tag, _, content = part.rpartition(":")
         if content == "discard":
             raise StateError(
@@ -207,11 +240,16 @@ class TorchMemorySaver:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Does nothing: there is no library to preload. A subprocess needs its own ``memsaver.compat.install``."""
+    """Does nothing: there is no library to preload.
+
+    A subprocess needs its own ``memsaver.compat.install``.
+    """
     yield
 
 
-def _content(enable_cpu_backup: bool, enable_disk_backup: bool, cpu_backup_backend: str | None) -> str:
+def _content(
+    enable_cpu_backup: bool, enable_disk_backup: bool, cpu_backup_backend: str | None
+) -> str:
     if enable_cpu_backup and enable_disk_backup:
         raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other")
     if cpu_backup_backend is not None and not enable_cpu_backup:
@@ -238,7 +276,9 @@ def _part_at(saver: MemorySaver, x: torch.Tensor) -> str | None:
 
 
 def _refuse_whole_process() -> None:
-    """Preloaded into a process with this variable, the library catches every allocation: nobody must wait for that."""
+    """Preloaded into a process with this variable, the library catches every allocation: nobody
+    must wait for that.
+    """
     if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
         raise StateError(
             "TMS_INIT_ENABLE asks for every allocation of this process; memsaver only takes what is made in region(). "

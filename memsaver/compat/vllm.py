@@ -31,7 +31,9 @@ _AGAIN = " again, "
 
 
 class CuMemAllocator:
-    """Memory by tags that can be put to sleep; ``sleep`` says which tags' content is kept in host memory."""
+    """Memory by tags that can be put to sleep; ``sleep`` says which tags' content is kept in host
+    memory.
+    """
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = "default"
@@ -85,12 +87,15 @@ class CuMemAllocator:
             self.current_tag = before
 
     def sleep(
-        self, offload_tags: Collection[str] | str | None = None, *, tags: Collection[str] | str | None = None
+        self,
+        offload_tags: Collection[str] | str | None = None,
+        *,
+        tags: Collection[str] | str | None = None,
     ) -> None:
         """Give memory back: of ``tags``, or of all. Memory that is asleep stays as it is.
 
-        offload_tags: their content is kept and comes back (``None``: the default tag's); other content is undefined
-        after ``wake_up``. A failure has changed nothing on its device.
+        offload_tags: their content is kept and comes back (``None``: the default tag's); other
+        content is undefined after ``wake_up``. A failure has changed nothing on its device.
         """
         kept = {self.default_tag} if offload_tags is None else _names(offload_tags)
         chosen = None if tags is None else _names(tags)
@@ -117,7 +122,8 @@ class CuMemAllocator:
         """Put memory behind the same addresses again. Memory that is awake stays as it is.
 
         tags: which of "weights" and "kv_cache"; ``None``: both. All other tags come back each time.
-        All or nothing on a device: ``OutOfMemory``, which is a ``RuntimeError``, has changed nothing there.
+        All or nothing on a device: ``OutOfMemory``, which is a ``RuntimeError``, has changed
+        nothing there.
         """
         left = set() if tags is None else {*_DEFERRABLE} - _names(tags)
         for saver in self._savers:

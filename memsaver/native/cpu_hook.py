@@ -20,7 +20,10 @@ def _hook() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build.cpu_hook_library()))
     lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
     table = shim.library()
-    pointers = [ctypes.cast(function, ctypes.c_void_p).value for function in (table.ms_alloc, table.ms_free_any)]
+    pointers = [
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (table.ms_alloc, table.ms_free_any)
+    ]
     lib.ms_hook_install(_Functions(*pointers))
     return lib
 

@@ -1,4 +1,6 @@
-"""torch's CUDA allocations of a thread, sent to an arena through a ``MemPool`` whose segments the shim serves."""
+"""torch's CUDA allocations of a thread, sent to an arena through a ``MemPool`` whose segments the
+shim serves.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ _open = threading.local()  # .stack: the pools this thread is in, outermost firs
 
 @cache
 def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
-    """The symbol pair of a slot; kept for life, because torch frees segments through it whenever it likes."""
+    """The symbol pair of a slot; kept for life, because torch frees segments through it whenever it
+    likes.
+    """
     names = f"ms_cuda_alloc_{slot:02x}", f"ms_cuda_free_{slot:02x}"
     return torch.cuda.memory.CUDAPluggableAllocator(shim.path(), *names)
 
 
 def new_pool(slot: int) -> torch.cuda.MemPool:
-    """A pool whose segments come from ``slot``. Freed blocks go back to the arena when the pool is dropped."""
+    """A pool whose segments come from ``slot``.
+
+    Freed blocks go back to the arena when the pool is dropped.
+    """
     with _lock:  # functools.cache alone may call twice
         allocator = _allocator(slot)
     return torch.cuda.MemPool(allocator.allocator())
@@ -35,20 +42,25 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
 
     torch serves nested pools outermost first, so the outer one is left while an inner one is open.
     """
-    torch.cuda.current_blas_handle()  # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+    # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+    torch.cuda.current_blas_handle()
     with _in_new_pool(slot, device):
         yield
 
 
 def free_dead_blocks(slot: int, device: torch.device) -> None:
-    """Free the blocks of ended regions, of any tag, whose tensors have died since; torch keeps them otherwise."""
+    """Free the blocks of ended regions, of any tag, whose tensors have died since; torch keeps them
+    otherwise.
+    """
     with _in_new_pool(slot, device):
         pass
 
 
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
-    """Dead blocks of ended regions are freed first: a region that is entered at every step uses its memory again."""
+    """Dead blocks of ended regions are freed first: a region that is entered at every step uses its
+    memory again.
+    """
     stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
     with contextlib.ExitStack() as undo:
         if stack:
@@ -59,12 +71,14 @@ def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
         undo.callback(stack.pop)
         _enter(stack[-1], device)
         undo.callback(_leave, stack[-1], device)
-        torch.cuda.empty_cache()  # while a pool is in use, it leaves torch's own cache alone: dropped pools only
+        # while a pool is in use, it leaves torch's own cache alone: dropped pools only
+        torch.cuda.empty_cache()
         yield
 
 
-# torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended regions wait here until
-# no region of the process is open; nothing else (a traceback's frames, say) may hold the last reference.
+# torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended
+# regions wait here until no region of the process is open; nothing else (a traceback's frames, say)
+# may hold the last reference.
 pools: list[torch.cuda.MemPool] = []
 _open_regions = 0
 

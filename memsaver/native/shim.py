@@ -40,7 +40,12 @@ _size = ctypes.c_size_t
 class Cause(ctypes.Structure):
     """Why a call failed: code (E_*), the driver's own number, bytes asked for and bytes missing."""
 
-    _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int), ("requested", _size), ("missing", _size)]
+    _fields_ = [
+        ("code", ctypes.c_int),
+        ("driver", ctypes.c_int),
+        ("requested", _size),
+        ("missing", _size),
+    ]
     code: int
     driver: int
     requested: int
@@ -48,7 +53,12 @@ class Cause(ctypes.Structure):
 
 
 class _Extent(ctypes.Structure):
-    _fields_ = [("handle", ctypes.c_uint64), ("id", ctypes.c_uint64), ("offset", _size), ("nbytes", _size)]
+    _fields_ = [
+        ("handle", ctypes.c_uint64),
+        ("id", ctypes.c_uint64),
+        ("offset", _size),
+        ("nbytes", _size),
+    ]
     _fields_ += [("shared", ctypes.c_int)]
 
 
@@ -75,7 +85,12 @@ class Stats(ctypes.Structure):
 class Call(ctypes.Structure):
     """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error number (0: none)."""
 
-    _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size), ("operation", ctypes.c_int), ("error", ctypes.c_int)]
+    _fields_ = [
+        ("ns", ctypes.c_uint64),
+        ("nbytes", _size),
+        ("operation", ctypes.c_int),
+        ("error", ctypes.c_int),
+    ]
     ns: int
     nbytes: int
     operation: int
@@ -99,8 +114,12 @@ class _Transfer(ctypes.Structure):
 class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy", "push", "pop")]
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")
+    ]
+    _fields_ += [
+        (name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy", "push", "pop")
+    ]
     _fields_ += [(name, ctypes.c_void_p) for name in ("capture_mode", "synchronize", "context")]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
@@ -109,8 +128,8 @@ class Driver(ctypes.Structure):
 class Extent:
     """A piece of physical memory.
 
-    handle: memfd or CUDA handle, of this process. id: the piece's own, in every process. offset: in the arena. nbytes:
-    its size. shared: other processes have imported it.
+    handle: memfd or CUDA handle, of this process. id: the piece's own, in every process. offset: in
+    the arena. nbytes: its size. shared: other processes have imported it.
     """
 
     handle: int
@@ -143,7 +162,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_import": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]),
     "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
     "ms_discharge": (None, [ctypes.c_void_p, _size]),
-    "ms_mark_shared": (None, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int]),
+    "ms_mark_shared": (
+        None,
+        [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int],
+    ),
     "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
     "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
     "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
@@ -155,7 +177,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ms_pool_drop": (_size, [ctypes.c_void_p, _size]),
     "ms_record": (None, [ctypes.c_void_p, ctypes.c_int, _size, ctypes.c_uint64, ctypes.c_int]),
     "ms_get_calls": (None, [ctypes.c_void_p, ctypes.POINTER(Calls)]),
-    "ms_get_recent": (_size, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Call)]),
+    "ms_get_recent": (
+        _size,
+        [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Call)],
+    ),
     "ms_inject": (ctypes.c_long, [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]),
     "ms_fault": (ctypes.c_int, [ctypes.c_void_p]),
     "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
@@ -257,7 +282,9 @@ def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
 
 
 def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
-    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error number, 0 for none."""
+    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error number, 0 for
+    none.
+    """
     array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
     error: int = library().ms_copy(phys, array, len(transfers), stream)
     return error
@@ -272,7 +299,9 @@ def pool_take(phys: int, nbytes: int) -> list[Extent]:
     """Kept extents, large ones first, that together have at most ``nbytes``."""
     capacity = library().ms_pool_get(phys, None, 0)
     array = (_Extent * capacity)()
-    return [_extent(item) for item in array[: library().ms_pool_take(phys, nbytes, array, capacity)]]
+    return [
+        _extent(item) for item in array[: library().ms_pool_take(phys, nbytes, array, capacity)]
+    ]
 
 
 def pool_drop(phys: int, nbytes: int) -> int:
@@ -297,7 +326,9 @@ def _extent(item: _Extent) -> Extent:
 
 
 def _array(items: Sequence[Extent]) -> ctypes.Array[_Extent]:
-    return (_Extent * len(items))(*[_Extent(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items])
+    return (_Extent * len(items))(
+        *[_Extent(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items]
+    )
 
 
 def blocks(slot: int) -> list[Block]:

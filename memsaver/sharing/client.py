@@ -17,9 +17,11 @@ _CONNECT_SECONDS = 5.0
 
 
 class Owner:
-    """The connection of this process to one saver, here or in another process; one for all leases of it.
+    """The connection of this process to one saver, here or in another process; one for all leases
+    of it.
 
-    ``granting``: held from asking for a lease until what came with it is imported, for the next answer builds on that.
+    ``granting``: held from asking for a lease until what came with it is imported, for the next
+    answer builds on that.
     ``recalls``: what to call when the owner asks for a lease back that stays mapped, by its number.
     """
 
@@ -28,16 +30,26 @@ class Owner:
         self.granting = threading.Lock()
         self.recalls: dict[int, Callable[[], None]] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS))
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
+        )
         try:
-            connection.connect("\0" + socket_name)  # waits where strangers fill the queue of one that is stopped
+            connection.connect(
+                "\0" + socket_name
+            )  # waits where strangers fill the queue of one that is stopped
             _, uid = rpc.credentials(connection)
-            if uid != os.getuid():  # who would not answer; or who has taken a dead saver's name, to be told tokens
-                raise rpc.Refused(f"its saver is user {uid}'s, this process is user {os.getuid()}'s")
+            if (
+                uid != os.getuid()
+            ):  # who would not answer; or who has taken a dead saver's name, to be told tokens
+                raise rpc.Refused(
+                    f"its saver is user {uid}'s, this process is user {os.getuid()}'s"
+                )
         except BaseException:
             connection.close()
             raise
-        self.endpoint = rpc.Endpoint(connection, self._serve, self._gone, "memsaver-peer", self._late)
+        self.endpoint = rpc.Endpoint(
+            connection, self._serve, self._gone, "memsaver-peer", self._late
+        )
         self.endpoint.start()
 
     def _gone(self) -> None:
@@ -49,7 +61,9 @@ class Owner:
             self._recall(list(self.recalls))
 
     def _late(self, answer: dict[str, Any]) -> None:
-        """Give back a lease that nobody waits for any longer; what came with it, the next one asks for."""
+        """Give back a lease that nobody waits for any longer; what came with it, the next one asks
+        for.
+        """
         if "lease" in answer:
             self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
 
@@ -74,7 +88,10 @@ _lock = threading.Lock()
 
 
 def owner_of(socket_name: str) -> Owner:
-    """The process's connection to that saver, made anew when it was lost. OSError: nobody listens."""
+    """The process's connection to that saver, made anew when it was lost.
+
+    OSError: nobody listens.
+    """
     with _lock:
         owner = owners.get(socket_name)
         if owner is None or owner.endpoint.closed:

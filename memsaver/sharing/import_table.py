@@ -1,4 +1,6 @@
-"""Handles of other savers' extents in this process: each imported once, kept until its owner revokes it or is gone."""
+"""Handles of other savers' extents in this process: each imported once, kept until its owner
+revokes it or is gone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Imports:
         self._gone: weakref.WeakSet[object] = weakref.WeakSet()
 
     def add(self, extent_id: int, item: Import) -> None:
-        """From here on the handle is looked after here; it is released at once if its owner is gone."""
+        """From here on the handle is looked after here; it is released at once if its owner is
+        gone.
+        """
         with self._lock:
             assert extent_id not in self._by_id
             self._by_id[extent_id] = item
@@ -46,7 +50,9 @@ class Imports:
 
     @contextlib.contextmanager
     def arriving(self, ids: Sequence[int]) -> Iterator[None]:
-        """Inside, these may be added, and their owner, who knows that already, may revoke them: that waits."""
+        """Inside, these may be added, and their owner, who knows that already, may revoke them:
+        that waits.
+        """
         with self._lock:
             self._arriving.update(ids)
         try:
@@ -64,7 +70,9 @@ class Imports:
         """The handles; they stay until ``unpin``."""
         with self._lock:
             if any(extent_id not in self._by_id for extent_id in ids):
-                raise LeaseError("the owner has gone, or has revoked the memory; attach again if it is there")
+                raise LeaseError(
+                    "the owner has gone, or has revoked the memory; attach again if it is there"
+                )
             items = [self._by_id[extent_id] for extent_id in ids]
             for item in items:
                 item.pins += 1
@@ -81,7 +89,9 @@ class Imports:
     def pinned(self, ids: Sequence[int]) -> bool:
         """Are they all here, each mapped by a lease?"""
         with self._lock:
-            return all(extent_id in self._by_id and self._by_id[extent_id].pins > 0 for extent_id in ids)
+            return all(
+                extent_id in self._by_id and self._by_id[extent_id].pins > 0 for extent_id in ids
+            )
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         with self._lock:

@@ -33,10 +33,12 @@ TIMEOUT_SECONDS = 10.0
 class Lease:
     """A tag of another saver, mapped at an address of this process.
 
-    On GPUs the one that is current now can use the address, and no other; tensors say that they are on it. If it is not
-    the tag's, the two must reach each other; the tag's may be hidden, and this process has no context there.
-    Tensors from ``tensor`` dangle after ``close``; a lease that nobody closes ends with itself and the last of them.
-    Errors: ``LeaseError`` when the owner refuses or is gone, or the current GPU does not reach the tag's.
+    On GPUs the one that is current now can use the address, and no other; tensors say that they are
+    on it. If it is not the tag's, the two must reach each other; the tag's may be hidden, and this
+    process has no context there. Tensors from ``tensor`` dangle after ``close``; a lease that
+    nobody closes ends with itself and the last of them.
+    Errors: ``LeaseError`` when the owner refuses or is gone, or the current GPU does not reach the
+    tag's.
     """
 
     def __init__(self, ticket: Ticket, kept: bool = False) -> None:
@@ -58,7 +60,9 @@ class Lease:
                 if self.nbytes:
                     self._open_access()
                 mapped.pop_all()
-            self._mapped = _Mapped(self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all())
+            self._mapped = _Mapped(
+                self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all()
+            )
             pid = os.getpid()
             weakref.finalize(self, _drop, self._mapped, pid, endings(pid)).atexit = False
 
@@ -77,17 +81,23 @@ class Lease:
     def closed(self) -> bool:
         return self._mapped.closed
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0) -> torch.Tensor:
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0
+    ) -> torch.Tensor:
         """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if self.closed:
             raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
         if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
             last = byte_offset + nbytes
-            raise ValueError(f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}")
+            raise ValueError(
+                f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}"
+            )
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)
-        return self._backend.window(self._address + byte_offset, nbytes, self).view(dtype).view(shape)
+        return (
+            self._backend.window(self._address + byte_offset, nbytes, self).view(dtype).view(shape)
+        )
 
     @held()
     def close(self) -> None:
@@ -122,11 +132,21 @@ class _Mapped:
     """What a lease holds, apart from it, for a finalizer."""
 
     def __init__(
-        self, backend: Backend, device_key: str, address: int, nbytes: int, undo: contextlib.ExitStack
+        self,
+        backend: Backend,
+        device_key: str,
+        address: int,
+        nbytes: int,
+        undo: contextlib.ExitStack,
     ) -> None:
         """undo: of the rest, when nothing is mapped any more."""
         self.closed = False
-        self._backend, self._device_key, self._address, self._nbytes = backend, device_key, address, nbytes
+        self._backend, self._device_key, self._address, self._nbytes = (
+            backend,
+            device_key,
+            address,
+            nbytes,
+        )
         self._undo = undo
 
     @held()
@@ -153,19 +173,25 @@ def _drop(mapped: _Mapped, pid: int, endings: queue.SimpleQueue[Callable[[], Non
 
 
 def attach(ticket: Ticket) -> Lease:
-    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second address)."""
+    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second
+    address).
+    """
     return Lease(ticket)
 
 
 class Grant(NamedTuple):
-    """A lease as its owner knows it: its number there, and the tag's extents by this process's handles."""
+    """A lease as its owner knows it: its number there, and the tag's extents by this process's
+    handles.
+    """
 
     owner: Owner
     number: int
     extents: list[shim.Extent]
 
 
-def lease_extents(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False) -> Grant:
+def lease_extents(
+    ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False
+) -> Grant:
     """A lease of the tag: its extents as they lie there, until ``undo`` (empty) unwinds."""
     with _explained(ticket):
         owner = owner_of(ticket.socket_name)
@@ -179,17 +205,23 @@ def lease_extents(ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, 
     ids = [extent_id for extent_id, _, _ in granted]
     handles = imports.pin(ids)
     undo.callback(imports.unpin, ids)
-    extents = [shim.Extent(handle, *extent, shared=True) for handle, extent in zip(handles, granted, strict=True)]
+    extents = [
+        shim.Extent(handle, *extent, shared=True)
+        for handle, extent in zip(handles, granted, strict=True)
+    ]
     return Grant(owner, number, extents)
 
 
 def _ask(
     owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool
 ) -> tuple[int, list[tuple[int, int, int]], list[int]]:
-    """The lease's number; (id, offset, nbytes) of its extents, which are imported then; and which of them the owner
-    wrongly believes to be here: to be told when the lease ends."""
+    """The lease's number; (id, offset, nbytes) of its extents, which are imported then; and which
+    of them the owner wrongly believes to be here: to be told when the lease ends.
+    """
     with _explained(ticket):
-        answer, fds = owner.endpoint.call("lease", timeout=TIMEOUT_SECONDS, token=ticket.token, kept=kept)
+        answer, fds = owner.endpoint.call(
+            "lease", timeout=TIMEOUT_SECONDS, token=ticket.token, kept=kept
+        )
     fresh = [(extent_id, nbytes) for extent_id, _, nbytes, new in answer["extents"] if new]
     forgotten = [extent_id for extent_id, _ in fresh]
     undo.callback(_end_lease, owner, answer["lease"], forgotten)
@@ -199,13 +231,23 @@ def _ask(
 
 
 def import_all(
-    extents: Sequence[tuple[int, int]], fds: Sequence[int], backend: Backend, owner: Owner, left: list[int]
+    extents: Sequence[tuple[int, int]],
+    fds: Sequence[int],
+    backend: Backend,
+    owner: Owner,
+    left: list[int],
 ) -> None:
-    """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they succeed."""
+    """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they
+    succeed.
+    """
     pending = list(fds)
     try:
-        if len(extents) != len(fds):  # the kernel leaves out those that would pass the limit of open files
-            raise LeaseError(f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files")
+        if len(extents) != len(
+            fds
+        ):  # the kernel leaves out those that would pass the limit of open files
+            raise LeaseError(
+                f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files"
+            )
         for extent_id, nbytes in extents:
             handle = backend.import_fd(pending.pop(0))
             imports.add(extent_id, Import(handle, nbytes, backend, owner))
@@ -216,21 +258,27 @@ def import_all(
 
 def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
     """forgotten: ids that the owner believes this process to have, but it has not."""
-    with contextlib.suppress(rpc.Closed, TimeoutError, rpc.Refused):  # an owner that is gone needs no telling
+    with contextlib.suppress(
+        rpc.Closed, TimeoutError, rpc.Refused
+    ):  # an owner that is gone needs no telling
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
 
 def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) -> None:
-    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become imports.
+    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become
+    imports.
 
-    Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known what became of them.
+    Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known
+    what became of them.
     """
     _giving[threading.get_ident()] = time.monotonic()
     try:
         with explained("the memory was not handed over", "the saver to hand it to"):
             owner = owner_of(to.socket_name)
             wanted = [(extent.id, extent.nbytes) for extent in extents]
-            answer, _ = owner.endpoint.call("offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted)
+            answer, _ = owner.endpoint.call(
+                "offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted
+            )
         with imports.arriving([extent.id for extent in extents]):
             _give(owner, extents, to, backend, answer["need"])
             for extent in extents:
@@ -247,7 +295,9 @@ def gives_for(seconds: float) -> bool:
     return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
 
 
-def _give(owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]) -> None:
+def _give(
+    owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]
+) -> None:
     """need: ids of those that the receiver has not imported."""
     fds: list[int] = []
     wanted = [(extent.id, extent.nbytes) for extent in extents]
@@ -255,7 +305,9 @@ def _give(owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend:
         for extent in extents:
             if extent.id in need:
                 fds.append(backend.export_fd(extent.handle))
-        owner.endpoint.call("give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need)
+        owner.endpoint.call(
+            "give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need
+        )
     except rpc.Refused as error:
         raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
     except (rpc.Closed, TimeoutError) as error:
@@ -279,4 +331,6 @@ def explained(what: str, who: str) -> Iterator[None]:
     except rpc.Refused as error:
         raise LeaseError(f"{what}: {error}") from error
     except (OSError, TimeoutError) as error:
-        raise LeaseError(f"{what}: {who} does not answer ({error}); is its process alive?") from error
+        raise LeaseError(
+            f"{what}: {who} does not answer ({error}); is its process alive?"
+        ) from error

@@ -1,8 +1,9 @@
 """Leases that stay mapped between uses, until their owner asks for them back.
 
-Mapping costs milliseconds, also at the peer's other GPUs, so who uses the same tag again and again keeps its lease. The
-owner's pause, or whatever else moves the tag's pages, recalls it first: an idle lease is unmapped at once, by a thread
-of this process; one in use ends with the use. So a lease that is mapped always shows the tag's own pages.
+Mapping costs milliseconds, also at the peer's other GPUs, so who uses the same tag again and again
+keeps its lease. The owner's pause, or whatever else moves the tag's pages, recalls it first: an
+idle lease is unmapped at once, by a thread of this process; one in use ends with the use. So a
+lease that is mapped always shows the tag's own pages.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class Kept:
     def enter(self, at_least: int) -> bool:
         """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
         with self._lock:
-            good = not self._recalled and not self.lease.owner.endpoint.closed and self.lease.nbytes >= at_least
+            good = (
+                not self._recalled
+                and not self.lease.owner.endpoint.closed
+                and self.lease.nbytes >= at_least
+            )
             self._uses += good
             return good
 
@@ -54,7 +59,10 @@ class Kept:
                     self._end()
 
     def recall(self) -> None:
-        """No further use; end it if there is none. May be tried again when the driver refused (``BackendError``)."""
+        """No further use; end it if there is none.
+
+        May be tried again when the driver refused (``BackendError``).
+        """
         with self._lock:
             self._recalled = True
             self._end()
@@ -71,7 +79,8 @@ class Kept:
 
 
 class LeaseCache:
-    """Leases by ticket, and on GPUs by the device that is current. Thread-safe; inert in a forked child.
+    """Leases by ticket, and on GPUs by the device that is current. Thread-safe; inert in a forked
+    child.
 
     Where it is dropped without ``close``, its leases end all the same.
     """
@@ -87,9 +96,10 @@ class LeaseCache:
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
         """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.
 
-        Tensors of it must not be used afterwards. Waits for the device's work when it is left. at_least: bytes that it
-        must have; a tag that has grown since it was mapped is mapped anew only if this says so. Raises ``LeaseError``
-        (as ``attach``) and ``StateError`` (closed, or a forked child).
+        Tensors of it must not be used afterwards. Waits for the device's work when it is left.
+        at_least: bytes that it must have; a tag that has grown since it was mapped is mapped anew
+        only if this says so. Raises ``LeaseError`` (as ``attach``) and ``StateError`` (closed, or a
+        forked child).
         """
         return Unbroken(self._use(ticket, at_least))
 
@@ -103,7 +113,9 @@ class LeaseCache:
 
     def _entered(self, ticket: Ticket, at_least: int) -> Kept:
         if os.getpid() != self._pid:
-            raise StateError("this is a forked child, where kept leases are inert; make LeaseCache of its own")
+            raise StateError(
+                "this is a forked child, where kept leases are inert; make LeaseCache of its own"
+            )
         key = ticket, peer_backend(ticket.device_key).device
         with self._lock:
             if self._closed:
@@ -111,7 +123,9 @@ class LeaseCache:
             kept = self._kept.get(key)
         if kept is not None and kept.enter(at_least):
             return kept
-        fresh = Kept(Lease(ticket, kept=True))  # without the lock: the owner may be waiting for another use here
+        fresh = Kept(
+            Lease(ticket, kept=True)
+        )  # without the lock: the owner may be waiting for another use here
         with self._lock:
             replaced, closed = self._kept.get(key), self._closed
             for gone in [known for known, item in self._kept.items() if item.lease.closed]:
@@ -119,7 +133,9 @@ class LeaseCache:
             self._kept[key] = fresh
         with contextlib.ExitStack() as undo:
             undo.callback(fresh.leave)
-            if replaced is not None:  # smaller, of a dead owner, or of another thread that was as fast
+            if (
+                replaced is not None
+            ):  # smaller, of a dead owner, or of another thread that was as fast
                 replaced.recall()
             if closed:
                 fresh.recall()
@@ -127,7 +143,10 @@ class LeaseCache:
         return fresh
 
     def close(self) -> None:
-        """End all of them, those in use with their use. May be tried again when the driver refused."""
+        """End all of them, those in use with their use.
+
+        May be tried again when the driver refused.
+        """
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True

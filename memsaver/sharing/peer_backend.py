@@ -1,6 +1,7 @@
 """What this process maps other savers' memory with: on GPUs always the one that is current.
 
-So no context and no stream appears on a GPU because its memory is mapped, and it need not be visible here.
+So no context and no stream appears on a GPU because its memory is mapped, and it need not be
+visible here.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from memsaver.vmm.backend import Backend
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:
-    """For memory of the device ``key``, which ``device`` (None: the current GPU) is to reach; ``LeaseError`` if it does
-    not, or there is no GPU."""
+    """For memory of the device ``key``, which ``device`` (None: the current GPU) is to reach;
+    ``LeaseError`` if it does not, or there is no GPU.
+    """
     if key == "cpu":
         return backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():
-        raise LeaseError(f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it")
+        raise LeaseError(
+            f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it"
+        )
     here = torch.cuda.current_device() if device is None or device.index is None else device.index
     check_reach(here, key)
     return backend_of(torch.device("cuda", here))

@@ -1,7 +1,8 @@
-"""Requests in both directions, with file descriptors, over one local socket of two processes of a user.
+"""Requests in both directions, with file descriptors, over one local socket of two processes of a
+user.
 
-Each end has a thread that reads, so that an answer gets through while a request is being worked on, and a thread that
-works on the other's requests, one at a time.
+Each end has a thread that reads, so that an answer gets through while a request is being worked on,
+and a thread that works on the other's requests, one at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _SEND_SECONDS = 5.0  # the other end always reads, unless it is stopped
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 Serve = Callable[[str, dict[str, Any], list[int]], Reply]
-"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it raises reaches the
-caller as ``Refused``; received descriptors are the callee's to close."""
+"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it
+raises reaches the caller as ``Refused``; received descriptors are the callee's to close.
+"""
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
@@ -40,9 +42,12 @@ class Refused(Exception):
 
 
 class Endpoint:
-    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or this one closed.
-    ``on_late`` gets, from the same thread, an answer that came when its caller had given up; it must not ``call``.
-    ``prompt``: operations that wait for nothing, served by that thread while another request is being worked on."""
+    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or
+    this one closed. ``on_late`` gets, from the same thread, an answer that came when its caller had
+    given up; it must not ``call``.
+    ``prompt``: operations that wait for nothing, served by that thread while another request is
+    being worked on.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,9 @@ class Endpoint:
         self._prompt = prompt
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[tuple[dict[str, Any], list[int]]]] = {}
-        self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = (
+            queue.SimpleQueue()
+        )
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self.closed = False
@@ -88,7 +95,10 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """The other end's answer. ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, ``TimeoutError``."""
+        """The other end's answer.
+
+        ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, ``TimeoutError``.
+        """
         number = next(self._numbers)
         answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
         with self._lock:
@@ -106,7 +116,9 @@ class Endpoint:
             return self._accepted(*answers.get_nowait())
         raise TimeoutError(f"process {self.peer_pid} gave no answer for {timeout:g} s")
 
-    def _accepted(self, answer: dict[str, Any], received: list[int]) -> tuple[dict[str, Any], list[int]]:
+    def _accepted(
+        self, answer: dict[str, Any], received: list[int]
+    ) -> tuple[dict[str, Any], list[int]]:
         if "closed" in answer:
             raise Closed(f"process {self.peer_pid} is gone")
         if "refused" in answer:
@@ -136,7 +148,9 @@ class Endpoint:
                 head = HEADER.pack(answer, number, part + 1 < count)
                 body = text[part * _TEXT : (part + 1) * _TEXT]
                 try:
-                    socket.send_fds(self._socket, [head + body], list(fds[part * _FDS : (part + 1) * _FDS]))
+                    socket.send_fds(
+                        self._socket, [head + body], list(fds[part * _FDS : (part + 1) * _FDS])
+                    )
                 except OSError as error:
                     if part:
                         self.close()  # half a message cannot be taken back
@@ -149,7 +163,9 @@ class Endpoint:
         text, fds, more = b"", [], True
         try:
             while more:
-                data, got, _, _ = socket.recv_fds(self._socket, _TEXT + 64, _FDS, socket.MSG_CMSG_CLOEXEC)
+                data, got, _, _ = socket.recv_fds(
+                    self._socket, _TEXT + 64, _FDS, socket.MSG_CMSG_CLOEXEC
+                )
                 fds += got
                 answer, number, more = HEADER.unpack_from(data)  # struct.error: the end
                 text += data[HEADER.size :]
@@ -170,7 +186,9 @@ class Endpoint:
                 else:
                     self._requests.put((number, content, fds))
                 continue
-            with self._lock:  # a caller that gives up meanwhile finds the answer, or leaves it to us
+            with (
+                self._lock
+            ):  # a caller that gives up meanwhile finds the answer, or leaves it to us
                 waiting = self._waiting.get(number)
                 if waiting is not None:
                     waiting.put((content, fds))
@@ -222,7 +240,9 @@ def send_timeout(seconds: float) -> bytes:
 def credentials(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end; of one that connected, those of the process that listens."""
     size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    pid, uid, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
     return pid, uid
 
 

@@ -1,8 +1,8 @@
 """The owner's side of sharing: who may map which tag, who does, and who has imported which extent.
 
-The owner listens on an abstract unix socket (nothing in the file system to leave behind). A connection must come from
-the same user, a request must carry the token of a ticket. What a connection was granted ends with it, so a dead peer
-holds nothing.
+The owner listens on an abstract unix socket (nothing in the file system to leave behind). A
+connection must come from the same user, a request must carry the token of a ticket. What a
+connection was granted ends with it, so a dead peer holds nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(eq=False)
 class Link:
-    """One connection of a peer process: the extents it has imported, the leases it holds (number -> tag), and which of
-    them it may keep mapped while it does not use them."""
+    """One connection of a peer process: the extents it has imported, the leases it holds (number ->
+    tag), and which of them it may keep mapped while it does not use them.
+    """
 
     endpoint: rpc.Endpoint = field(init=False)
     imported: set[int] = field(default_factory=set)
@@ -53,9 +54,12 @@ class Link:
 class ShareServer:
     """Grants leases and takes extents over, from threads of its own."""
 
-    def __init__(self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]) -> None:
-        """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it, held weakly, so
-        that the threads here do not keep a saver alive that nobody else uses."""
+    def __init__(
+        self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]
+    ) -> None:
+        """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it,
+        held weakly, so that the threads here do not keep a saver alive that nobody else uses.
+        """
         self._lock = lock
         self._pool = pool
         self._find_arena = weakref.WeakMethod(find_arena)
@@ -91,25 +95,41 @@ class ShareServer:
         return ticket.socket_name == self._socket_name
 
     def pool_ticket(self, device_key: str) -> PoolTicket:
-        return PoolTicket(socket_name=self._socket_name, token=self._pool_token, device_key=device_key, pid=os.getpid())
+        return PoolTicket(
+            socket_name=self._socket_name,
+            token=self._pool_token,
+            device_key=device_key,
+            pid=os.getpid(),
+        )
 
     def holders(self, tag: str) -> list[int]:
         """Process ids that hold a lease of the tag."""
         with self._changed:
-            return [link.endpoint.peer_pid for link in self._links for held in link.leases.values() if held == tag]
+            return [
+                link.endpoint.peer_pid
+                for link in self._links
+                for held in link.leases.values()
+                if held == tag
+            ]
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
-        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who still holds one."""
+        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who
+        still holds one.
+        """
         deadline = time.monotonic() + timeout
         while True:
             self.recall(tags)
             with self._changed:
-                held = [(t, link) for link in self._links for t in link.leases.values() if t in tags]
+                held = [
+                    (t, link) for link in self._links for t in link.leases.values() if t in tags
+                ]
                 if not held:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held)
+                    names = ", ".join(
+                        f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held
+                    )
                     raise LeaseError(
                         f"leased: {names}; close the Lease there, or pause what "
                         f"borrowed the pages, before pausing (nothing was changed)"
@@ -120,19 +140,23 @@ class ShareServer:
     def recall(self, tags: Sequence[str]) -> None:
         """Peers end leases of the tags that they keep: at once, or with the use that is under way.
 
-        The caller may hold the saver's lock, but not the device's: peers, and this process as one, unmap meanwhile.
+        The caller may hold the saver's lock, but not the device's: peers, and this process as one,
+        unmap meanwhile.
         """
         for link in list(self._links):
             with self._changed:
                 wanted = [number for number in link.kept if link.leases[number] in tags]
             if wanted:
-                with contextlib.suppress(rpc.Closed, rpc.Refused, TimeoutError):  # then the lease is still there
+                with contextlib.suppress(
+                    rpc.Closed, rpc.Refused, TimeoutError
+                ):  # then the lease is still there
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
 
-        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go then.
+        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go
+        then.
         """
         for link in list(self._links):
             wanted = sorted(link.imported.intersection(ids))
@@ -180,12 +204,16 @@ class ShareServer:
                 continue
             link = Link()
             handler, gone = Handler(self, link), partial(self._gone, link)
-            link.endpoint = rpc.Endpoint(connection, handler, gone, "memsaver-owner", prompt=["unlease"])
+            link.endpoint = rpc.Endpoint(
+                connection, handler, gone, "memsaver-owner", prompt=["unlease"]
+            )
             with self._changed:
                 self._links.append(link)
             try:
                 link.endpoint.start()
-            except RuntimeError:  # no thread to be had: this peer is turned away, later ones perhaps not
+            except (
+                RuntimeError
+            ):  # no thread to be had: this peer is turned away, later ones perhaps not
                 self._gone(link)
                 time.sleep(_SCARCE_SECONDS)
 
@@ -209,7 +237,9 @@ class ShareServer:
             if arena.paused:
                 raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
             if arena.borrowed is not None:
-                raise rpc.Refused(f"tag {ticket.tag!r} has borrowed its pages; share them at their owner")
+                raise rpc.Refused(
+                    f"tag {ticket.tag!r} has borrowed its pages; share them at their owner"
+                )
             arena.backend.bind_thread()
             extents = shim.extents(arena.slot)
             fresh = [extent for extent in extents if extent.id not in link.imported]
@@ -245,11 +275,17 @@ class ShareServer:
             self._pool.check_room(sum(nbytes for _, nbytes in extents))
         return {"need": imports.missing([extent_id for extent_id, _ in extents])}, []
 
-    def give(self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]) -> rpc.Reply:
+    def give(
+        self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]
+    ) -> rpc.Reply:
         """Take ownership of all or none; the giver keeps its handles, as imports."""
         self._check_pool_token(token)
-        if len(fds) != len(need):  # the kernel leaves out those that would pass the limit of open files
-            raise rpc.Refused(f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there")
+        if len(fds) != len(
+            need
+        ):  # the kernel leaves out those that would pass the limit of open files
+            raise rpc.Refused(
+                f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there"
+            )
         pending = dict(zip(need, fds, strict=True))
         fds.clear()
         try:
@@ -266,17 +302,27 @@ class ShareServer:
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:
-        """The saver's lock. What cannot have it in time is refused: its caller is not to give up and then be served.
+        """The saver's lock. What cannot have it in time is refused: its caller is not to give up
+        and then be served.
 
-        Savers that hand over to each other, or in a ring, would wait for each other, for each holds its lock. So a
-        process that waits as a giver lets only those with a smaller number wait for itself.
+        Savers that hand over to each other, or in a ring, would wait for each other, for each holds
+        its lock. So a process that waits as a giver lets only those with a smaller number wait for
+        itself.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):
-            if giver is not None and giver.endpoint.peer_pid >= os.getpid() and gives_for(_CROSSING_SECONDS):
-                raise rpc.Refused(f"process {os.getpid()} hands memory over itself at this moment; try again")
+            if (
+                giver is not None
+                and giver.endpoint.peer_pid >= os.getpid()
+                and gives_for(_CROSSING_SECONDS)
+            ):
+                raise rpc.Refused(
+                    f"process {os.getpid()} hands memory over itself at this moment; try again"
+                )
             if time.monotonic() > deadline:
-                raise rpc.Refused(f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again")
+                raise rpc.Refused(
+                    f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again"
+                )
         try:
             yield
         finally:

@@ -1,6 +1,8 @@
-"""One tag's memory on one device: an address range for life, and the extents behind it while the tag is active.
+"""One tag's memory on one device: an address range for life, and the extents behind it while the
+tag is active.
 
-A tag's states, and the methods that lead from one to the next. No other file assigns a tag's fields.
+A tag's states, and the methods that lead from one to the next. No other file assigns a tag's
+fields.
 
 | state | behind the addresses | leaves it by |
 |---|---|---|
@@ -64,8 +66,9 @@ class Reservation:
 class Arena:
     """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
 
-    The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's allocator callbacks use
-    it too. Methods change one thing each; `Transactions` composes them into all-or-nothing operations.
+    The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's
+    allocator callbacks use it too. Methods change one thing each; `Transactions` composes them into
+    all-or-nothing operations.
     """
 
     def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
@@ -75,12 +78,16 @@ class Arena:
         give_back_forgotten()
         self.reservation = Reservation(backend, reserve_bytes)
         base = self.reservation.address
-        self.slot: int = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+        self.slot: int = shim.library().ms_arena_new(
+            backend.phys, base, reserve_bytes, backend.unit
+        )
         if self.slot < 0 and gc.collect():  # savers that only cycles keep have slots, too
             self.slot = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
         if self.slot < 0:
             self.reservation.close()
-            raise MemoryError("all 256 slots for tags of this process are taken; close savers that are not used")
+            raise MemoryError(
+                "all 256 slots for tags of this process are taken; close savers that are not used"
+            )
         self._state = "active"
         self.committed_when_paused = 0
         self.sums: Checksums | None = None
@@ -88,14 +95,18 @@ class Arena:
         self.whole = True  # resume with one extent: another tag is not to use it
         self.elastic = False  # never with one extent
         self.backup: Backup | None = None
-        self.version: Hashable | None = None  # what the owner calls the content, until the next pause
+        self.version: Hashable | None = (
+            None  # what the owner calls the content, until the next pause
+        )
         self.clean_copy: CleanCopy | None = None
         self.open_regions = 0
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
         self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
-        self._finalizer = weakref.finalize(self, _give_back, backend, self.reservation, self.slot, self._borrowed)
+        self._finalizer = weakref.finalize(
+            self, _give_back, backend, self.reservation, self.slot, self._borrowed
+        )
         self._finalizer.atexit = False
 
     @property
@@ -133,13 +144,17 @@ class Arena:
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see ``cause``)."""
+        """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see
+        ``cause``).
+        """
         self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
             return None
         tensor, owner = self.backend.view(address, nbytes)
-        weakref.finalize(owner, self._free, address).atexit = False  # so the tensor keeps the arena alive, too
+        weakref.finalize(
+            owner, self._free, address
+        ).atexit = False  # so the tensor keeps the arena alive, too
         return tensor
 
     def _free(self, address: int) -> None:
@@ -160,16 +175,22 @@ class Arena:
         return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
 
     def settle_frees(self) -> None:
-        """Wait for work that may still use what was freed, on whatever stream: others get that memory from here on."""
+        """Wait for work that may still use what was freed, on whatever stream: others get that
+        memory from here on.
+        """
         if (frees := self.stats.frees) != self._settled_frees:
             self.backend.synchronize()
             self._settled_frees = frees
 
     def trim(self) -> int:
-        """Give back the extents behind the unused tail; bytes given back. If paused: not to be put back any more."""
+        """Give back the extents behind the unused tail; bytes given back. If paused: not to be put
+        back any more.
+        """
         stats = self.stats
         if self.paused:
-            self.committed_when_paused = min(self.committed_when_paused, self.backend.round_up(stats.top))
+            self.committed_when_paused = min(
+                self.committed_when_paused, self.backend.round_up(stats.top)
+            )
             return 0
         if stats.committed - stats.top < self.backend.granularity:
             return 0
@@ -180,7 +201,9 @@ class Arena:
     def require_no_region(self, what: str) -> None:
         """``StateError`` while a region of the tag is open."""
         if self.open_regions:
-            raise StateError(f"cannot {what} {self.tag!r}: a region of it is open; leave the region first")
+            raise StateError(
+                f"cannot {what} {self.tag!r}: a region of it is open; leave the region first"
+            )
 
     def report(self, leases: int) -> TagReport:
         stats = self.stats
@@ -256,7 +279,10 @@ class Arena:
             self.last_resume_seconds = seconds
 
     def live_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(offset, nbytes) of what is in use. Under torch's caching allocator: the live blocks inside its segments."""
+        """(offset, nbytes) of what is in use.
+
+        Under torch's caching allocator: the live blocks inside its segments.
+        """
         blocks = [(block.offset, block.nbytes) for block in shim.blocks(self.slot)]
         if self.backend.device.type != "cuda":
             return tuple(blocks)
@@ -279,7 +305,11 @@ class Arena:
     def saved_ranges(self) -> list[tuple[int, int]]:
         """(offset, nbytes) of the live content, where there is memory behind it."""
         end = self.stats.committed
-        return [(offset, min(nbytes, end - offset)) for offset, nbytes in self.live_ranges() if offset < end]
+        return [
+            (offset, min(nbytes, end - offset))
+            for offset, nbytes in self.live_ranges()
+            if offset < end
+        ]
 
     def verify(self) -> None:
         """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
@@ -290,8 +320,12 @@ class Arena:
         """Note what is at these (offset, nbytes), for `verify`."""
         self.sums = Checksums.take(self.tag, ranges, self.bytes_at)
 
-    def keep_clean_copy(self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]) -> CleanCopy:
-        """Keep a backup of the content that its owner calls ``version``, for the next pause; its digest is begun."""
+    def keep_clean_copy(
+        self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]
+    ) -> CleanCopy:
+        """Keep a backup of the content that its owner calls ``version``, for the next pause; its
+        digest is begun.
+        """
         self.version = version
         self.clean_copy = CleanCopy(backup, version, fingerprint(ranges, self.bytes_at))
         self.clean_copy.digest.start()
@@ -303,14 +337,16 @@ class Arena:
     def trade_content(self, other: Arena) -> None:
         """Two tags have exchanged their extents: what is known of the content goes along.
 
-        CleanCopy copies do not: they are numbered and checked by the place that the content has left.
+        CleanCopy copies do not: they are numbered and checked by the place that the content has
+        left.
         """
         self.version, other.version = other.version, self.version
         for arena in (self, other):
             arena.forget_clean_copy()
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Take all extents from behind the tag, in one call; they keep their content until they are released.
+        """Take all extents from behind the tag, in one call; they keep their content until they are
+        released.
 
         Returns those that are the tag's own.
         """
@@ -343,14 +379,23 @@ class Arena:
         undo.callback(shim.set_extents, self.slot, [])
 
     def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
-        """Map extents, one after the other, behind what the tag has. The tag is frozen meanwhile."""
+        """Map extents, one after the other, behind what the tag has.
+
+        The tag is frozen meanwhile.
+        """
         shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
         self.missing = 0
 
     def map(
-        self, extents: Sequence[shim.Extent], first: int, undo: contextlib.ExitStack, writable: bool = True
+        self,
+        extents: Sequence[shim.Extent],
+        first: int,
+        undo: contextlib.ExitStack,
+        writable: bool = True,
     ) -> list[shim.Extent]:
-        """Put extents behind the addresses from byte ``first`` on; as they are there, for the shim's table."""
+        """Put extents behind the addresses from byte ``first`` on; as they are there, for the
+        shim's table.
+        """
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
@@ -362,12 +407,18 @@ class Arena:
         return placed
 
     def shrink(self, keep: int) -> None:
-        """Give back the extents after the first ``keep`` bytes, also where tensors lie. No peer has imported them."""
+        """Give back the extents after the first ``keep`` bytes, also where tensors lie.
+
+        No peer has imported them.
+        """
         shim.library().ms_shrink(self.slot, keep)
         self.missing = 0
 
     def close(self) -> None:
-        """Give all memory back. Addresses of living tensors stay reserved, so that nothing reuses them."""
+        """Give all memory back.
+
+        Addresses of living tensors stay reserved, so that nothing reuses them.
+        """
         shim.library().ms_set_state(self.slot, shim.PAUSED)
         if self.borrowed is not None:
             self.unmap(contextlib.ExitStack())
@@ -388,9 +439,12 @@ def _decommit(backend: Backend, address: int, slot: int) -> None:
 
 
 @held()
-def _give_back(backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]) -> None:
-    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait, or where a region's
-    tensors live on."""
+def _give_back(
+    backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]
+) -> None:
+    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait,
+    or where a region's tensors live on.
+    """
     _forgotten.append((backend, reservation, slot, borrowed))
     give_back_forgotten()
 
@@ -404,7 +458,9 @@ def give_back_forgotten() -> None:
 def _retry(items: Sequence[_Parts]) -> None:
     for item in items:
         if _may_end(item):
-            with contextlib.suppress(ValueError):  # finalizers run in any thread: another one took it
+            with contextlib.suppress(
+                ValueError
+            ):  # finalizers run in any thread: another one took it
                 _forgotten.remove(item)
                 _undo(*item)
     if _forgotten and _retry_on_host not in gc.callbacks:
@@ -412,7 +468,10 @@ def _retry(items: Sequence[_Parts]) -> None:
 
 
 def _retry_on_host(phase: str, info: object) -> None:
-    """When garbage is collected. Not on GPUs: waiting for one would break a graph that another thread captures."""
+    """When garbage is collected.
+
+    Not on GPUs: waiting for one would break a graph that another thread captures.
+    """
     if phase == "stop":
         _retry([item for item in _forgotten if item[0].device.type == "cpu"])
         if not _forgotten:
@@ -425,7 +484,9 @@ def _may_end(item: _Parts) -> bool:
     return not backend.capturing and (backend.forked or not shim.stats(slot).blocks)
 
 
-def _undo(backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]) -> None:
+def _undo(
+    backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]
+) -> None:
     if backend.forked:
         return  # nothing of it came along
     backend.synchronize()  # kernels that use it may be queued on any stream

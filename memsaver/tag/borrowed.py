@@ -1,4 +1,6 @@
-"""Pages of another saver's tag behind a tag of this one, and how they go back when nobody may wait for the owner."""
+"""Pages of another saver's tag behind a tag of this one, and how they go back when nobody may wait
+for the owner.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ _log = logging.getLogger("memsaver")
 class BorrowedPages:
     """The lease behind a borrowed tag. Who maps the extents unmaps them, then calls ``end``."""
 
-    def __init__(self, ticket: Ticket, extents: Sequence[shim.Extent], end: Callable[[], None]) -> None:
-        """extents: gap-free from byte 0 on, by this process's handles. end: lets go of them, and tells the owner."""
+    def __init__(
+        self, ticket: Ticket, extents: Sequence[shim.Extent], end: Callable[[], None]
+    ) -> None:
+        """extents: gap-free from byte 0 on, by this process's handles.
+
+        end: lets go of them, and tells the owner.
+        """
         self.ticket = ticket
         self.extents = tuple(extents)
         self.nbytes = sum(extent.nbytes for extent in extents)
@@ -32,7 +39,8 @@ class BorrowedPages:
         self._endings = endings(self._pid)  # now: a finalizer is not to start threads
 
     def drop(self, backend: Backend, address: int) -> None:
-        """Unmap and end, for a finalizer: it may run under any lock, so another thread talks to the owner.
+        """Unmap and end, for a finalizer: it may run under any lock, so another thread talks to the
+        owner.
 
         Does nothing in a forked child, which has neither the mapping nor the lease.
         """
@@ -44,9 +52,13 @@ class BorrowedPages:
 
 @cache
 def endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
-    """What a thread of this process calls, one after the other; putting something there is safe in a finalizer."""
+    """What a thread of this process calls, one after the other; putting something there is safe in
+    a finalizer.
+    """
     pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    threading.Thread(target=_call_all, args=[pending], name=f"memsaver-borrowed-{pid}", daemon=True).start()
+    threading.Thread(
+        target=_call_all, args=[pending], name=f"memsaver-borrowed-{pid}", daemon=True
+    ).start()
     return pending
 
 
@@ -55,4 +67,6 @@ def _call_all(pending: queue.SimpleQueue[Callable[[], None]]) -> None:
         try:
             pending.get()()
         except Exception:
-            _log.exception("borrowed pages were not given back in order; their owner may miss them until this ends")
+            _log.exception(
+                "borrowed pages were not given back in order; their owner may miss them until this ends"
+            )

@@ -29,16 +29,22 @@ def check(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
     total = sum(extent.nbytes for extent in found)
     assert total == backend.committed_bytes, f"{total} bytes known, {backend.committed_bytes} made"
     assert len(found) == len({extent.id for extent in found}), "an extent is in two places"
-    assert borrowed.isdisjoint(extent.id for extent in found), "an extent is borrowed from the saver itself"
+    assert borrowed.isdisjoint(extent.id for extent in found), (
+        "an extent is borrowed from the saver itself"
+    )
 
 
 def _check_borrowed(arena: Arena) -> None:
     borrowed, stats = arena.borrowed, arena.stats
     assert borrowed is not None and not arena.paused, f"{arena.tag} is paused with borrowed pages"
-    assert not stats.committed, f"{arena.tag} has borrowed pages and {stats.committed} bytes of its own"
+    assert not stats.committed, (
+        f"{arena.tag} has borrowed pages and {stats.committed} bytes of its own"
+    )
     assert stats.state == shim.PAUSED, f"{arena.tag} could grow behind borrowed pages"
     ends = [extent.offset + extent.nbytes for extent in borrowed.extents]
     assert [0, *ends] == [*(extent.offset for extent in borrowed.extents), borrowed.nbytes], (
         f"{arena.tag}: a hole in borrowed pages"
     )
-    assert imports.pinned([extent.id for extent in borrowed.extents]), f"{arena.tag}: borrowed extents are not held"
+    assert imports.pinned([extent.id for extent in borrowed.extents]), (
+        f"{arena.tag}: borrowed extents are not held"
+    )

@@ -12,13 +12,22 @@ PAGE_POOL = "the page pool"
 
 
 def explain(
-    what: str, cause: shim.Cause, needed: int, reserve_bytes: int, holders: Mapping[str, int], backend: Backend
+    what: str,
+    cause: shim.Cause,
+    needed: int,
+    reserve_bytes: int,
+    holders: Mapping[str, int],
+    backend: Backend,
 ) -> Exception:
-    """The exception for ``what``: ``needed`` bytes were asked for, ``holders`` are the tags and their bytes."""
+    """The exception for ``what``: ``needed`` bytes were asked for, ``holders`` are the tags and
+    their bytes.
+    """
     if cause.code == shim.E_PAUSED:
         return StateError(f"{what}: the tag is paused; resume it first")
     if cause.code == shim.E_FORKED:
-        return StateError(f"{what}: this is a forked child, where the saver is inert; make a saver of its own")
+        return StateError(
+            f"{what}: this is a forked child, where the saver is inert; make a saver of its own"
+        )
     if cause.code == shim.E_RESERVATION:
         message = (
             f"{what} outgrows the {format_bytes(reserve_bytes)} of addresses reserved for each tag: "
@@ -39,6 +48,8 @@ def explain(
     if holders.get(PAGE_POOL):
         advice = f"trim() gives the page pool's memory back. {advice}"
     everyone = {**holders, **backend.other_holders()}
-    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in everyone.items() if nbytes)
+    held = ", ".join(
+        f"{name} {format_bytes(nbytes)}" for name, nbytes in everyone.items() if nbytes
+    )
     message = f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. {advice}; nothing was changed."
     return OutOfMemory(message, needed, missing, everyone)

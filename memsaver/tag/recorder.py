@@ -1,7 +1,9 @@
-"""What a saver has done: its operations for the timeline, its driver calls for statistics, both for the log.
+"""What a saver has done: its operations for the timeline, its driver calls for statistics, both for
+the log.
 
-Driver calls are recorded in the shim, so those that torch's allocator makes without Python are among them. Loggers, at
-level DEBUG: ``memsaver`` has a line for each operation on a tag, ``memsaver.driver`` one for each driver call.
+Driver calls are recorded in the shim, so those that torch's allocator makes without Python are
+among them. Loggers, at level DEBUG: ``memsaver`` has a line for each operation on a tag,
+``memsaver.driver`` one for each driver call.
 """
 
 from __future__ import annotations
@@ -44,12 +46,18 @@ class Recorder:
         )
         self._events.append(event)
         if _log.isEnabledFor(logging.DEBUG):
-            held = f"{format_bytes(event.committed_bytes)}, {format_bytes(event.backup_bytes)} saved"
-            _log.debug("%s %r on %s: %s, %.3f ms", op, arena.tag, self._backend.device, held, 1e3 * seconds)
+            held = (
+                f"{format_bytes(event.committed_bytes)}, {format_bytes(event.backup_bytes)} saved"
+            )
+            _log.debug(
+                "%s %r on %s: %s, %.3f ms", op, arena.tag, self._backend.device, held, 1e3 * seconds
+            )
 
     @contextmanager
     def timed(self, op: str, arenas: Sequence[Arena]) -> Iterator[None]:
-        """Record one operation on these tags, an equal share of its seconds each; nothing if it fails."""
+        """Record one operation on these tags, an equal share of its seconds each; nothing if it
+        fails.
+        """
         started = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started) / max(1, len(arenas))
@@ -89,7 +97,13 @@ class Recorder:
         self._seen = count
         for call in calls:
             name = shim.Operation(call.operation).name.lower()
-            _driver_log.debug("%s %s, %.1f us%s", name, format_bytes(call.nbytes), call.ns / 1e3, self._outcome(call))
+            _driver_log.debug(
+                "%s %s, %.1f us%s",
+                name,
+                format_bytes(call.nbytes),
+                call.ns / 1e3,
+                self._outcome(call),
+            )
 
     def _outcome(self, call: shim.Call) -> str:
         if call.error <= 0:

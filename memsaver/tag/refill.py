@@ -13,7 +13,9 @@ from memsaver.vmm.backend import Backend, Waitable
 
 
 class Refill:
-    """Extents mapped behind a paused tag one after the other, each filled from the host as soon as it is there."""
+    """Extents mapped behind a paused tag one after the other, each filled from the host as soon as
+    it is there.
+    """
 
     def __init__(self, backend: Backend, into: Arena, undo: contextlib.ExitStack) -> None:
         self._backend, self._into, self._undo = backend, into, undo
@@ -45,5 +47,7 @@ class Refill:
         for event in self._events:
             event.synchronize()
         if isinstance(self._into.backup, DiskBackup):
-            self._into.backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
+            self._into.backup.restore(
+                self._backend, self._into.address, self._into.committed_when_paused
+            )
         self._into.verify()

@@ -1,4 +1,6 @@
-"""Content on its way out of a tag: into host memory or a file, unless a copy that was kept still holds it."""
+"""Content on its way out of a tag: into host memory or a file, unless a copy that was kept still
+holds it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from memsaver.vmm.backend import Backend, Waitable
 class Saving:
     """Of one saver, which holds its lock around every call."""
 
-    def __init__(self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
-        """debug: note checksums of what is saved. disk_dir: for content "disk". tags: all of the saver's."""
+    def __init__(
+        self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]
+    ) -> None:
+        """debug: note checksums of what is saved.
+
+        disk_dir: for content "disk". tags: all of the saver's.
+        """
         self.disk_dir = disk_dir
         self._backend = backend
         self._checksums = debug
@@ -32,7 +39,9 @@ class Saving:
         return backup
 
     def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
-        """Where the content goes, and whether it must be copied there: not if a clean copy still holds it."""
+        """Where the content goes, and whether it must be copied there: not if a clean copy still
+        holds it.
+        """
         copy = arena.clean_copy
         if copy is not None and not copy.begin_check(arena.version, content, arena.stats.committed):
             copy = None
@@ -52,7 +61,11 @@ class Saving:
         host = self._backend.host_arena
         for last in (False, True):
             try:
-                return HostBackup(ranges, host) if content == "host" else DiskBackup(ranges, host, self.disk_dir)
+                return (
+                    HostBackup(ranges, host)
+                    if content == "host"
+                    else DiskBackup(ranges, host, self.disk_dir)
+                )
             except HostMemoryError:
                 if last or not self._drop_clean_copies():
                     raise

@@ -1,4 +1,6 @@
-"""One tag out and another in, extent by extent: the memory of the first serves the second, both directions busy."""
+"""One tag out and another in, extent by extent: the memory of the first serves the second, both
+directions busy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from memsaver.vmm.page_pool import LARGEST, PagePool
 
 
 def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:
-    """Can extents of these sizes serve ``needed`` bytes so that at most LARGEST bytes more than must be are held?
+    """Can extents of these sizes serve ``needed`` bytes so that at most LARGEST bytes more than
+    must be are held?
 
     Not if they are too large to fit one after the other: an extent cannot be split.
     """
@@ -32,13 +35,18 @@ def _unserved(sizes: Sequence[int], needed: int) -> int:
 class Swap:
     """``out`` is active and frozen, ``into`` is paused; the device has nothing to do with either.
 
-    What ``run`` raises has changed nothing: extents that had gone over come back, their content from the copy.
+    What ``run`` raises has changed nothing: extents that had gone over come back, their content
+    from the copy.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool, lock: contextlib.AbstractContextManager[object]) -> None:
+    def __init__(
+        self, backend: Backend, pool: PagePool, lock: contextlib.AbstractContextManager[object]
+    ) -> None:
         self._backend, self._pool, self._lock = backend, pool, lock
 
-    def run(self, out: Arena, copy: HostBackup | None, fresh: bool, into: Arena) -> list[shim.Extent]:
+    def run(
+        self, out: Arena, copy: HostBackup | None, fresh: bool, into: Arena
+    ) -> list[shim.Extent]:
         """copy: for the content of ``out``, which is not in it yet if it is ``fresh``.
 
         Returns the extents of ``out`` that ``into`` had no use for; nothing maps them.
@@ -49,7 +57,9 @@ class Swap:
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
             refill = Refill(self._backend, into, undo)
             with self._lock:
-                head, tail = self._own(leaving, refill.missing, undo)  # first: short of memory, nothing was changed
+                head, tail = self._own(
+                    leaving, refill.missing, undo
+                )  # first: short of memory, nothing was changed
                 refill.put(head)
             left = []
             for extent, event in zip(leaving, copied, strict=True):
@@ -69,25 +79,33 @@ class Swap:
             undo.pop_all()
         return left
 
-    def _start_out(self, out: Arena, copy: HostBackup | None, extent: shim.Extent) -> Waitable | None:
+    def _start_out(
+        self, out: Arena, copy: HostBackup | None, extent: shim.Extent
+    ) -> Waitable | None:
         if copy is None:
             return None
         runs = copy.part(extent.offset, extent.nbytes)
-        return self._backend.start_copy([(host, out.address + at, nbytes) for at, host, nbytes in runs])
+        return self._backend.start_copy(
+            [(host, out.address + at, nbytes) for at, host, nbytes in runs]
+        )
 
     def _own(
         self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
         """What ``into`` gets beside the extents of ``out``, ``ShortOfMemory``.
 
-        At most LARGEST bytes for a head start, so that the way in need not wait for the way out; and what those extents
-        cannot serve.
+        At most LARGEST bytes for a head start, so that the way in need not wait for the way out;
+        and what those extents cannot serve.
         """
         head = self._pool.obtain_most(min(needed, LARGEST), undo)
-        left = _unserved([extent.nbytes for extent in leaving], needed - sum(extent.nbytes for extent in head))
+        left = _unserved(
+            [extent.nbytes for extent in leaving], needed - sum(extent.nbytes for extent in head)
+        )
         return head, self._pool.obtain(left, undo)
 
-    def _take_away(self, out: Arena, copy: HostBackup | None, extent: shim.Extent, undo: contextlib.ExitStack) -> None:
+    def _take_away(
+        self, out: Arena, copy: HostBackup | None, extent: shim.Extent, undo: contextlib.ExitStack
+    ) -> None:
         address = out.address + extent.offset
         self._backend.unmap(address, extent.nbytes)
 

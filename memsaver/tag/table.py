@@ -36,9 +36,13 @@ class Tags:
         check_content(content)
         arena = self._arenas.get(tag)
         if arena is None:
-            arena = self._arenas[tag] = Arena(tag, content or "discard", self._backend, self.reserve_bytes)
+            arena = self._arenas[tag] = Arena(
+                tag, content or "discard", self._backend, self.reserve_bytes
+            )
         if content is not None and content != arena.content:
-            raise TagError(f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag")
+            raise TagError(
+                f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag"
+            )
         if arena.paused:
             raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
         arena.require_own(f"cannot allocate on {tag!r}")
@@ -53,7 +57,9 @@ class Tags:
         for arena in self:
             if 0 <= address - arena.address < arena.reservation.nbytes:
                 return arena
-        raise TagError("the tensor is not in any tag of this saver; make it in a region, or with empty()")
+        raise TagError(
+            "the tensor is not in any tag of this saver; make it in a region, or with empty()"
+        )
 
     def paused_at(self, address: int) -> str | None:
         """The tag at this address, if there is no memory behind it. Takes no lock."""

@@ -1,4 +1,6 @@
-"""Take the memory of tags away and put it back: all of them or none, and nothing unmapped while work is in flight."""
+"""Take the memory of tags away and put it back: all of them or none, and nothing unmapped while
+work is in flight.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,19 @@ Extents = Mapping[str, Sequence[shim.Extent]]
 
 
 class Transactions:
-    """Of one saver, which holds its lock around every call. ``server``: set once the saver shares anything.
+    """Of one saver, which holds its lock around every call. ``server``: set once the saver shares
+    anything.
 
-    Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies, and waiting for
-    another process, are not.
+    Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies,
+    and waiting for another process, are not.
     """
 
-    def __init__(self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]) -> None:
-        """debug: compare kept content before the pause and after the resume. disk_dir: for content "disk". tags: all
-        of the saver's."""
+    def __init__(
+        self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]
+    ) -> None:
+        """debug: compare kept content before the pause and after the resume. disk_dir: for content
+        "disk". tags: all of the saver's.
+        """
         self.saving = Saving(backend, debug, disk_dir, tags)
         self.server: ShareServer | None = None
         self._backend = backend
@@ -55,7 +61,9 @@ class Transactions:
         if (release == "hand_over") != (to is not None):
             raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
         if to is not None and to.device_key != self._backend.device_key:
-            raise ValueError(f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}")
+            raise ValueError(
+                f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}"
+            )
 
     def wait_unleased(self, arenas: Sequence[Arena]) -> None:
         if self.server is not None:
@@ -76,7 +84,8 @@ class Transactions:
     ) -> LeaseError | None:
         """saved: those whose content is kept, each with "host" or "disk".
 
-        What it raises has changed nothing; the error that it returns is to be raised when the tags' pause is recorded.
+        What it raises has changed nothing; the error that it returns is to be raised when the tags'
+        pause is recorded.
         """
         self.wait_unleased(arenas)
         if release != "keep":
@@ -109,7 +118,9 @@ class Transactions:
             else:
                 self._pool.keep(items)
 
-    def _settle(self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool) -> None:
+    def _settle(
+        self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool
+    ) -> None:
         for arena in arenas:
             arena.end_pause(extents[arena.tag], backups.get(arena.tag), whole)
 
@@ -144,7 +155,9 @@ class Transactions:
         return lost
 
     def swap(self, out: Arena, content: str, into: Arena) -> None:
-        """Pause one tag, its memory going to another that is resumed; what it raises has changed nothing."""
+        """Pause one tag, its memory going to another that is resumed; what it raises has changed
+        nothing.
+        """
         leaving = shim.extents(out.slot)
         if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
             self._swap_in_turn(out, content, into)
@@ -154,19 +167,25 @@ class Transactions:
         except ShortOfMemory:  # one after the other takes less at once
             self._swap_in_turn(out, content, into)
 
-    def _swap_piecewise(self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]) -> None:
+    def _swap_piecewise(
+        self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]
+    ) -> None:
         self.wait_unleased([out])
         with contextlib.ExitStack() as undo:
             out.freeze()
             undo.callback(out.thaw)
             self._drain(None)
-            backup, fresh = self.saving.prepare(out, content) if content == "host" else (None, False)
+            backup, fresh = (
+                self.saving.prepare(out, content) if content == "host" else (None, False)
+            )
             assert backup is None or isinstance(backup, HostBackup)
             undo.callback(out.forget_clean_copy)
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
             undo.pop_all()
         self._pool.keep(left)
-        self._settle([out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False)
+        self._settle(
+            [out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False
+        )
         into.end_resume()
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
@@ -188,13 +207,19 @@ class Transactions:
             ) from error
 
     def _check_room(self, out: Arena, into: Arena) -> None:
-        """``ShortOfMemory``, before content is gone that nobody saved, where even all of ``out`` is not enough."""
+        """``ShortOfMemory``, before content is gone that nobody saved, where even all of ``out`` is
+        not enough.
+        """
         more = into.committed_when_paused - out.stats.committed - self._pool.held_bytes
         if more > (free := self._backend.free_bytes):
-            raise ShortOfMemory(shim.Cause(shim.E_LIMIT, 0, into.committed_when_paused, more - free))
+            raise ShortOfMemory(
+                shim.Cause(shim.E_LIMIT, 0, into.committed_when_paused, more - free)
+            )
 
     def exchange(self, one: Arena, other: Arena) -> None:
-        """Each gets the other's extents, and what is known of their content; what it raises has changed nothing."""
+        """Each gets the other's extents, and what is known of their content; what it raises has
+        changed nothing.
+        """
         self.wait_unleased([one, other])
         with contextlib.ExitStack() as undo:
             for arena in (one, other):
@@ -225,7 +250,9 @@ class Transactions:
         """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
         self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
         with self._device_lock:
-            return sum(arena.trim() for arena in arenas) + self._pool.drop(sum(extent.nbytes for extent in kept))
+            return sum(arena.trim() for arena in arenas) + self._pool.drop(
+                sum(extent.nbytes for extent in kept)
+            )
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
@@ -243,7 +270,9 @@ class Transactions:
     # ---------------------------------------------------------------- back
 
     def resume(self, arenas: Sequence[Arena]) -> None:
-        """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to give."""
+        """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
+        give.
+        """
         try:
             self._resume(arenas)
         except ShortOfMemory:
@@ -251,7 +280,9 @@ class Transactions:
             self._resume(arenas)
 
     def resume_most(self, arena: Arena, at_least: int) -> bool:
-        """As much of the tag as there is memory for; False, with nothing changed, when that is below ``at_least``."""
+        """As much of the tag as there is memory for; False, with nothing changed, when that is
+        below ``at_least``.
+        """
         self._reclaim()
         with contextlib.ExitStack() as undo, self._device_lock:
             extents = self._pool.obtain_most(arena.committed_when_paused, undo)
@@ -264,7 +295,9 @@ class Transactions:
         return True
 
     def resize(self, arena: Arena, nbytes: int) -> None:
-        """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises ``ShortOfMemory``."""
+        """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises
+        ``ShortOfMemory``.
+        """
         committed = arena.stats.committed
         if nbytes < committed:
             self.wait_unleased([arena])
@@ -276,13 +309,17 @@ class Transactions:
             with contextlib.ExitStack() as undo, self._device_lock:
                 undo.callback(arena.thaw)
                 arena.freeze()  # nothing else grows the tag meanwhile
-                more = max(0, nbytes - arena.stats.committed)  # a region of another thread may have been faster
+                more = max(
+                    0, nbytes - arena.stats.committed
+                )  # a region of another thread may have been faster
                 arena.extend(self._pool.obtain(more, undo), undo)
                 undo.pop_all()
             arena.thaw()
 
     def make_room(self) -> bool:
-        """Give up what the page pool keeps, also what peers have imported; False if there was nothing."""
+        """Give up what the page pool keeps, also what peers have imported; False if there was
+        nothing.
+        """
         if not (kept := self._pool.extents):
             return False
         with contextlib.suppress(LeaseError):
@@ -290,14 +327,18 @@ class Transactions:
         return True
 
     def _reclaim(self) -> None:
-        """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its imports."""
+        """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its
+        imports.
+        """
         with contextlib.suppress(LeaseError):
             self._revoke(self._pool.extents)
         self._backend.reclaim()
 
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
-            with self._device_lock:  # else two processes could take half each of what is enough for one
+            with (
+                self._device_lock
+            ):  # else two processes could take half each of what is enough for one
                 refills = [self._bring(arena, undo) for arena in arenas]
             for refill in refills:
                 refill.finish()
@@ -306,7 +347,9 @@ class Transactions:
             arena.end_resume()
 
     def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Refill:
-        """Memory for all of the tag; what is saved on the host is on its way while the driver clears the rest."""
+        """Memory for all of the tag; what is saved on the host is on its way while the driver
+        clears the rest.
+        """
         refill = Refill(self._backend, arena, undo)
         refill.put(self._pool.take(refill.missing, undo))
         if isinstance(arena.backup, HostBackup):

@@ -1,4 +1,6 @@
-"""Physical memory and addresses: CUDA virtual memory, or memfd and mmap; pools of pages, pinned host memory, locks."""
+"""Physical memory and addresses: CUDA virtual memory, or memfd and mmap; pools of pages, pinned
+host memory, locks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backen
 
 
 def make_pinner(device: torch.device) -> Pinner | None:
-    """What makes host memory reachable for a device, whose context must be current; None: all of it is."""
+    """What makes host memory reachable for a device, whose context must be current; None: all of it
+    is.
+    """
     if device.type != "cuda":
         return None
     from memsaver.vmm.cuda import CudaPinner

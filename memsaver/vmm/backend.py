@@ -32,9 +32,9 @@ class Waitable(Protocol):
 
 
 class Backend(ABC):
-    """Physical memory and addresses of one device: what differs is abstract, the rest goes through the shim, which
-    is the only way to extents, mappings and the byte limit. Sizes are bytes; what is mapped, multiples of
-    ``granularity``.
+    """Physical memory and addresses of one device: what differs is abstract, the rest goes through
+    the shim, which is the only way to extents, mappings and the byte limit. Sizes are bytes; what
+    is mapped, multiples of ``granularity``.
     """
 
     device: torch.device
@@ -42,11 +42,19 @@ class Backend(ABC):
     unit: int
     total_bytes: int
 
-    def __init__(self, kind: int, granularity: int, limit_bytes: int | None, driver: shim.Driver | None = None) -> None:
+    def __init__(
+        self,
+        kind: int,
+        granularity: int,
+        limit_bytes: int | None,
+        driver: shim.Driver | None = None,
+    ) -> None:
         self.granularity = granularity
         self._driver = driver  # keeps the argument structures alive
         limit = shim.NO_LIMIT if limit_bytes is None else limit_bytes
-        phys = shim.library().ms_phys_new(kind, granularity, limit, ctypes.byref(driver) if driver else None)
+        phys = shim.library().ms_phys_new(
+            kind, granularity, limit, ctypes.byref(driver) if driver else None
+        )
         if not phys:
             raise MemoryError("no host memory for the saver's tables")
         self.phys: int = phys
@@ -110,7 +118,9 @@ class Backend(ABC):
         return handle.value
 
     def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None:
-        self._check("map", shim.library().ms_map(self.phys, address, nbytes, handle, 0, int(writable)))
+        self._check(
+            "map", shim.library().ms_map(self.phys, address, nbytes, handle, 0, int(writable))
+        )
 
     def set_access(self, address: int, nbytes: int) -> None:
         self._check("set access", shim.library().ms_set_access(self.phys, address, nbytes))
@@ -147,23 +157,29 @@ class Backend(ABC):
     @abstractmethod
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
     @abstractmethod
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> Waitable | None: ...
+    def start_copy(
+        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
+    ) -> Waitable | None: ...
     @abstractmethod
     def reclaim(self) -> None: ...
     @abstractmethod
     def other_holders(self) -> dict[str, int]: ...
 
     def inject_fault(self, after: int, error: int) -> int:
-        """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's ``error`` number.
+        """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's
+        ``error`` number.
 
-        Returns how many calls were made since the last injection. The shim's own calls count like Python's.
+        Returns how many calls were made since the last injection. The shim's own calls count like
+        Python's.
         """
         calls: int = shim.library().ms_inject(self.phys, after, error)
         return calls
 
     @contextlib.contextmanager
     def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
-        """Around every driver call that does not go through the shim: counted, timed, and failing where injected."""
+        """Around every driver call that does not go through the shim: counted, timed, and failing
+        where injected.
+        """
         started, error = time.perf_counter_ns(), shim.library().ms_fault(self.phys)
         try:
             self._check(operation.name.lower(), error)

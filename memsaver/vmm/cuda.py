@@ -55,7 +55,10 @@ class CudaPinner:
     """Page-locks host memory, for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE))
+        _value(
+            "pinning host memory",
+            driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE),
+        )
 
     def unpin(self, address: int) -> None:
         _value("unpinning host memory", driver.cuMemHostUnregister(address))
@@ -67,7 +70,9 @@ def _host_arena() -> HostArena:
 
 
 class _Span:
-    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the storage."""
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the
+    storage.
+    """
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -92,7 +97,9 @@ class CudaBackend(Backend):
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the primary context
-        granularity = _value("granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended))
+        granularity = _value(
+            "granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended)
+        )
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
         self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
@@ -116,7 +123,12 @@ class CudaBackend(Backend):
 
     def reserve(self, nbytes: int) -> int:
         with self._call(Operation.RESERVE, nbytes):
-            return int(_value("reserving addresses", driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
+            return int(
+                _value(
+                    "reserving addresses",
+                    driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0),
+                )
+            )
 
     def unreserve(self, address: int, nbytes: int) -> None:
         with self._call(Operation.UNRESERVE, nbytes):
@@ -132,19 +144,24 @@ class CudaBackend(Backend):
 
     @property
     def capturing(self) -> bool:
-        """Is this thread capturing a graph, so that waiting for the device would end it in an error?"""
+        """Is this thread capturing a graph, so that waiting for the device would end it in an
+        error?
+        """
         return torch.cuda.is_current_stream_capturing()
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's
+        storage's.
+        """
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
 
     def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps.
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
+        its storage keeps.
 
-        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for that, and copies,
-        where ``view`` is used.
+        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for
+        that, and copies, where ``view`` is used.
         """
         return dlpack.tensor(address, nbytes, self.device, keeper)
 
@@ -158,16 +175,23 @@ class CudaBackend(Backend):
         self._copies[0].synchronize()
         self._check("copy", code)
 
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> torch.cuda.Event:
-        """After what is queued on the current stream; the event tells when it is done. inward: towards the device."""
+    def start_copy(
+        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
+    ) -> torch.cuda.Event:
+        """After what is queued on the current stream; the event tells when it is done. inward:
+        towards the device.
+        """
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if code := self._queue_copy(transfers, stream):
-            stream.synchronize()  # what was queued before the one that failed: the caller unmaps its memory
+            # what was queued before the one that failed: the caller unmaps its memory
+            stream.synchronize()
         self._check("copy", code)
         return stream.record_event()
 
-    def _queue_copy(self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream) -> int:
+    def _queue_copy(
+        self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream
+    ) -> int:
         """The driver's code; it takes a stream of the current device only."""
         with torch.cuda.device(self.device):
             return shim.copy(self.phys, transfers, stream.cuda_stream)
@@ -185,7 +209,9 @@ class CudaBackend(Backend):
         torch.cuda.empty_cache()
 
     def other_holders(self) -> dict[str, int]:
-        """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch accounts for."""
+        """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch
+        accounts for.
+        """
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         cache = self.cached_bytes

@@ -1,8 +1,10 @@
-"""A lock of each GPU over all processes of a user: mapping and unmapping wait for each other, copies do not.
+"""A lock of each GPU over all processes of a user: mapping and unmapping wait for each other,
+copies do not.
 
-The lock is ``flock`` on a file in a private folder. The kernel frees it when its holder ends, however that happens; the
-file itself stays, at a fixed size. Processes meet only where they see the same folder (``XDG_RUNTIME_DIR``, else the
-temporary folder, else the user's cache): another container, or another of these variables, is another lock.
+The lock is ``flock`` on a file in a private folder. The kernel frees it when its holder ends,
+however that happens; the file itself stays, at a fixed size. Processes meet only where they see the
+same folder (``XDG_RUNTIME_DIR``, else the temporary folder, else the user's cache): another
+container, or another of these variables, is another lock.
 """
 
 from __future__ import annotations
@@ -26,21 +28,29 @@ _LONGEST_SLEEP_SECONDS = 0.001  # mapping takes about as long
 _COMMAND_BYTES = 80  # of the record in the file, padded, so that every record overwrites the last
 
 
-def device_lock(device_key: str, timeout: float = 30.0) -> contextlib.AbstractContextManager[object]:
-    """The lock of a backend's device: none for ``"cpu"``, whose mappings are the process's own affair."""
+def device_lock(
+    device_key: str, timeout: float = 30.0
+) -> contextlib.AbstractContextManager[object]:
+    """The lock of a backend's device: none for ``"cpu"``, whose mappings are the process's own
+    affair.
+    """
     return contextlib.nullcontext() if device_key == "cpu" else DeviceLock(device_key, timeout)
 
 
 class DeviceLock:
-    """Context manager; re-entrant in a thread, and shared by all instances of one device in a process.
+    """Context manager; re-entrant in a thread, and shared by all instances of one device in a
+    process.
 
-    Entering raises ``LockTimeout``, which names the holder, after ``timeout`` seconds, and ``BackendError`` when the
-    lock file cannot be used safely. A forked child holds nothing, also inside a ``with`` of its parent.
+    Entering raises ``LockTimeout``, which names the holder, after ``timeout`` seconds, and
+    ``BackendError`` when the lock file cannot be used safely. A forked child holds nothing, also
+    inside a ``with`` of its parent.
     """
 
     def __init__(self, device_key: str, timeout: float = 30.0) -> None:
         if not 0 <= timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"timeout={timeout} must be from 0 to {threading.TIMEOUT_MAX:.0f} seconds")
+            raise ValueError(
+                f"timeout={timeout} must be from 0 to {threading.TIMEOUT_MAX:.0f} seconds"
+            )
         assert device_key and "/" not in device_key, device_key
         self.device_key = device_key
         self.timeout = timeout
@@ -69,7 +79,9 @@ class _ProcessLock:
         self._record = b""  # who we are, in front of the time
 
     def after_fork(self) -> None:
-        """In the child: closing leaves the parent's lock alone; unlocking the shared file description would not."""
+        """In the child: closing leaves the parent's lock alone; unlocking the shared file
+        description would not.
+        """
         self._close()
         self._start_afresh()
 
@@ -124,7 +136,9 @@ class _ProcessLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise BackendError(f"cannot lock the file of {self._device_key}: {error}; set XDG_RUNTIME_DIR") from error
+            raise BackendError(
+                f"cannot lock the file of {self._device_key}: {error}; set XDG_RUNTIME_DIR"
+            ) from error
         if os.fstat(self._fd).st_nlink:
             return True
         self._close()  # a cleaner of /tmp removed the file: everyone else locks its successor
@@ -135,7 +149,9 @@ class _ProcessLock:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise BackendError(f"cannot open the lock file of {self._device_key}: {error}; remove {path}") from error
+            raise BackendError(
+                f"cannot open the lock file of {self._device_key}: {error}; remove {path}"
+            ) from error
         command = command_of(os.getpid()).encode()[:_COMMAND_BYTES]
         self._record = b"%10d %-*s " % (os.getpid(), _COMMAND_BYTES, command)
 
@@ -147,7 +163,9 @@ class _ProcessLock:
     def _explain(self, timeout: float) -> str:
         holder, command, since = self._last_record()
         if (owner := self._owner) is not None:
-            name = next((thread.name for thread in threading.enumerate() if thread.ident == owner), "?")
+            name = next(
+                (thread.name for thread in threading.enumerate() if thread.ident == owner), "?"
+            )
             who, advice = f"thread {name!r} of this process", "Wait until that thread is done"
         elif holder:
             who = process_name(holder, command)
@@ -181,7 +199,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def lock_folder() -> Path:
-    """The private folder of the lock files, made on first use; refuses one that others could have prepared.
+    """The private folder of the lock files, made on first use; refuses one that others could have
+    prepared.
 
     Anybody can take its name in the temporary folder; then it is in the user's cache.
     """
@@ -198,7 +217,9 @@ def lock_folder() -> Path:
             os.mkdir(folder, 0o700)
         found = os.lstat(folder)
     except OSError as error:
-        raise BackendError(f"cannot make the folder of the lock files: {error}; set XDG_RUNTIME_DIR") from error
+        raise BackendError(
+            f"cannot make the folder of the lock files: {error}; set XDG_RUNTIME_DIR"
+        ) from error
     if not stat.S_ISDIR(found.st_mode):
         why = "is not a folder (a symbolic link is refused)"
     elif found.st_uid != os.geteuid():
@@ -207,7 +228,9 @@ def lock_folder() -> Path:
         why = f"is open to other users (mode {stat.S_IMODE(found.st_mode):o}, not 700)"
     else:
         return folder
-    raise BackendError(f"{folder} {why}: lock files there are not safe; remove it, or set XDG_RUNTIME_DIR")
+    raise BackendError(
+        f"{folder} {why}: lock files there are not safe; remove it, or set XDG_RUNTIME_DIR"
+    )
 
 
 def _is_foreign(path: Path) -> bool:

@@ -1,4 +1,5 @@
-"""Tensors over memory at an address, by DLPack: torch takes the device as it is told, and tells when they are dead.
+"""Tensors over memory at an address, by DLPack: torch takes the device as it is told, and tells
+when they are dead.
 
 The structures are those of the DLPack standard, version 0 (dmlc/dlpack, include/dlpack/dlpack.h).
 """
@@ -35,18 +36,28 @@ class _Managed(ctypes.Structure):
 
 
 _capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_capsule.restype, _capsule.argtypes = (
+    ctypes.py_object,
+    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+)
 _keep = ctypes.pythonapi.Py_IncRef
 _keep.restype, _keep.argtypes = None, [ctypes.py_object]
 
 
 def tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
-    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``, whose storage keeps ``keeper`` alive."""
+    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``, whose storage keeps
+    ``keeper`` alive.
+    """
     shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
     managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
     kept = managed, shape, strides, keeper
-    managed.context, managed.deleter = id(kept), ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p)
+    managed.context, managed.deleter = (
+        id(kept),
+        ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p),
+    )
     with held():  # from here on the tensor's, which lets go of it
         _keep(kept)
-        return torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))
+        return torch.utils.dlpack.from_dlpack(
+            _capsule(ctypes.addressof(managed), b"dltensor", None)
+        )

@@ -35,7 +35,9 @@ def _host_arena() -> HostArena:
 os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does not come along
 
 
-def _divided(transfers: Sequence[tuple[int, int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
+def _divided(
+    transfers: Sequence[tuple[int, int, int]], parts: int
+) -> list[list[tuple[int, int, int]]]:
     """In chunks, dealt out to ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     pieces = (
@@ -64,7 +66,9 @@ class HostBackend(Backend):
         with self._call(Operation.RESERVE, nbytes):
             address = libc().mmap(None, nbytes, 0, flags, -1, 0)
             if address == MAP_FAILED:
-                raise BackendError(f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}")
+                raise BackendError(
+                    f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}"
+                )
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
@@ -72,7 +76,9 @@ class HostBackend(Backend):
             return  # the range was left out of the child, which may have something of its own there
         with self._call(Operation.UNRESERVE, nbytes):
             if libc().munmap(address, nbytes):
-                raise BackendError(f"giving addresses back failed: {self.error_name(ctypes.get_errno())}")
+                raise BackendError(
+                    f"giving addresses back failed: {self.error_name(ctypes.get_errno())}"
+                )
 
     def bind_thread(self) -> None:
         """Nothing to bind: host calls need no context."""
@@ -88,12 +94,16 @@ class HostBackend(Backend):
         return False
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's storage's."""
+        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's
+        storage's.
+        """
         owner = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
     def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which its storage keeps."""
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
+        its storage keeps.
+        """
         tensor, owner = self.view(address, nbytes)
         owner.keeper = keeper  # type: ignore[attr-defined]
         return tensor

@@ -1,4 +1,7 @@
-"""Who holds memory of a GPU, by process, as far as NVML tells. Never raises: it serves messages about other errors."""
+"""Who holds memory of a GPU, by process, as far as NVML tells.
+
+Never raises: it serves messages about other errors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from memsaver.common.processes import command_of, process_name
 
 _SUCCESS, _NOT_SUPPORTED, _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND = 0, 3, 7, 13
 _NOT_AVAILABLE = (1 << 64) - 1
-_LISTS = tuple(f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
+_LISTS = tuple(
+    f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute")
+)
 _ATTEMPTS = 5
 _SPARE = 8  # processes that may start between asking for the count and reading the list
 
@@ -68,14 +73,16 @@ def renew() -> None:
     session = Session()
 
 
-os.register_at_fork(after_in_child=renew)  # a lock held by another thread, and NVML's own state, stay with the parent
+os.register_at_fork(
+    after_in_child=renew
+)  # a lock held by another thread, and NVML's own state, stay with the parent
 
 
 def processes(uuid: str) -> dict[int, int | None] | None:
     """Bytes used by every process on the GPU ``uuid`` (``"GPU-..."``), by process id.
 
-    None for a process whose bytes NVML keeps to itself, and None as a whole where NVML is absent or refuses. In a
-    container the ids may be those of the host.
+    None for a process whose bytes NVML keeps to itself, and None as a whole where NVML is absent or
+    refuses. In a container the ids may be those of the host.
     """
     library = session.library()
     if library is None:
@@ -117,18 +124,21 @@ def _by_pid(infos: list[ProcessInfo]) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for info in infos:  # with MIG, a process has one entry for each instance
         known = found.get(info.pid, 0)
-        found[info.pid] = None if known is None or info.used == _NOT_AVAILABLE else known + info.used
+        found[info.pid] = (
+            None if known is None or info.used == _NOT_AVAILABLE else known + info.used
+        )
     return found
 
 
 def holders(uuid: str, unaccounted: int, accounted: int) -> dict[str, int]:
     """Split ``unaccounted`` into names and bytes: other processes, the largest first, and the rest.
 
-    unaccounted: bytes used on the GPU, less ``accounted``: what this process's savers and torch hold of them.
+    unaccounted: bytes used on the GPU, less ``accounted``: what this process's savers and torch
+    hold of them.
 
-    The values add up to ``unaccounted``: NVML counts a leased tag in the peer's bytes too, so what is too much is cut
-    from the largest process. Nobody is named where NVML does not list this very process: the ids are then those of
-    another namespace, and not ours to look up.
+    The values add up to ``unaccounted``: NVML counts a leased tag in the peer's bytes too, so what
+    is too much is cut from the largest process. Nobody is named where NVML does not list this very
+    process: the ids are then those of another namespace, and not ours to look up.
     """
     if unaccounted <= 0:
         return {}

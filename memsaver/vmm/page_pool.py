@@ -1,4 +1,6 @@
-"""Physical memory without a place: kept by a pause, taken by the next resume or growth of any tag of the saver."""
+"""Physical memory without a place: kept by a pause, taken by the next resume or growth of any tag
+of the saver.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,18 @@ from memsaver.native import shim
 from memsaver.sharing.import_table import imports
 from memsaver.vmm.backend import Backend, ShortOfMemory
 
-_MANY = 16  # extents more than needed: mapping each costs some 20 us, making them anew has their memory cleared
-LARGEST = 1 << 30  # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
+# extents more than needed: mapping each costs some 20 us, making them anew has their memory cleared
+_MANY = 16
+LARGEST = (
+    1 << 30
+)  # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
 
 
 def piece_sizes(nbytes: int, granularity: int) -> list[int]:
-    """Sizes of the extents for ``nbytes`` that are to be kept: few, and alike for every tag, so that any tag can use
-    another's: whole LARGEST ones, then every power of two times the granularity at most once."""
+    """Sizes of the extents for ``nbytes`` that are to be kept: few, and alike for every tag, so
+    that any tag can use another's: whole LARGEST ones, then every power of two times the
+    granularity at most once.
+    """
     sizes = [LARGEST] * (nbytes // LARGEST)
     rest, size = nbytes % LARGEST, LARGEST // 2
     while rest >= granularity and size >= granularity:
@@ -28,8 +35,9 @@ def piece_sizes(nbytes: int, granularity: int) -> list[int]:
 
 
 class PagePool:
-    """Extents that this saver holds and no tag maps; they count as committed. ``retained``: by how many bytes the
-    driver refused to take memory back so far; those stay here."""
+    """Extents that this saver holds and no tag maps; they count as committed. ``retained``: by how
+    many bytes the driver refused to take memory back so far; those stay here.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -47,7 +55,9 @@ class PagePool:
         shim.pool_put(self._backend.phys, extents)
 
     def are_many(self, extents: Sequence[shim.Extent]) -> bool:
-        """So many that mapping them costs more than it must, as of a tag that grew tensor by tensor."""
+        """So many that mapping them costs more than it must, as of a tag that grew tensor by
+        tensor.
+        """
         total = sum(extent.nbytes for extent in extents)
         return len(extents) > len(piece_sizes(total, self._backend.granularity)) + _MANY
 
@@ -61,12 +71,16 @@ class PagePool:
         self.give_back(small)
         made: list[shim.Extent] = []
         with contextlib.suppress(ShortOfMemory):
-            for size in piece_sizes(sum(extent.nbytes for extent in small), self._backend.granularity):
+            for size in piece_sizes(
+                sum(extent.nbytes for extent in small), self._backend.granularity
+            ):
                 made.append(self._backend.create(size))
         self.keep(made)
 
     def give_back(self, extents: Sequence[shim.Extent]) -> None:
-        """To the driver. What it refuses stays in the pool, where a later ``trim`` or a shortage tries again."""
+        """To the driver. What it refuses stays in the pool, where a later ``trim`` or a shortage
+        tries again.
+        """
         for extent in extents:
             try:
                 self._backend.release(extent.handle, extent.nbytes)
@@ -88,9 +102,11 @@ class PagePool:
             )
 
     def adopt(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
-        """Become the owner of a peer's extents (id, nbytes), all or none. The caller holds ``imports.unchanged()``.
+        """Become the owner of a peer's extents (id, nbytes), all or none. The caller holds
+        ``imports.unchanged()``.
 
-        fds: descriptors of those that this process has not imported; each leaves the dictionary when it is used.
+        fds: descriptors of those that this process has not imported; each leaves the dictionary
+        when it is used.
         """
         backend, nbytes = self._backend, sum(nbytes for _, nbytes in extents)
         backend.bind_thread()
@@ -104,12 +120,19 @@ class PagePool:
                 undo.callback(backend.release, handles[extent_id], 0)
             here = [extent_id for extent_id, _ in extents if extent_id not in handles]
             if gone := imports.missing(here):
-                raise LeaseError(f"{len(gone)} extents were revoked meanwhile; hand them over again")
+                raise LeaseError(
+                    f"{len(gone)} extents were revoked meanwhile; hand them over again"
+                )
             for extent_id in here:
                 handle = imports.take(extent_id)
                 assert handle is not None
                 handles[extent_id] = handle
-            self.keep([shim.Extent(handles[extent_id], extent_id, 0, size, shared=True) for extent_id, size in extents])
+            self.keep(
+                [
+                    shim.Extent(handles[extent_id], extent_id, 0, size, shared=True)
+                    for extent_id, size in extents
+                ]
+            )
             undo.pop_all()
 
     def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
@@ -125,17 +148,23 @@ class PagePool:
         """
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
-        for size in [nbytes] * bool(nbytes) if whole else piece_sizes(nbytes, self._backend.granularity):
+        for size in (
+            [nbytes] * bool(nbytes) if whole else piece_sizes(nbytes, self._backend.granularity)
+        ):
             made.append(self._backend.create(size))
         return made
 
     def obtain(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Extents of ``nbytes`` together: kept ones, and new ones for the rest, in pieces that other tags can use."""
+        """Extents of ``nbytes`` together: kept ones, and new ones for the rest, in pieces that
+        other tags can use.
+        """
         taken = self.take(nbytes, undo)
         return taken + self.make(nbytes - sum(extent.nbytes for extent in taken), undo, whole=False)
 
     def obtain_most(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """As many bytes as there are, at most ``nbytes``, in pieces that other tags can use; undo as in ``obtain``."""
+        """As many bytes as there are, at most ``nbytes``, in pieces that other tags can use; undo
+        as in ``obtain``.
+        """
         taken = self.take(nbytes, undo)
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
@@ -152,5 +181,7 @@ class PagePool:
         return taken + made
 
     def drop(self, nbytes: int) -> int:
-        """Give kept memory of at least ``nbytes``, if there is, that no peer has imported, back to the driver."""
+        """Give kept memory of at least ``nbytes``, if there is, that no peer has imported, back to
+        the driver.
+        """
         return shim.pool_drop(self._backend.phys, nbytes)

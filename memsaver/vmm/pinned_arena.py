@@ -1,4 +1,6 @@
-"""The host memory that paused tags are saved in: one arena per process and kind, kept from pause to pause."""
+"""The host memory that paused tags are saved in: one arena per process and kind, kept from pause to
+pause.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,18 @@ class _Segment:
 class HostArena:
     """Pieces of host memory, pinned once and used again and again. Thread-safe.
 
-    budget_bytes: the most that it may hold. None: with the tiers of the KV cache it may have 0.8 of what machine and
-    container have available besides, 5 % of their memory being left to Ray's memory monitor (`room_bytes`).
+    budget_bytes: the most that it may hold. None: with the tiers of the KV cache it may have 0.8 of
+    what machine and container have available besides, 5 % of their memory being left to Ray's
+    memory monitor (`room_bytes`).
     """
 
     def __init__(self, pinner: Pinner | None, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._pinner = pinner
         self._segments: list[_Segment] = []
-        self._returned: deque[Piece] = deque()  # so that a finalizer, which may run anywhere, needs no lock
+        self._returned: deque[Piece] = (
+            deque()
+        )  # so that a finalizer, which may run anywhere, needs no lock
         self._lock = threading.Lock()
 
     @property
@@ -55,10 +60,13 @@ class HostArena:
     def used_bytes(self) -> int:
         with self._lock:
             self._collect()
-            return self.committed_bytes - sum(piece.nbytes for segment in self._segments for piece in segment.free)
+            return self.committed_bytes - sum(
+                piece.nbytes for segment in self._segments for piece in segment.free
+            )
 
     def take(self, nbytes: int, whole: bool = False) -> list[Piece]:
-        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may not grow so far.
+        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may
+        not grow so far.
 
         whole: one piece. Each begins at, and has, a multiple of UNIT bytes.
         """
@@ -85,19 +93,27 @@ class HostArena:
         """Give memory that no saved content is in back to the system; bytes."""
         with self._lock:
             self._collect()
-            unused = [s for s in self._segments if sum(piece.nbytes for piece in s.free) == s.nbytes]
+            unused = [
+                s for s in self._segments if sum(piece.nbytes for piece in s.free) == s.nbytes
+            ]
             for segment in unused:
                 pinned_pages.give_back(segment.address, segment.nbytes, self._pinner)
                 self._segments.remove(segment)
             return sum(segment.nbytes for segment in unused)
 
     def _take_free(self, most: int, whole: bool) -> Piece | None:
-        """From the smallest free part that has it all, else the largest part, unless it must be ``whole``."""
+        """From the smallest free part that has it all, else the largest part, unless it must be
+        ``whole``.
+        """
         parts = [(piece.nbytes, s, piece) for s in self._segments for piece in s.free]
         enough = [part for part in parts if part[0] >= most]
         if not parts or (whole and not enough):
             return None
-        size, segment, piece = min(enough, key=lambda part: part[0]) if enough else max(parts, key=lambda part: part[0])
+        size, segment, piece = (
+            min(enough, key=lambda part: part[0])
+            if enough
+            else max(parts, key=lambda part: part[0])
+        )
         at, size = segment.free.index(piece), min(size, most)
         rest = Piece(piece.address + size, piece.nbytes - size)
         segment.free[at : at + 1] = [rest] if rest.nbytes else []
@@ -121,7 +137,10 @@ class HostArena:
 
     def _check_budget(self, more: int) -> None:
         if self.budget_bytes is not None:
-            left, why = self.budget_bytes - self.committed_bytes, f"the budget is {format_bytes(self.budget_bytes)}"
+            left, why = (
+                self.budget_bytes - self.committed_bytes,
+                f"the budget is {format_bytes(self.budget_bytes)}",
+            )
         else:
             left = pinned_pages.room_bytes()
             why = f"{format_bytes(max(0, left))} more may be taken of the machine's and the container's memory"

@@ -1,4 +1,6 @@
-"""Host memory that is there before it is used: in huge pages where there are any, touched by many threads, pinned."""
+"""Host memory that is there before it is used: in huge pages where there are any, touched by many
+threads, pinned.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,19 @@ def held_bytes() -> int:
 
 
 def room_bytes() -> int:
-    """How much more may be obtained: all of it together is at most 0.8 of what machine and container
-    would have available without it.
+    """How much more may be obtained: all of it together is at most 0.8 of what machine and
+    container would have available without it.
     """
     held = held_bytes()
     return int(SHARE * (available_memory() + held)) - held
 
 
 def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
-    """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind every page; or none.
+    """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind
+    every page; or none.
 
-    While one is pinned the next are touched. A forked child does not have them. ``MemoryError``, ``BackendError``.
+    While one is pinned the next are touched. A forked child does not have them. ``MemoryError``,
+    ``BackendError``.
     """
     address = _map(sum(sizes))
     starts = [address + at for at in itertools.accumulate(sizes, initial=0)][:-1]
@@ -72,16 +76,26 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
 def _map(nbytes: int) -> int:
     """Addresses that begin with a huge page."""
     raw = libc().mmap(
-        None, nbytes + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        None,
+        nbytes + HUGE_PAGE,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        -1,
+        0,
     )
     if raw == MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
     address = round_up(raw, HUGE_PAGE)
-    for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):  # whole huge pages only
+    for start, end in (
+        (raw, address),
+        (address + nbytes, raw + nbytes + HUGE_PAGE),
+    ):  # whole huge pages only
         if end > start:
             libc().munmap(start, end - start)
     libc().madvise(address, nbytes, _MADV_DONTFORK)
-    libc().madvise(address, nbytes, _MADV_HUGEPAGE)  # refused where the kernel has none: then small pages
+    libc().madvise(
+        address, nbytes, _MADV_HUGEPAGE
+    )  # refused where the kernel has none: then small pages
     return address
 
 
@@ -95,7 +109,10 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
 def _touch(address: int, nbytes: int) -> list[Future[None]]:
     """One thread gets 2 GiB/s from the kernel, which clears the pages; many get many times that."""
     starts = range(address, address + nbytes, _CHUNK)
-    return [workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start)) for start in starts]
+    return [
+        workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start))
+        for start in starts
+    ]
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -1,7 +1,9 @@
 """Who else may hold physical pages behind a tag's addresses, and is kept away or refused.
 
-A pause unmaps pages and a resume maps others. Who noted the pages themselves, not the addresses, goes on using the old
-ones: wrong results, and memory that never comes free. docs/memory-model.md lists everyone; here is what can be checked.
+A pause unmaps pages and a resume maps others. Who noted the pages themselves, not the addresses,
+goes on using the old
+ones: wrong results, and memory that never comes free. docs/memory-model.md lists everyone; here is
+what can be checked.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def on_a_tag(tensor: torch.Tensor) -> bool:
 
 
 def registers_graphs() -> bool:
-    """Whether NCCL, whose default it is, registers the buffers of captured collectives with the other ranks' GPUs."""
+    """Whether NCCL, whose default it is, registers the buffers of captured collectives with the
+    other ranks' GPUs.
+    """
     return os.environ.get(GRAPH_REGISTER, "1") != "0"
 
 
@@ -56,7 +60,8 @@ def check_segments() -> None:
 
 
 def check_capture(tag: str) -> None:
-    """``StateError`` before a graph is captured on a tag whose collectives NCCL would register the pages of.
+    """``StateError`` before a graph is captured on a tag whose collectives NCCL would register the
+    pages of.
 
     For graphs that others capture: our own engine's collectives work on buffers outside of tags.
     """

@@ -1,4 +1,6 @@
-"""How much of a device torch's own allocator holds, outside of every tag, and how it gives that back."""
+"""How much of a device torch's own allocator holds, outside of every tag, and how it gives that
+back.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ class TorchUse:
         self._on_tags = 0
 
     def take(self, allocated: Hashable) -> tuple[int, int, int | None]:
-        """(reserved now, most reserved since the last call, bytes used of the whole device, by anyone).
+        """(reserved now, most reserved since the last call, bytes used of the whole device, by
+        anyone).
 
-        allocated: changes whenever tags gain or lose allocations: torch counts those of its pools as its own, and it
-        takes milliseconds to find out which these are.
+        allocated: changes whenever tags gain or lose allocations: torch counts those of its pools
+        as its own, and it takes milliseconds to find out which these are.
         """
         if self._device.type != "cuda":
             return 0, 0, None
@@ -43,10 +46,12 @@ class TorchUse:
 
 
 def empty_torch_cache(device: torch.device) -> None:
-    """Give torch's cached blocks back to the device, once its work is done; nothing to do on the CPU.
+    """Give torch's cached blocks back to the device, once its work is done; nothing to do on the
+    CPU.
 
-    cuBLAS's workspaces too: torch keeps those for ever, and one that lies in a cached block keeps the whole segment,
-    which may be as large as a batch's logits. The next multiplication takes new ones.
+    cuBLAS's workspaces too: torch keeps those for ever, and one that lies in a cached block keeps
+    the whole segment, which may be as large as a batch's logits. The next multiplication takes new
+    ones.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

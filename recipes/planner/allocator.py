@@ -1,7 +1,9 @@
-"""How much torch's caching allocator takes of the driver for a sequence of allocations, reckoned without a GPU.
+"""How much torch's caching allocator takes of the driver for a sequence of allocations, reckoned
+without a GPU.
 
-It serves a request from the smallest cached block that holds it, splits off what is left, joins free neighbours, and
-takes a new segment where no block is large enough; streams share nothing. Source: c10/cuda/CUDACachingAllocator.
+It serves a request from the smallest cached block that holds it, splits off what is left, joins
+free neighbours, and takes a new segment where no block is large enough; streams share nothing.
+Source: c10/cuda/CUDACachingAllocator.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class CachingAllocator:
 
     reserved: int = 0
     peak: int = 0
-    _cached: dict[Hashable, list[tuple[int, int, int]]] = field(default_factory=dict)  # (size, segment, start), sorted
+    _cached: dict[Hashable, list[tuple[int, int, int]]] = field(
+        default_factory=dict
+    )  # (size, segment, start), sorted
     _at: dict[tuple[int, int], _Block] = field(default_factory=dict)
     _live: dict[Hashable, _Block] = field(default_factory=dict)
     _segments: int = 0
@@ -114,7 +118,9 @@ class CachingAllocator:
 
     def _cache(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self._cached.setdefault(block.pool, []), (block.size, block.segment, block.start))
+        bisect.insort(
+            self._cached.setdefault(block.pool, []), (block.size, block.segment, block.start)
+        )
 
     def _uncache(self, block: _Block) -> None:
         cached = self._cached[block.pool]

@@ -29,11 +29,18 @@ def plan_recipe(
     picture: Path | None = None,
     into: Path | None = None,
 ) -> int:
-    """Exit status: 0, or 3 where it does not fit. picture: a PNG to draw. into: a run folder that gets plan.json."""
+    """Exit status: 0, or 3 where it does not fit.
+
+    picture: a PNG to draw. into: a run folder that gets plan.json.
+    """
     if into is not None and not (into / "recipe.yaml").is_file():
         raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
     plan = plan_of(
-        load(recipe_path, overrides), find_recipe(recipe_path).stem, gpu=gpu, staged=not unstaged, prompt=prompt_tokens
+        load(recipe_path, overrides),
+        find_recipe(recipe_path).stem,
+        gpu=gpu,
+        staged=not unstaged,
+        prompt=prompt_tokens,
     )
     print_plan(plan)
     if picture is not None:
@@ -43,14 +50,19 @@ def plan_recipe(
     if into is not None:
         with writable(f"--into {into}"):
             replace_text(into / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
-        print(f"written: {into / 'plan.json'}; look at it beside what was measured: memsaver report {into}")
+        print(
+            f"written: {into / 'plan.json'}; look at it beside what was measured: memsaver report {into}"
+        )
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def plan_of(recipe: Recipe, name: str, *, gpu: str | None, staged: bool = True, prompt: int | None = None) -> Plan:
+def plan_of(
+    recipe: Recipe, name: str, *, gpu: str | None, staged: bool = True, prompt: int | None = None
+) -> Plan:
     """The plan of a recipe, with its own model and longest prompt.
 
-    A model that is not on this machine yet has the shape that the recipe names beside it, and prompts are guessed.
+    A model that is not on this machine yet has the shape that the recipe names beside it, and
+    prompts are guessed.
     """
     rest: dict[str, Any] = {"gpu": gpu, "staged": staged}
     try:

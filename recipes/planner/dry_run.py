@@ -1,8 +1,9 @@
 """One step of a recipe's own loop, trainer and cycle on tensors that take no memory.
 
-So the stages are the cycle's, the order is the loop's, and what the trainer keeps is what its model keeps; only the
-rollout is reckoned (`recipes.planner.engine`). One rank of the real number, its collectives moving nothing; two micro
-batches of the largest sequences, since more of them do not take more memory.
+So the stages are the cycle's, the order is the loop's, and what the trainer keeps is what its model
+keeps; only the rollout is reckoned (`recipes.planner.engine`). One rank of the real number, its
+collectives moving nothing; two micro batches of the largest sequences, since more of them do not
+take more memory.
 """
 
 from __future__ import annotations
@@ -96,7 +97,13 @@ class PlannedTrainer(Trainer):
 
 
 def _nothing_moved(version: int) -> SyncReceipt:
-    none: dict[str, Any] = {"nbytes": 0, "link_bytes": 0, "seconds": 0.0, "copy_seconds": 0.0, "verify_seconds": 0.0}
+    none: dict[str, Any] = {
+        "nbytes": 0,
+        "link_bytes": 0,
+        "seconds": 0.0,
+        "copy_seconds": 0.0,
+        "verify_seconds": 0.0,
+    }
     return SyncReceipt(version=version, digests=(), stages={}, **none)
 
 
@@ -120,7 +127,9 @@ class Readings(Peaks):
         self._saver.planned.read()
         self.noted.append((stage, frozenset(self._saver.paused), self._rollout.take_usage()))
 
-    def peaks(self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int) -> Stages:
+    def peaks(
+        self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int
+    ) -> Stages:
         """Of a step that another has gone before. first: readings before and in the first step."""
         both = zip(self.noted, torch_use, strict=True)
         now = [_usage(sizes, paused, use) for (_, paused, _), use in both]
@@ -132,7 +141,10 @@ class Readings(Peaks):
             for stage, _, _ in part:
                 peaks.passed(stage)
             steps.append(peaks.take())
-        return {**steps[2], **{stage: entry for stage, entry in steps[1].items() if stage not in steps[2]}}
+        return {
+            **steps[2],
+            **{stage: entry for stage, entry in steps[1].items() if stage not in steps[2]},
+        }
 
 
 def _usage(sizes: Mapping[str, int], paused: frozenset[str], use: tuple[int, int]) -> Usage:
@@ -248,7 +260,9 @@ def _without_memory(world: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ValueError("a plan needs a process without a torch.distributed process group; end it, or plan elsewhere")
+        raise ValueError(
+            "a plan needs a process without a torch.distributed process group; end it, or plan elsewhere"
+        )
     register_attention()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
@@ -263,15 +277,22 @@ def _without_memory(world: int) -> Iterator[DeviceMesh]:
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
     answers = min(
         2 * recipe.trainer.micro_batch_size,
-        math.ceil(recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt / recipe.cluster.size),
+        math.ceil(
+            recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt / recipe.cluster.size
+        ),
     )
     group = 2 if recipe.algorithm == "grpo" else 1
     loop = dataclasses.replace(
         recipe.loop, prompts_per_step=max(1, math.ceil(answers / group)), samples_per_prompt=group
     )
-    fields: dict[str, Any] = {recipe.algorithm: _one_pass(loop), "eval": dataclasses.replace(recipe.eval, every=0)}
+    fields: dict[str, Any] = {
+        recipe.algorithm: _one_pass(loop),
+        "eval": dataclasses.replace(recipe.eval, every=0),
+    }
     small = dataclasses.replace(recipe, **fields)
-    problems = tuple(Problem(question=str(index), answer="") for index in range(loop.prompts_per_step))
+    problems = tuple(
+        Problem(question=str(index), answer="") for index in range(loop.prompts_per_step)
+    )
     task = Task(name="planned", train=problems, held_out=problems, beside={}, score=_score)
     return PlannedSetup(
         recipe=small,
@@ -287,7 +308,9 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
 
 def _one_pass(loop: Any) -> Any:
     fields = {"epochs": 1, "mini_batches": 1, "critic_warmup_steps": 0}
-    return dataclasses.replace(loop, **{name: value for name, value in fields.items() if hasattr(loop, name)})
+    return dataclasses.replace(
+        loop, **{name: value for name, value in fields.items() if hasattr(loop, name)}
+    )
 
 
 def _score(problem: Problem, text: str, ended: bool) -> Score:

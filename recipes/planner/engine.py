@@ -1,4 +1,6 @@
-"""The engine's side of a plan: bytes of its tags and of torch in its process, and a rollout that has nothing else."""
+"""The engine's side of a plan: bytes of its tags and of torch in its process, and a rollout that
+has nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """One rank's. idle: what torch holds while nothing is computed; generating: the most of it in a step."""
+    """One rank's. idle: what torch holds while nothing is computed; generating: the most of it in a
+    step.
+    """
 
     weights: int
     kv_cache: int
@@ -27,7 +31,10 @@ class EngineSizes:
 
 
 class PlannedRollout:
-    """Sleeps, wakes up, and answers with as many tokens as it may. See `rollout.protocols.Rollout`."""
+    """Sleeps, wakes up, and answers with as many tokens as it may.
+
+    See `rollout.protocols.Rollout`.
+    """
 
     weights_version = 0
 
@@ -41,11 +48,15 @@ class PlannedRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
-        self._torch = self._peak = self._sizes.generating  # which torch keeps, until the KV cache sleeps
+        self._torch = self._peak = (
+            self._sizes.generating
+        )  # which torch keeps, until the KV cache sleeps
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return [[_longest(param.max_tokens)] * param.n for param in each]
 
-    def sleep(self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None) -> None:
+    def sleep(
+        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+    ) -> None:
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
         self._asleep |= chosen
@@ -58,7 +69,10 @@ class PlannedRollout:
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
         return Usage(
-            tags={tag: 0 if tag in self._asleep else nbytes for tag, nbytes in self._sizes.tags.items()},
+            tags={
+                tag: 0 if tag in self._asleep else nbytes
+                for tag, nbytes in self._sizes.tags.items()
+            },
             torch_bytes=self._torch,
             torch_peak_bytes=peak,
             device_used_bytes=None,
@@ -66,7 +80,14 @@ class PlannedRollout:
         )
 
     def report(self) -> Report:
-        return Report(device="planned", limit_bytes=None, committed_bytes=0, pool_bytes=0, backup_bytes=0, tags={})
+        return Report(
+            device="planned",
+            limit_bytes=None,
+            committed_bytes=0,
+            pool_bytes=0,
+            backup_bytes=0,
+            tags={},
+        )
 
     def drain_events(self) -> list[Event]:
         return []
@@ -77,5 +98,8 @@ class PlannedRollout:
 
 def _longest(tokens: int) -> Completion:
     return Completion(
-        token_ids=[0] * tokens, logprobs=[0.0] * tokens, finish_reason="length", weight_versions=[0] * tokens
+        token_ids=[0] * tokens,
+        logprobs=[0.0] * tokens,
+        finish_reason="length",
+        weight_versions=[0] * tokens,
     )

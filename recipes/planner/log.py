@@ -15,7 +15,9 @@ from itertools import groupby
 from recipes.planner.allocator import CachingAllocator
 
 Block = tuple[int, str, int]
-"""(number of the forward pass, "forward" or "backward", layer), or (running number, "", 0) between them."""
+"""(number of the forward pass, "forward" or "backward", layer), or (running number, "", 0) between
+them.
+"""
 Key = tuple[Block, int]
 """An allocation: the block that made it, and its number in there."""
 
@@ -55,7 +57,9 @@ class Log:
         self._counts[self.block] = number + 1
         return self.block, number
 
-    def add(self, what: str, key: Key = ((0, "", 0), 0), nbytes: int = 0, stream: Hashable = 0) -> None:
+    def add(
+        self, what: str, key: Key = ((0, "", 0), 0), nbytes: int = 0, stream: Hashable = 0
+    ) -> None:
         self.entries.append(Entry(self.block, what, key, nbytes, stream))
 
 
@@ -92,7 +96,9 @@ def _shifted(entry: Entry, shift: int) -> Entry:
     (number, kind, layer), count = entry.key
     if not kind:
         return entry
-    return Entry(entry.block, entry.what, ((number, kind, layer + shift), count), entry.nbytes, entry.stream)
+    return Entry(
+        entry.block, entry.what, ((number, kind, layer + shift), count), entry.nbytes, entry.stream
+    )
 
 
 def replay(entries: Iterator[Entry]) -> list[tuple[int, int]]:
@@ -106,7 +112,9 @@ def replay(entries: Iterator[Entry]) -> list[tuple[int, int]]:
             allocator.allocate(entry.key, entry.nbytes, entry.stream)
         elif entry.what == "free":
             if not allocator.holds(entry.key):
-                raise ValueError(f"layers are not alike: {entry.key} is freed in {entry.block} and was never made")
+                raise ValueError(
+                    f"layers are not alike: {entry.key} is freed in {entry.block} and was never made"
+                )
             allocator.free(entry.key)
         elif entry.what == "empty_cache":
             allocator.empty_cache()

@@ -18,13 +18,17 @@ from recipes.recipe import FieldError, Recipe
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
-_SPARE = 256 * MIB  # of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment
+_SPARE = (
+    256 * MIB
+)  # of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The most in one stage, in bytes. processes: tags and torch's own, by owner; tags, torch: the parts of it.
-    contexts: of both processes. host: saved content on one machine."""
+    """The most in one stage, in bytes. processes: tags and torch's own, by owner; tags, torch: the
+    parts of it.
+    contexts: of both processes. host: saved content on one machine.
+    """
 
     stage: str
     processes: dict[str, int]
@@ -40,8 +44,10 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of one GPU, the fullest. host_bytes: of one machine, all its processes. kv_tokens: of one engine rank's pool;
-    most_kv_tokens: so many would still fit at every stage. notes: what was assumed."""
+    """Of one GPU, the fullest. host_bytes: of one machine, all its processes. kv_tokens: of one
+    engine rank's pool;
+    most_kv_tokens: so many would still fit at every stage. notes: what was assumed.
+    """
 
     name: str
     gpu: Gpu
@@ -67,7 +73,9 @@ class Plan:
         return self.gpu.total - _SPARE
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes with them."""
+        """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes
+        with them.
+        """
         stages = [
             {
                 "stage": each.stage,
@@ -78,8 +86,18 @@ class Plan:
             }
             for each in self.stages
         ]
-        facts = {"fits": self.fits, "kv_tokens": self.kv_tokens, "most_kv_tokens": self.most_kv_tokens}
-        return {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total, "devices": self.devices, "stages": stages, **facts}
+        facts = {
+            "fits": self.fits,
+            "kv_tokens": self.kv_tokens,
+            "most_kv_tokens": self.most_kv_tokens,
+        }
+        return {
+            "gpu": self.gpu.name,
+            "gpu_bytes": self.gpu.total,
+            "devices": self.devices,
+            "stages": stages,
+            **facts,
+        }
 
 
 def make_plan(
@@ -91,12 +109,12 @@ def make_plan(
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """gpu: as h100-80gb or h100-80gb:8, in place of what the recipe's `cluster` says. staged: False wakes all of the
-    engine before the sync, as others do. prompt_tokens: of the longest prompt. fields: of the model's config, in place
-    of the recipe's own.
+    """gpu: as h100-80gb or h100-80gb:8, in place of what the recipe's `cluster` says. staged: False
+    wakes all of the engine before the sync, as others do. prompt_tokens: of the longest prompt.
+    fields: of the model's config, in place of the recipe's own.
 
-    Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is part of a
-    torch.distributed group.
+    Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is
+    part of a torch.distributed group.
     """
     card, count = find_gpu(gpu or recipe.cluster.gpu)
     if count is not None:
@@ -107,10 +125,19 @@ def make_plan(
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
-    run = dry_run(recipe, model, sizes, prompt_tokens=prompt_tokens, workspace_bytes=card.workspace, staged=staged)
+    run = dry_run(
+        recipe,
+        model,
+        sizes,
+        prompt_tokens=prompt_tokens,
+        workspace_bytes=card.workspace,
+        staged=staged,
+    )
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in recipe.cycle.keep}
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
-    stages = tuple(_stage(stage, entry, card, saved, per_machine) for stage, entry in run.stages.items())
+    stages = tuple(
+        _stage(stage, entry, card, saved, per_machine) for stage, entry in run.stages.items()
+    )
     host = per_machine * (sum(saved.values()) + _engine_host(recipe, sizes) + 2 * PROCESS_HOST)
     most = _most_tokens(stages, card, sizes, kv_tokens, per_token, recipe.engine.page_size)
     plan = Plan(
@@ -131,8 +158,12 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     """The recipe on so many devices, in machines of at most eight."""
     per_node = min(devices, 8)
     if devices % per_node:
-        raise RecipeError(f"--gpu :{devices}: machines have 8 GPUs each; give a multiple of 8, or fewer")
-    cluster = dataclasses.replace(recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node)
+        raise RecipeError(
+            f"--gpu :{devices}: machines have 8 GPUs each; give a multiple of 8, or fewer"
+        )
+    cluster = dataclasses.replace(
+        recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node
+    )
     driver = "ray" if devices > 1 else recipe.driver
     try:
         return dataclasses.replace(recipe, cluster=cluster, driver=driver)
@@ -140,7 +171,9 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
         raise RecipeError(f"--gpu :{devices}: {error}") from None
 
 
-def _stage(stage: str, entry: Mapping[str, Any], gpu: Gpu, saved: Mapping[str, int], per_machine: int) -> StagePlan:
+def _stage(
+    stage: str, entry: Mapping[str, Any], gpu: Gpu, saved: Mapping[str, int], per_machine: int
+) -> StagePlan:
     away = sum(nbytes for tag, nbytes in saved.items() if not entry["tags"].get(tag))
     return StagePlan(
         stage=stage,
@@ -158,9 +191,16 @@ def _engine_host(recipe: Recipe, sizes: EngineSizes) -> int:
 
 
 def _most_tokens(
-    stages: tuple[StagePlan, ...], gpu: Gpu, sizes: EngineSizes, tokens: int, per_token: int, page: int
+    stages: tuple[StagePlan, ...],
+    gpu: Gpu,
+    sizes: EngineSizes,
+    tokens: int,
+    per_token: int,
+    page: int,
 ) -> int:
-    """Tokens of the pool if it took all that the other memory leaves in every stage where it is there."""
+    """Tokens of the pool if it took all that the other memory leaves in every stage where it is
+    there.
+    """
     there = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
     left = (gpu.total - _SPARE - max(there, default=0)) // PAGE * PAGE  # the pool takes whole pages
     return max(0, tokens + math.floor(left / per_token / page) * page)
@@ -176,7 +216,9 @@ def _needs(plan: Plan, recipe: Recipe) -> list[str]:
         if stages:
             worst = max(stages, key=lambda stage: stage.device_bytes)
             missing = (worst.device_bytes - plan.room) / GIB
-            found.append(f"{worst.stage} is short of {missing:.1f} GiB on each {plan.gpu.name}; {remedy}")
+            found.append(
+                f"{worst.stage} is short of {missing:.1f} GiB on each {plan.gpu.name}; {remedy}"
+            )
     page = recipe.engine.page_size
     longest = recipe.sampling.max_tokens + page
     if not found and plan.kv_tokens < longest:

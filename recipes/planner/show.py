@@ -35,7 +35,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.fits:
         peak = plan.peak
         left = format_bytes(plan.gpu.total - peak.device_bytes)
-        console.print(Text(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green"))
+        console.print(
+            Text(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green")
+        )
 
 
 def _console() -> Console:
@@ -45,7 +47,9 @@ def _console() -> Console:
 
 def _table(plan: Plan) -> Table:
     """A column a tag; torch's own of all processes together."""
-    table = Table(title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False
+    )
     parts = _parts(plan)
     table.add_column("stage", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -79,7 +83,14 @@ def draw_plan(plan: Plan, file: Path) -> None:
     left = [0.0] * len(names)
     spare = iter(OTHER_COLOURS * (1 + len(parts)))
     for part, values in parts.items():
-        axes.barh(names, values, left=left, height=0.72, label=part, color=TAG_COLOURS.get(part) or next(spare))
+        axes.barh(
+            names,
+            values,
+            left=left,
+            height=0.72,
+            label=part,
+            color=TAG_COLOURS.get(part) or next(spare),
+        )
         left = [low + value for low, value in zip(left, values, strict=True)]
     axes.axvline(plan.gpu.total / GIB, color="#222222", linestyle="--", linewidth=1.1)
     axes.set(xlabel="GiB", title=f"{plan.name} on {plan.gpu.name}, planned")
@@ -96,7 +107,9 @@ def draw_plan(plan: Plan, file: Path) -> None:
 
 def _parts(plan: Plan) -> dict[str, list[float]]:
     """GiB of each stage: every tag, what torch holds besides, and contexts."""
-    tags = dict.fromkeys(tag for stage in plan.stages for tag, nbytes in stage.tags.items() if nbytes)
+    tags = dict.fromkeys(
+        tag for stage in plan.stages for tag, nbytes in stage.tags.items() if nbytes
+    )
     parts = {tag: [stage.tags.get(tag, 0) / GIB for stage in plan.stages] for tag in tags}
     parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.stages]
     parts["contexts"] = [stage.contexts / GIB for stage in plan.stages]

@@ -20,7 +20,9 @@ from rollout.model.loading import load_model_config
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
 
 
-def engine_sizes(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int) -> tuple[EngineSizes, int, int]:
+def engine_sizes(
+    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int
+) -> tuple[EngineSizes, int, int]:
     """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
@@ -63,7 +65,9 @@ def _weights(recipe: Recipe, model: Any, dtype: torch.dtype) -> int:
 
 
 def _graphs(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype) -> int:
-    """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again from layer to layer."""
+    """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again
+    from layer to layer.
+    """
     running, part = recipe.engine.max_running, recipe.engine.tensor_parallel_size
     pool = CachingAllocator()
     pool.allocate("workspace", gpu.workspace)
@@ -71,4 +75,6 @@ def _graphs(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype
     inner = fields["intermediate_size"] // part
     for name, width in (("gate_up", 2 * inner), ("act", inner), ("hidden", fields["hidden_size"])):
         pool.allocate(name, running * width * dtype.itemsize)
-    return round_up(round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE)
+    return round_up(
+        round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE
+    )

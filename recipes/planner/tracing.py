@@ -31,7 +31,9 @@ class PlannedDevice(TorchDispatchMode):
         """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
         super().__init__()
         self.log = Log()
-        self._tag: CachingAllocator | None = None  # that what is made now belongs to; None: torch's own
+        self._tag: CachingAllocator | None = (
+            None  # that what is made now belongs to; None: torch's own
+        )
         self._workspace = workspace_bytes
         self._workspaces: dict[str, Key] = {}
         self._keys: dict[int, tuple[Key | None, weakref.ref[Any]]] = {}
@@ -83,7 +85,9 @@ class PlannedDevice(TorchDispatchMode):
         for index, layer in enumerate(decoder.layers):
             layer.register_forward_pre_hook(self._before(index), prepend=True)
             layer.register_forward_hook(self._after(index))
-        decoder.norm.register_forward_pre_hook(lambda *_: None if _in_backward() else self.log.leave(), prepend=True)
+        decoder.norm.register_forward_pre_hook(
+            lambda *_: None if _in_backward() else self.log.leave(), prepend=True
+        )
 
     def _before(self, index: int) -> Any:
         def entered(layer: nn.Module, args: Any) -> None:
@@ -125,7 +129,9 @@ class PlannedDevice(TorchDispatchMode):
         return out
 
     def _see_view(self, view: torch.UntypedStorage, base: torch.UntypedStorage) -> None:
-        """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base alive."""
+        """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base
+        alive.
+        """
         address = view._cdata
         if address not in self._keys and address not in self._views:
 
@@ -193,7 +199,9 @@ def _in_backward() -> bool:
 
 
 def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """What FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK and dV of every query head."""
+    """What FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK and dV of every
+    query head.
+    """
     batch, heads, length, width = query.shape
     rows = round_up(length, 128)
     sizes = [4 * batch * rows * heads * round_up(width, 32), 4 * batch * heads * rows]
@@ -213,7 +221,9 @@ class PlannedSaver:
         self._regions: dict[str, CachingAllocator] = {}
         self.paused: set[str] = set()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard") -> Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard"
+    ) -> Tensor:
         with self.planned.placing(CachingAllocator()):
             tensor = torch.empty(shape, dtype=dtype)
         self._direct[tag] = self._direct.get(tag, 0) + tensor.numel() * dtype.itemsize
@@ -245,7 +255,14 @@ class PlannedSaver:
         return self._regions[tag].reserved if tag in self._regions else 0
 
     def report(self) -> Report:
-        return Report(device="planned", limit_bytes=None, committed_bytes=0, pool_bytes=0, backup_bytes=0, tags={})
+        return Report(
+            device="planned",
+            limit_bytes=None,
+            committed_bytes=0,
+            pool_bytes=0,
+            backup_bytes=0,
+            tags={},
+        )
 
     def drain_events(self) -> list[Event]:
         return []

@@ -1,7 +1,7 @@
 """What a recipe says: frozen sections, each with its own rules.
 
-A section checks what it can see by itself, `Recipe` what takes two of them, `recipes.setup.preparation` what takes
-the disk or the machine.
+A section checks what it can see by itself, `Recipe` what takes two of them,
+`recipes.setup.preparation` what takes the disk or the machine.
 """
 
 from recipes.recipe.loops import (
@@ -17,7 +17,13 @@ from recipes.recipe.loops import (
 )
 from recipes.recipe.recipe import Recipe
 from recipes.recipe.rules import FieldError
-from recipes.recipe.sides import EngineSection, LoraSection, ModelSection, SamplingSection, TrainerSection
+from recipes.recipe.sides import (
+    EngineSection,
+    LoraSection,
+    ModelSection,
+    SamplingSection,
+    TrainerSection,
+)
 
 __all__ = [
     "GPUS",

@@ -1,4 +1,6 @@
-"""`load`: a YAML file and dotlist overrides become a checked `Recipe`, or one line that says what to change."""
+"""`load`: a YAML file and dotlist overrides become a checked `Recipe`, or one line that says what
+to change.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ PACKAGE = Path(__file__).parent.parent
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `key=value` overrides.
 
-    `path` is a YAML file, with or without its ending; a name that is no file is looked up among the packaged recipes.
-    Every mistake raises RecipeError with one line: file, key, value, rule, remedy.
+    `path` is a YAML file, with or without its ending; a name that is no file is looked up among the
+    packaged recipes. Every mistake raises RecipeError with one line: file, key, value, rule,
+    remedy.
     """
     file = find_recipe(path)
     merged = OmegaConf.create({})
@@ -76,9 +79,13 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
     try:
         content = OmegaConf.load(file)
     except (YAMLError, OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{file.name}: is not readable as YAML: {one_line(error)}; correct the file") from None
+        raise RecipeError(
+            f"{file.name}: is not readable as YAML: {one_line(error)}; correct the file"
+        ) from None
     if not isinstance(content, DictConfig):
-        raise RecipeError(f"{file.name}: must be a mapping of keys to values; write it as 'key: value' lines")
+        raise RecipeError(
+            f"{file.name}: must be a mapping of keys to values; write it as 'key: value' lines"
+        )
     layers = [(content, file.name)]
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -107,7 +114,9 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
-            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}")
+            raise RecipeError(
+                f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}"
+            )
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
                 names = ", ".join(schema.section_fields(known[key]))
@@ -118,7 +127,11 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
 
 def _suggest(key: str, known: list[str], prefix: str) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(prefix + name for name in known)}"
+    return (
+        f"did you mean {prefix}{close[0]}?"
+        if close
+        else f"known here: {', '.join(prefix + name for name in known)}"
+    )
 
 
 @cache
@@ -137,12 +150,18 @@ def _typed(merged: DictConfig, source: str) -> Any:
         key = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
         while key not in schema.leaves() and "." in key:  # of a free mapping: the whole mapping
             key = key.rpartition(".")[0]
-        text = f"{key}={_written(merged, key)}: must be {schema.in_words(key)}; {schema.remedy(key)}"
+        text = (
+            f"{key}={_written(merged, key)}: must be {schema.in_words(key)}; {schema.remedy(key)}"
+        )
         raise RecipeError(f"{source}: {text}") from None
     except (RecursionError, OverflowError) as error:
-        raise RecipeError(f"{source}: {one_line(error)}; write plain values, without ${{...}}") from None
+        raise RecipeError(
+            f"{source}: {one_line(error)}; write plain values, without ${{...}}"
+        ) from None
     if missing:
-        raise RecipeError(f"{source}: {missing[0]}: is required and has no value; {schema.remedy(missing[0])}")
+        raise RecipeError(
+            f"{source}: {missing[0]}: is required and has no value; {schema.remedy(missing[0])}"
+        )
     return values
 
 
@@ -159,7 +178,9 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     hints = schema.section_fields(cls)
     assert isinstance(values, Mapping)
     built = {
-        key: _construct(hints[key], value, f"{prefix}{key}.", source) if dataclasses.is_dataclass(hints[key]) else value
+        key: _construct(hints[key], value, f"{prefix}{key}.", source)
+        if dataclasses.is_dataclass(hints[key])
+        else value
         for key, value in values.items()
     }
     try:
@@ -176,5 +197,7 @@ def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         for prefix, (why, remedy) in idle.items():
             if value != "null" and f"{key}.".startswith(f"{prefix}."):
-                text = f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
+                text = (
+                    f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
+                )
                 raise RecipeError(f"command line: {text}")

@@ -19,7 +19,13 @@ from recipes.recipe.loops import (
     TaskSection,
 )
 from recipes.recipe.rules import FieldError, at_least, require
-from recipes.recipe.sides import EngineSection, LoraSection, ModelSection, SamplingSection, TrainerSection
+from recipes.recipe.sides import (
+    EngineSection,
+    LoraSection,
+    ModelSection,
+    SamplingSection,
+    TrainerSection,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +59,18 @@ class Recipe:
         ok = self.algorithm in ("grpo", "ppo")
         require(self, "algorithm", ok, "must be grpo or ppo", "set algorithm=grpo")
         ok = self.status in ("run", "planned")
-        require(self, "status", ok, "must be run or planned", "set status=planned until it has been run")
+        require(
+            self, "status", ok, "must be run or planned", "set status=planned until it has been run"
+        )
         ok = self.driver in ("inprocess", "ray")
         require(self, "driver", ok, "must be inprocess or ray", "set driver=ray")
         ok = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         require(self, "device", ok, "must be auto, cpu, cuda or cuda:N", "set device=auto")
         if self.task.name == "chain_sum" and self.model.random_init:
             rule = "a random model has no tokenizer for it"
-            raise FieldError("task.name", self.task.name, rule, "set task.name=toy, or model.path=DIRECTORY")
+            raise FieldError(
+                "task.name", self.task.name, rule, "set task.name=toy, or model.path=DIRECTORY"
+            )
         self._check_also_digits()
         self._check_cluster()
         self._check_keep()
@@ -74,9 +84,16 @@ class Recipe:
     def _check_cluster(self) -> None:
         size, tensor = self.cluster.size, self.engine.tensor_parallel_size
         if size > 1 and self.driver != "ray":
-            raise FieldError("driver", self.driver, f"cannot drive {size} devices", "set driver=ray")
+            raise FieldError(
+                "driver", self.driver, f"cannot drive {size} devices", "set driver=ray"
+            )
         if size > 1 and ":" in self.device:
-            raise FieldError("device", self.device, f"names one of the {size} devices of cluster", "set device=auto")
+            raise FieldError(
+                "device",
+                self.device,
+                f"names one of the {size} devices of cluster",
+                "set device=auto",
+            )
         if (each := self.cluster.n_gpus_per_node) % tensor:
             name = "engine.tensor_parallel_size"
             rule = f"does not divide cluster.n_gpus_per_node={each}, and an engine stays on one machine"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class FieldError(ValueError):
-    """A field that breaks its rule; `recipes.recipe.loading` puts the file and the full key in front of it."""
+    """A field that breaks its rule; `recipes.recipe.loading` puts the file and the full key in
+    front of it.
+    """
 
     def __init__(self, name: str, value: object, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy

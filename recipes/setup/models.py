@@ -1,4 +1,6 @@
-"""What recipes need of `transformers`: a random model's description, a tokenizer, prompts as ids, ids as text."""
+"""What recipes need of `transformers`: a random model's description, a tokenizer, prompts as ids,
+ids as text.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def first_id(ids: int | list[int] | None) -> int | None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; it must know how a chat is written and where an answer ends."""
+    """The tokenizer of a model directory; it must know how a chat is written and where an answer
+    ends.
+    """
     from transformers import AutoTokenizer
 
     with quiet_transformers():
@@ -48,8 +52,12 @@ def load_tokenizer(directory: Path) -> Any:
             raise RecipeError(f"{text}; fetch the model anew") from None
     for name in ("chat_template", "eos_token_id"):
         if getattr(tokenizer, name) is None:
-            raise RecipeError(f"model.path={directory}: its tokenizer has no {name}; use an instruction-tuned model")
-    tokenizer.clean_up_tokenization_spaces = False  # read what was generated, and no warning about it
+            raise RecipeError(
+                f"model.path={directory}: its tokenizer has no {name}; use an instruction-tuned model"
+            )
+    tokenizer.clean_up_tokenization_spaces = (
+        False  # read what was generated, and no warning about it
+    )
     return tokenizer
 
 
@@ -57,7 +65,9 @@ def encode_prompt(tokenizer: Any, question: str, system_prompt: str = "") -> lis
     """Token ids of one user turn, up to where the assistant begins to answer."""
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": question})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
 def toy_tokenizer(words: list[str]) -> Any:
@@ -82,8 +92,10 @@ def toy_tokenizer(words: list[str]) -> Any:
 
 
 def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """The texts of token ids. What the tokenizer has no word for, as a random model's larger vocabulary has, reads
-    `<unk>`, if it knows that: left out, it could turn a wrong answer into a right one."""
+    """The texts of token ids. What the tokenizer has no word for, as a random model's larger
+    vocabulary has, reads `<unk>`, if it knows that: left out, it could turn a wrong answer into a
+    right one.
+    """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
     if unknown is not None:
         sequences = [[token if token < known else unknown for token in ids] for ids in sequences]
@@ -93,10 +105,12 @@ def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
 def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
     """Writes config.json, generation_config.json and the tokenizer to `target`, no weights.
 
-    spec: fields of a transformers config with its model_type. The vocabulary is the tokenizer's unless given; what
-    begins, ends and pads a sequence is the tokenizer's.
+    spec: fields of a transformers config with its model_type. The vocabulary is the tokenizer's
+    unless given; what begins, ends and pads a sequence is the tokenizer's.
     """
-    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+    }
     fields = {"vocab_size": len(tokenizer), **spec, **ids}
     if isinstance(fields["vocab_size"], int) and fields["vocab_size"] < len(tokenizer):
         rule = f"is less than the tokenizer's {len(tokenizer)} words"
@@ -121,6 +135,10 @@ def _meta_model(spec: dict[str, Any], fields: dict[str, Any]) -> Any:
     fields = dict(fields)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(fields.pop("model_type"), **fields)
+            )
     except Exception as error:  # transformers raises whatever a bad value leads to
-        raise RecipeError(f"model.config={spec}: is no model: {one_line(error)}; correct its fields") from None
+        raise RecipeError(
+            f"model.config={spec}: is no model: {one_line(error)}; correct its fields"
+        ) from None

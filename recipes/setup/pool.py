@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def pool_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
-    """Tokens that one device's pool holds: as given, or what (weights + states + pool) = fraction x the GPU's total
-    bytes leaves. Raises RecipeError for an engine that this model cannot have."""
+    """Tokens that one device's pool holds: as given, or what (weights + states + pool) = fraction x
+    the GPU's total bytes leaves. Raises RecipeError for an engine that this model cannot have.
+    """
     import torch
 
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
@@ -37,7 +38,10 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
 
 
 def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """What one rank keeps of a token. config: transformers'. RecipeError where the engine cannot."""
+    """What one rank keeps of a token.
+
+    config: transformers'. RecipeError where the engine cannot.
+    """
     from kvcache import layout
     from rollout.model.ranks import rank_layout
 
@@ -68,20 +72,30 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     key = f"engine.mem_fraction_static={engine.mem_fraction_static}"
     if device == "cpu":
         rule = "is a share of a GPU's memory, and device=cpu here"
-        raise RecipeError(f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}")
+        raise RecipeError(
+            f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}"
+        )
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
-    states = (engine.max_running + 1) * kept.state_bytes  # of linear layers; a slot more, for padding
+    states = (
+        engine.max_running + 1
+    ) * kept.state_bytes  # of linear layers; a slot more, for padding
     assert engine.mem_fraction_static is not None
     left = int(engine.mem_fraction_static * total) - weights - states
-    tokens = (left // kept.bytes_per_token // engine.page_size - 1) * engine.page_size  # a page is padding
+    tokens = (
+        left // kept.bytes_per_token // engine.page_size - 1
+    ) * engine.page_size  # a page is padding
     if tokens >= engine.page_size:
         return tokens
     who = "the weights and states" if states else "the weights alone"
     least = (weights + states + 2 * engine.page_size * kept.bytes_per_token) / total
     larger = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
-    remedy = larger if least < 0.98 else "set engine.tensor_parallel_size higher, or take a smaller model"
+    remedy = (
+        larger
+        if least < 0.98
+        else "set engine.tensor_parallel_size higher, or take a smaller model"
+    )
     raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
 
 
@@ -94,4 +108,6 @@ def _check_host_tier(recipe: Recipe, kept: KVLayout, tokens: int) -> None:
         rule = "pages of this model are not all that a sequence is made of (sliding windows or linear layers)"
         raise RecipeError(f"{key}={ratio}: {rule}; set {key}=0")
     if int(ratio * tokens) < page:
-        raise RecipeError(f"{key}={ratio}: {tokens} tokens times it hold no page of {page} tokens; set {key}=1")
+        raise RecipeError(
+            f"{key}={ratio}: {tokens} tokens times it hold no page of {page} tokens; set {key}=1"
+        )

@@ -1,4 +1,6 @@
-"""From a recipe to what a run needs: device, model, tokenizer, task, pool size, checked against each other."""
+"""From a recipe to what a run needs: device, model, tokenizer, task, pool size, checked against
+each other.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Checks the recipe against this machine, then describes its random model, if it has one, in `run_dir`/model.
+    """Checks the recipe against this machine, then describes its random model, if it has one, in
+    `run_dir`/model.
 
     Raises RecipeError before anything is written.
     """
@@ -71,19 +74,26 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
 
 def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
     """Tokens."""
-    return max(len(encode_prompt(tokenizer, each.question, recipe.task.system_prompt)) for each in task.problems())
+    return max(
+        len(encode_prompt(tokenizer, each.question, recipe.task.system_prompt))
+        for each in task.problems()
+    )
 
 
 @contextmanager
 def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
-    """The model's directory and its tokenizer; a random model is described in a directory that ends with the block."""
+    """The model's directory and its tokenizer; a random model is described in a directory that ends
+    with the block.
+    """
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path)
         yield directory, load_tokenizer(directory)
         return
     if not task.words:
         rule = "a random model has no tokenizer for it"
-        raise RecipeError(f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY")
+        raise RecipeError(
+            f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY"
+        )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer(list(task.words))
         describe_random_model(recipe.model.random_fields(), tokenizer, Path(folder))
@@ -116,7 +126,9 @@ def _check_lora(section: LoraSection, model_dir: Path) -> None:
 
     there = linear_layer_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
-        remedy = f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
+        remedy = (
+            f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
+        )
         listed = ",".join(section.target_modules)
         rule = f"the model has no layers {', '.join(missing)}"
         raise RecipeError(f"lora.target_modules=[{listed}]: {rule}; {remedy}")
@@ -139,7 +151,9 @@ def resolve_device(recipe: Recipe) -> str:
 
 
 def _check_devices(recipe: Recipe, gpus: int) -> None:
-    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device is two processes."""
+    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device
+    is two processes.
+    """
     each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
     if gpus and each > gpus:
         raise RecipeError(f"{key}={each}: torch sees {gpus} GPUs here; set {key}={gpus}")
@@ -150,23 +164,31 @@ def _check_packages(recipe: Recipe) -> None:
     needed.append(("model", "transformers", "models"))
     for key, module, extra in needed:
         if importlib.util.find_spec(module) is None:
-            raise RecipeError(f"{key}: needs the package {module}; run: pip install 'memsaver[{extra}]'")
+            raise RecipeError(
+                f"{key}: needs the package {module}; run: pip install 'memsaver[{extra}]'"
+            )
 
 
 def _check_prompts(recipe: Recipe, there: int) -> None:
     """A step's prompts are different problems."""
     wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
     if wanted > there:
-        raise RecipeError(f"{key}={wanted}: the task has {there} training problems; set {key}={there}")
+        raise RecipeError(
+            f"{key}={wanted}: the task has {there} training problems; set {key}={there}"
+        )
 
 
-def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context: int | None) -> None:
+def _check_request(
+    recipe: Recipe, longest_prompt: int, kv_tokens: int, context: int | None
+) -> None:
     answer = recipe.sampling.max_tokens
     need = longest_prompt + answer
     if context is not None and need > context:
         rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
         remedy = (
-            f"set sampling.max_tokens={context - longest_prompt}" if context > longest_prompt else "shorten prompts"
+            f"set sampling.max_tokens={context - longest_prompt}"
+            if context > longest_prompt
+            else "shorten prompts"
         )
         raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
     page = recipe.engine.page_size
@@ -175,4 +197,6 @@ def _check_request(recipe: Recipe, longest_prompt: int, kv_tokens: int, context:
         key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
         rule = f"the KV pool of {kv_tokens} tokens is too small for one request of {longest_prompt} + {answer} tokens"
         remedy = f"set {in_tokens(recipe, rounded)} or more"
-        raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule} in pages of {page}; {remedy}")
+        raise RecipeError(
+            f"engine.{key}={getattr(recipe.engine, key)}: {rule} in pages of {page}; {remedy}"
+        )

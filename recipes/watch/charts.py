@@ -76,16 +76,24 @@ class Chart:
     svg: str
 
 
-def draw_chart(name: str, title: str, caption: str, height: float, build: Callable[[Figure], Sequence[Tip]]) -> Chart:
+def draw_chart(
+    name: str, title: str, caption: str, height: float, build: Callable[[Figure], Sequence[Tip]]
+) -> Chart:
     """`build` draws into an empty figure of WIDTH x `height` inches and returns what to show where."""
     style: Any = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), dpi=72, layout="constrained")
         tips = build(figure)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     overlay = "".join(_rectangle(tip, 72 * height) for tip in tips)
-    head = f'<svg class="chart" viewBox="0 0 {72 * WIDTH:g} {72 * height:g}" role="img" tabindex="0"'
+    head = (
+        f'<svg class="chart" viewBox="0 0 {72 * WIDTH:g} {72 * height:g}" role="img" tabindex="0"'
+    )
     body = f'{_body(buffer.getvalue())}<g class="tips">{overlay}</g>'
     svg = f'{head} aria-label="{escape(title)}">{body}</svg>'
     return Chart(name=name, title=title, caption=caption, svg=svg)
@@ -130,7 +138,9 @@ def reward_chart(run: Run) -> Chart | None:
         "that improve alone are problems learnt by heart."
     )
     title = "Reward and evaluations"
-    return _by_step("reward", title, caption, 3.4, table, names, lambda axes: reward_panel(axes, run))
+    return _by_step(
+        "reward", title, caption, 3.4, table, names, lambda axes: reward_panel(axes, run)
+    )
 
 
 def gap_chart(run: Run) -> Chart | None:
@@ -147,7 +157,10 @@ def gap_chart(run: Run) -> Chart | None:
 
 def critic_chart(run: Run) -> Chart | None:
     """Value loss and KL to the reference, a panel each; None where no row has any of them."""
-    labels = {"value_loss": "loss of the critic", "kl_to_reference": "KL to the reference, nats a token"}
+    labels = {
+        "value_loss": "loss of the critic",
+        "kl_to_reference": "KL to the reference, nats a token",
+    }
     found = {key: label for key, label in labels.items() if run.rows_with(key)}
     if not found:
         return None
@@ -155,7 +168,9 @@ def critic_chart(run: Run) -> Chart | None:
     def build(figure: Figure) -> list[Tip]:
         panels = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
         tips = []
-        for axes, (key, label), colour in zip(panels, found.items(), TAG_COLOURS.values(), strict=False):
+        for axes, (key, label), colour in zip(
+            panels, found.items(), TAG_COLOURS.values(), strict=False
+        ):
             curve(axes, run.rows_with(key), key, color=colour, linewidth=1.6)
             axes.set_title(label, loc="left")
             tidy(axes)
@@ -201,7 +216,11 @@ def seconds_chart(run: Run, largest: int = 5) -> Chart | None:
 
 def speed_chart(run: Run) -> Chart | None:
     rows = run.rows_with("tokens_per_second")
-    names = {"tokens_per_second": "tokens a second", "tokens": "tokens", "response_length": "mean length"}
+    names = {
+        "tokens_per_second": "tokens a second",
+        "tokens": "tokens",
+        "response_length": "mean length",
+    }
 
     def draw(axes: Axes) -> None:
         curve(axes, rows, "tokens_per_second", color=TAG_COLOURS["weights"], linewidth=1.6)
@@ -221,13 +240,19 @@ def sync_chart(run: Run) -> Chart | None:
     """
     rows = [row for row in run.rows_with("stages") if "sync_weights" in row["stages"]]
     table = [_sync_figures(row) for row in rows]
-    names = {"sync_ms": "whole stage (ms)", "copy_ms": "copies (ms)", "verify_ms": "reading back (ms)"}
+    names = {
+        "sync_ms": "whole stage (ms)",
+        "copy_ms": "copies (ms)",
+        "verify_ms": "reading back (ms)",
+    }
 
     def draw(axes: Axes) -> None:
         colours = (PALE, TAG_COLOURS["params"], TAG_COLOURS["kv_cache"])
         for (key, label), colour in zip(names.items(), colours, strict=True):
             if any(key in entry for entry in table):
-                curve(axes, table, key, color=colour, linewidth=1.6, label=label.removesuffix(" (ms)"))
+                curve(
+                    axes, table, key, color=colour, linewidth=1.6, label=label.removesuffix(" (ms)")
+                )
         axes.set(ylabel="ms")
         axes.set_ylim(bottom=0)
         legend_above(axes, 3)
@@ -275,7 +300,10 @@ def step_tips(axes: Axes, rows: Sequence[Row], names: Mapping[str, str]) -> list
     tips = []
     for row, (left, right) in zip(rows, between([row["step"] for row in rows]), strict=True):
         known = {key: label for key, label in names.items() if row.get(key) is not None}
-        lines = [f"step {row['step']}", *(f"{label}: {row[key]:.6g}" for key, label in known.items())]
+        lines = [
+            f"step {row['step']}",
+            *(f"{label}: {row[key]:.6g}" for key, label in known.items()),
+        ]
         tips.append(Tip(axes=axes, left=left, right=right, text="\n".join(lines)))
     return tips
 

@@ -153,7 +153,9 @@ class Run:
 
     def stages(self, first: float = float("-inf"), last: float = float("inf")) -> list[Span]:
         """The stages, no whole steps, that lie between these times."""
-        inside = [span for span in self.spans if first - SLACK <= span[1] and span[2] <= last + SLACK]
+        inside = [
+            span for span in self.spans if first - SLACK <= span[1] and span[2] <= last + SLACK
+        ]
         return [span for span in inside if not _is_step(span)]
 
     def one_step(self) -> Span:

@@ -35,14 +35,17 @@ class Monitor:
         self.folder = folder
         self.view = view
         self.seconds: dict[str, float] = {}  # of the stages of this step
-        self.memory: dict[str, dict[str, int]] = {}  # of this step: committed bytes by tag, by phase
+        self.memory: dict[
+            str, dict[str, int]
+        ] = {}  # of this step: committed bytes by tag, by phase
         self.peaks = Peaks()
         self.sync: dict[str, float] = {}  # the newest one
         self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
-        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`, its peaks after
-        every stage."""
+        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`,
+        its peaks after every stage.
+        """
         self._sources[owner] = (side.report, side.drain_events)
         self.peaks.watch(owner, side.take_usage)
 
@@ -78,7 +81,11 @@ class Monitor:
             if not isinstance(cause, BaseException):
                 cause = error
             kind = LostWorker if _lost_actor(cause) else RunError
-            hint = " (if it was at work: raise cluster.call_timeout)" if isinstance(cause, ActorTimeout) else ""
+            hint = (
+                " (if it was at work: raise cluster.call_timeout)"
+                if isinstance(cause, ActorTimeout)
+                else ""
+            )
             raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
@@ -92,7 +99,9 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """What the sync of this step moved: bytes of all targets, and seconds of the copies and of reading back."""
+        """What the sync of this step moved: bytes of all targets, and seconds of the copies and of
+        reading back.
+        """
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}
 
@@ -109,7 +118,9 @@ class Monitor:
         for owner, (report, drain_events) in self._sources.items():
             self.folder.add_events(owner, drain_events())
             for tag, entry in report().tags.items():
-                shown[tag] = max(shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes))
+                shown[tag] = max(
+                    shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes)
+                )
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)
 

@@ -1,7 +1,8 @@
 """The most memory of every process and device in each stage of a step.
 
-One side works at a time, and in a stage each side's tags only come or only go. So a process's most is what its tags
-held before or after, and torch's own peak; what is on the device besides (contexts, libraries) stays as it is.
+One side works at a time, and in a stage each side's tags only come or only go. So a process's most
+is what its tags held before or after, and torch's own peak; what is on the device besides
+(contexts, libraries) stays as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ TakeUsage = Callable[[], "Usage | None"]
 
 
 class Peaks:
-    """Collects, by stage: bytes of each process and of torch in it, by owner; of the fullest device; of the tags.
+    """Collects, by stage: bytes of each process and of torch in it, by owner; of the fullest
+    device; of the tags.
 
     Processes are counted without contexts and libraries; "device_bytes" is None on the CPU.
     """
@@ -27,7 +29,9 @@ class Peaks:
         self._before: dict[str, dict[str, int]] = {}
 
     def watch(self, owner: str, take_usage: TakeUsage) -> None:
-        """owner: a side, "trainer" or "rollout", with the number of its device in brackets where there are several."""
+        """owner: a side, "trainer" or "rollout", with the number of its device in brackets where
+        there are several.
+        """
         self._sources[owner] = take_usage
 
     def passed(self, stage: str) -> None:
@@ -45,7 +49,12 @@ class Peaks:
             torch[owner] = usage.torch_peak_bytes
             processes[owner] = sum(most.values()) + usage.torch_peak_bytes
             waits[owner] = processes[owner] - sum(usage.tags.values()) - usage.torch_bytes
-        entry = {"processes": processes, "torch": torch, "device_bytes": _device(found, waits), "tags": tags}
+        entry = {
+            "processes": processes,
+            "torch": torch,
+            "device_bytes": _device(found, waits),
+            "tags": tags,
+        }
         self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
 
     def take(self) -> dict[str, dict[str, Any]]:

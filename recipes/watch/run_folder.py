@@ -48,9 +48,11 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that 
 
 @contextlib.contextmanager
 def claimed(path: Path, new: bool = False) -> Iterator[None]:
-    """Inside, no other process runs in this folder, which is made; at the end it goes if nothing came into it.
+    """Inside, no other process runs in this folder, which is made; at the end it goes if nothing
+    came into it.
 
-    new: it must not be there yet (`FileExistsError`). `RecipeError`: a run is at work in it, or it cannot be made.
+    new: it must not be there yet (`FileExistsError`). `RecipeError`: a run is at work in it, or it
+    cannot be made.
     """
     made = not path.exists()
     try:
@@ -60,9 +62,13 @@ def claimed(path: Path, new: bool = False) -> Iterator[None]:
     except FileExistsError:
         if new:
             raise
-        raise RecipeError(f"--run-dir {path}: is a file, or below a file; give another folder") from None
+        raise RecipeError(
+            f"--run-dir {path}: is a file, or below a file; give another folder"
+        ) from None
     except OSError as error:
-        raise RecipeError(f"--run-dir {path}: {error.strerror}; give a folder that can be written") from error
+        raise RecipeError(
+            f"--run-dir {path}: {error.strerror}; give a folder that can be written"
+        ) from error
     try:
         yield
     finally:
@@ -86,7 +92,9 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             owner = os.read(lock, 100).decode(errors="replace").strip()
             os.close(lock)
-            raise RecipeError(f"{path}: {owner or 'a run'} is at work in it; wait, or give another folder") from None
+            raise RecipeError(
+                f"{path}: {owner or 'a run'} is at work in it; wait, or give another folder"
+            ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 os.close(lock)
@@ -116,7 +124,9 @@ class RunFolder:
     @staticmethod
     def refuse_used(path: Path) -> None:
         if (path / "metrics.jsonl").exists():
-            raise RecipeError(f"--run-dir {path}: already holds a run; use --resume {path}, or another folder")
+            raise RecipeError(
+                f"--run-dir {path}: already holds a run; use --resume {path}, or another folder"
+            )
         if any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
             rule = "is in a job's working_dir, which Ray deletes"
             raise RecipeError(f"--run-dir {path}: {rule}; give a folder on shared storage")
@@ -136,7 +146,8 @@ class RunFolder:
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
         """An earlier run, cut back to its last checkpoint, or to its start where there is none yet.
 
-        Later rows are dropped, they will be computed again; the trace of the session that ended is kept beside.
+        Later rows are dropped, they will be computed again; the trace of the session that ended is
+        kept beside.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -159,7 +170,9 @@ class RunFolder:
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
-        replace_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+        replace_text(
+            self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n"
+        )
 
     def add_row(self, row: Row) -> None:
         self.run.rows.append(row)
@@ -182,7 +195,9 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise RunError(f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}") from error
+            raise RunError(
+                f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}"
+            ) from error
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """A stage, in time.time() seconds."""
@@ -205,11 +220,15 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path:
         if not self.has_checkpoint():
-            raise RecipeError(f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10")
+            raise RecipeError(
+                f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10"
+            )
         return self._latest.parent / self._latest.read_text().strip()
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old ones go."""
+        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old
+        ones go.
+        """
         folder = self.path.resolve() / "checkpoints"
         folder.mkdir(exist_ok=True)
         write(folder / f"step_{step}")
@@ -228,7 +247,9 @@ class RunFolder:
                 start = event.time - event.seconds
                 sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
                 timeline.span(f"{event.op} {event.tag}", start, event.time, owner, **sizes)
-                timeline.counter(event.tag, event.time, {"committed": event.committed_bytes}, process=owner)
+                timeline.counter(
+                    event.tag, event.time, {"committed": event.committed_bytes}, process=owner
+                )
         timeline.write(self.path / "trace.json")
 
     def write_pictures(self) -> str | None:
@@ -246,15 +267,19 @@ class RunFolder:
 
 def _free_name(file: Path, step: int) -> Path:
     number = 1
-    while (target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")).exists():
+    while (
+        target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")
+    ).exists():
         number += 1
     return target
 
 
 def describe_environment() -> dict[str, Any]:
-    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context is made.
+    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context
+    is made.
 
-    `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed."""
+    `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed.
+    """
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": platform.node(),
@@ -275,8 +300,14 @@ def _version(name: str) -> str | None:
 def _gpus() -> list[dict[str, str]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []  # no driver here, or one that does not answer: a run goes on without
     lines = [line.split(", ") for line in listed.splitlines()]
-    return [dict(zip(("name", "memory", "driver"), words, strict=True)) for words in lines if len(words) == len(QUERY)]
+    return [
+        dict(zip(("name", "memory", "driver"), words, strict=True))
+        for words in lines
+        if len(words) == len(QUERY)
+    ]

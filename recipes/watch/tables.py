@@ -58,7 +58,9 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
     if rewards := [row["reward"] for row in run.rows_with("reward")]:
         found.append(("reward, first and last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
     if exact := [row["exact_match"] for row in run.evaluations if "exact_match" in row]:
-        found.append(("held-out exact match", f"{exact[0]:.0%} → {exact[-1]:.0%}".replace("%", " %")))
+        found.append(
+            ("held-out exact match", f"{exact[0]:.0%} → {exact[-1]:.0%}".replace("%", " %"))
+        )
     for key, name, show in MEDIANS:
         if values := [row[key] for row in run.rows_with(key)]:
             found.append((name, show(statistics.median(values))))
@@ -140,14 +142,19 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     for row in rows:
         for stage, peak in row.get("peaks", {}).items():
             largest = found.setdefault(stage, {})
-            for owner, nbytes in {DEVICE: peak.get("device_bytes"), **peak.get("processes", {})}.items():
+            for owner, nbytes in {
+                DEVICE: peak.get("device_bytes"),
+                **peak.get("processes", {}),
+            }.items():
                 side = owner.partition("[")[0]
                 if nbytes is not None:  # the CPU has no figure of the whole device
                     largest[side] = max(largest.get(side, 0), nbytes)
     return found
 
 
-def _compared(planned: int, measured: int | None, of: int | None = None) -> tuple[str, str, str, str]:
+def _compared(
+    planned: int, measured: int | None, of: int | None = None
+) -> tuple[str, str, str, str]:
     """of: what a difference is judged by in place of the measured bytes: an idle process holds next
     to nothing.
     """
@@ -182,7 +189,9 @@ def every_step(run: Run) -> Table | None:
         return None
     rows = [(str(row["step"]), *_cells(row, keys, ".4g")) for row in run.train]
     head = ("step", *(key.replace("_", " ") for key in keys))
-    return Table(title="Every step", caption="The rows of metrics.jsonl.", head=head, rows=rows, folded=True)
+    return Table(
+        title="Every step", caption="The rows of metrics.jsonl.", head=head, rows=rows, folded=True
+    )
 
 
 def _cells(row: Row, keys: Iterable[str], form: str) -> list[str]:

@@ -132,7 +132,9 @@ def phases_chart(run: Run) -> Chart | None:
         return tips
 
     caption = "From the rows, because there is no trace: bytes by tag when the rollout works and when the trainer does."
-    return draw_chart("by-phase", "Memory by tag and phase", caption, 0.6 + 1.6 * len(phases), build)
+    return draw_chart(
+        "by-phase", "Memory by tag and phase", caption, 0.6 + 1.6 * len(phases), build
+    )
 
 
 def _draw_phase(axes: Axes, phase: str, tags: list[str], rows: Sequence[Row]) -> list[Tip]:
@@ -147,7 +149,8 @@ def _draw_phase(axes: Axes, phase: str, tags: list[str], rows: Sequence[Row]) ->
     tidy(axes)
     places = between([entry["step"] for entry in table])
     return [
-        Tip(axes=axes, left=left, right=right, text=text) for (left, right), text in zip(places, texts, strict=True)
+        Tip(axes=axes, left=left, right=right, text=text)
+        for (left, right), text in zip(places, texts, strict=True)
     ]
 
 
@@ -189,7 +192,9 @@ def _draw_stack(axes: Axes, found: Levels, origin: float) -> list[Tip]:
     return tips
 
 
-def _close_up(run: Run, name: str, title: str, caption: str, first: float, last: float) -> Chart | None:
+def _close_up(
+    run: Run, name: str, title: str, caption: str, first: float, last: float
+) -> Chart | None:
     """Stages above and memory below, between two times; None where no stage lies there."""
     stages = run.stages(first, last)
     if not stages or last <= first:
@@ -198,7 +203,9 @@ def _close_up(run: Run, name: str, title: str, caption: str, first: float, last:
     heights = [lanes, 1.9] if run.events else [lanes]
 
     def build(figure: Figure) -> list[Tip]:
-        panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        panels = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
+        )[:, 0]
         tips = _draw_lanes(panels[0], stages, first, last)
         _name_durations(panels[0], stages)
         if run.events:
@@ -218,7 +225,9 @@ def _name_durations(axes: Axes, stages: Iterable[Span]) -> None:
     for name, begin, finish in stages:
         spent[name] = spent.get(name, 0.0) + finish - begin
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    axes.set_yticks(range(len(labels)), [f"{label}  {format_seconds(spent[label])}" for label in labels])
+    axes.set_yticks(
+        range(len(labels)), [f"{label}  {format_seconds(spent[label])}" for label in labels]
+    )
 
 
 def _lane_names(stages: Iterable[Span]) -> list[str]:
@@ -231,14 +240,33 @@ def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, end: float) -
     lanes, tips = _lane_names(stages), []
     smallest = (end - origin) / BARS
     for row, name in enumerate(lanes):
-        bars = _merged([(begin, finish) for other, begin, finish in stages if other == name], smallest)
-        places = [(begin - origin, max(finish - begin, smallest / 2)) for begin, finish, _, _ in bars]
-        axes.broken_barh(places, (row - 0.38, 0.76), color=KINDS[kind_of(name)], linewidth=0, zorder=2)
+        bars = _merged(
+            [(begin, finish) for other, begin, finish in stages if other == name], smallest
+        )
+        places = [
+            (begin - origin, max(finish - begin, smallest / 2)) for begin, finish, _, _ in bars
+        ]
+        axes.broken_barh(
+            places, (row - 0.38, 0.76), color=KINDS[kind_of(name)], linewidth=0, zorder=2
+        )
         for (begin, width), (_, finish, count, spent) in zip(places, bars, strict=True):
             times = f"from {format_seconds(begin)} to {format_seconds(finish - origin)}"
-            took = f"took {format_seconds(spent)}" if count == 1 else f"{count} times, {format_seconds(spent)} in all"
+            took = (
+                f"took {format_seconds(spent)}"
+                if count == 1
+                else f"{count} times, {format_seconds(spent)} in all"
+            )
             text = f"{name}\n{took}\n{times}"
-            tips.append(Tip(axes=axes, left=begin, right=begin + width, low=row - 0.5, high=row + 0.5, text=text))
+            tips.append(
+                Tip(
+                    axes=axes,
+                    left=begin,
+                    right=begin + width,
+                    low=row - 0.5,
+                    high=row + 0.5,
+                    text=text,
+                )
+            )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set(xlim=(0, end - origin), ylim=(len(lanes) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
@@ -247,7 +275,9 @@ def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, end: float) -
     return tips
 
 
-def _merged(bars: Iterable[tuple[float, float]], slack: float) -> list[tuple[float, float, int, float]]:
+def _merged(
+    bars: Iterable[tuple[float, float]], slack: float
+) -> list[tuple[float, float, int, float]]:
     """(begin, end, how many, seconds in all); bars that begin within `slack` after the last one
     join it.
     """

@@ -3,7 +3,14 @@
 from rollout.disagg.decode import DecodeEngine, SplitStats
 from rollout.disagg.line import accept, dial
 from rollout.disagg.prefill import PrefillEngine
-from rollout.disagg.transport import GroupReader, GroupWriter, MappedReader, MappedWriter, Reader, Writer
+from rollout.disagg.transport import (
+    GroupReader,
+    GroupWriter,
+    MappedReader,
+    MappedWriter,
+    Reader,
+    Writer,
+)
 
 __all__ = [
     "DecodeEngine",

@@ -1,4 +1,6 @@
-"""What the ranks of two engines say to each other: one sealed line a pair. Bulk bytes go by `transport`."""
+"""What the ranks of two engines say to each other: one sealed line a pair. Bulk bytes go by
+`transport`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ _GONE = (EOFError, OSError, Forged, ValueError)  # the last: what is no message
 
 
 class Peers:
-    """The ranks of the other engine, by their rank. `lost`: why the first of them is given up, None while all live;
-    `loss`: its rank, or how many there are. From a loss on nothing is sent or received."""
+    """The ranks of the other engine, by their rank. `lost`: why the first of them is given up, None
+    while all live;
+    `loss`: its rank, or how many there are. From a loss on nothing is sent or received.
+    """
 
-    def __init__(self, name: str, connections: Sequence[Line], hello: Hello, timeout: float) -> None:
-        """Greets all of them. name: "prefill" or "decode". ValueError where the engines do not fit together."""
+    def __init__(
+        self, name: str, connections: Sequence[Line], hello: Hello, timeout: float
+    ) -> None:
+        """Greets all of them. name: "prefill" or "decode". ValueError where the engines do not fit
+        together.
+        """
         self.name, self.timeout = name, timeout
         self.lost: str | None = None
         self.loss = len(connections)
@@ -46,7 +54,9 @@ class Peers:
         try:
             message = PLAIN.value(connection.receive())
         except TimeoutError as error:
-            raise PeerLostError(f"a {self.name} rank did not say who it is for {self.timeout:g} s") from error
+            raise PeerLostError(
+                f"a {self.name} rank did not say who it is for {self.timeout:g} s"
+            ) from error
         assert isinstance(message, Hello)
         return message
 

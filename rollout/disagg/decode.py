@@ -26,8 +26,10 @@ OnLoss = Literal["recompute", "refuse"]
 
 @dataclass(kw_only=True)
 class SplitStats:
-    """Since `connect`. arrived: prompts that came. recomputed: prompts that were refused or lost, and computed here.
-    reason: why the last of them was. rounds: times that the ring began anew."""
+    """Since `connect`. arrived: prompts that came. recomputed: prompts that were refused or lost,
+    and computed here.
+    reason: why the last of them was. rounds: times that the ring began anew.
+    """
 
     arrived: int = 0
     recomputed: int = 0
@@ -38,8 +40,9 @@ class SplitStats:
 class DecodeEngine(Engine):
     """One rank of the decode side: `connect`, then `generate` as of any engine, then `close`.
 
-    A prompt is admitted with all its pages, computed by the prefill engine, and decoded from its first token on. What
-    the prefix cache has is not asked for. A refused prompt, and one made by other weights, is computed here.
+    A prompt is admitted with all its pages, computed by the prefill engine, and decoded from its
+    first token on. What the prefix cache has is not asked for. A refused prompt, and one made by
+    other weights, is computed here.
     """
 
     def connect(
@@ -51,10 +54,11 @@ class DecodeEngine(Engine):
         on_loss: OnLoss = "recompute",
         timeout: float = 60.0,
     ) -> None:
-        """connections: one to every prefill rank, from `accept`. ring_bytes: of the ring; longer prompts are sent in
-        parts. on_loss: when a prefill rank is gone, or silent for `timeout` seconds with prompts under way: compute
-        these and all later ones here, or raise PeerLostError and refuse to generate. ValueError where the engines do
-        not fit together."""
+        """connections: one to every prefill rank, from `accept`. ring_bytes: of the ring; longer
+        prompts are sent in parts. on_loss: when a prefill rank is gone, or silent for `timeout`
+        seconds with prompts under way: compute these and all later ones here, or raise
+        PeerLostError and refuse to generate. ValueError where the engines do not fit together.
+        """
         layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         ring, ticket = reader.ring(ring_bytes, self.saver)
@@ -67,7 +71,9 @@ class DecodeEngine(Engine):
         )
         self._peers = Peers("prefill", connections, hello, timeout)
         heads_per_rank(len(self._peers), heads)  # says if they do not divide
-        self.inbox = Inbox(layers, heads, self._ranks.rank, self._ranks.size, self._peers, reader, ring)
+        self.inbox = Inbox(
+            layers, heads, self._ranks.rank, self._ranks.size, self._peers, reader, ring
+        )
         self._on_loss = on_loss
         self.split = SplitStats()
         self._remote = True  # whether prompts are sent away; the same on all ranks
@@ -82,12 +88,16 @@ class DecodeEngine(Engine):
     def unavailable_reason(self) -> str | None:
         """As the engine's, and the loss of a prefill rank where that is not made good here."""
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
-        return "; ".join(reason for reason in (super().unavailable_reason(), lost) if reason) or None
+        return (
+            "; ".join(reason for reason in (super().unavailable_reason(), lost) if reason) or None
+        )
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         samples = super()._submit(prompt, params)
         for sample in samples:
-            sample.remote = self._remote and sample.beams is None  # a beam search needs its prompt's logits here
+            sample.remote = (
+                self._remote and sample.beams is None
+            )  # a beam search needs its prompt's logits here
         return samples
 
     def _step(self) -> None:
@@ -134,14 +144,19 @@ class DecodeEngine(Engine):
         if first is None:
             self._recompute(transfer.sample, f"refused: {transfer.refusal}")
         elif first.version != version:
-            self._recompute(transfer.sample, f"the prefill engine has weights {first.version}, this one {version}")
+            self._recompute(
+                transfer.sample,
+                f"the prefill engine has weights {first.version}, this one {version}",
+            )
         else:
             self._begin(transfer.sample, first)
 
     def _begin(self, sample: Sample, first: First) -> None:
         self.scheduler.arrived(sample)
         self.split.arrived += 1
-        for each, token, logprob in zip(self._prefilled(sample), first.tokens, first.logprobs, strict=True):
+        for each, token, logprob in zip(
+            self._prefilled(sample), first.tokens, first.logprobs, strict=True
+        ):
             self.scheduler.append(each, token, logprob, first.version)
 
     def _recompute(self, sample: Sample, reason: str) -> None:

@@ -21,7 +21,10 @@ _ALIGNMENT = 256  # bytes, of ranges in the ring
 
 @dataclass(eq=False, kw_only=True)
 class Transfer:
-    """The prompt of `sample` on its way into `slots`. waiting: for each range how many writers are missing."""
+    """The prompt of `sample` on its way into `slots`.
+
+    waiting: for each range how many writers are missing.
+    """
 
     sample: Sample
     number: int
@@ -39,7 +42,9 @@ class Transfer:
 
     @property
     def wanted(self) -> bool:
-        """Whether the sample still waits in the pages that it had then: not aborted, preempted or recomputed."""
+        """Whether the sample still waits in the pages that it had then: not aborted, preempted or
+        recomputed.
+        """
         return self.sample.remote and self.sample.handle is self._handle
 
     @property
@@ -63,7 +68,9 @@ class Inbox:
         """heads: KV heads of the whole model. rank, size: of this engine. ring: uint8."""
         self._k, self._v = layers
         self._peers, self._reader, self._ring = peers, reader, ring
-        self._slices = {each.src_tp_rank: each for each in head_writers(len(peers), size, rank, heads)}
+        self._slices = {
+            each.src_tp_rank: each for each in head_writers(len(peers), size, rank, heads)
+        }
         self._writers = Writers.of(
             [(each.dst_head_start, each.num_heads) for each in self._slices.values()], ring.device
         )
@@ -88,7 +95,13 @@ class Inbox:
             assert assigned is not None, "ranges are cut to fit"
             ids.append(assigned.id)
             ranges.append(
-                Range(first=first, tokens=tokens, offset=assigned.offset, nbytes=nbytes, round=assigned.round)
+                Range(
+                    first=first,
+                    tokens=tokens,
+                    offset=assigned.offset,
+                    nbytes=nbytes,
+                    round=assigned.round,
+                )
             )
         waiting = [len(self._slices)] * len(ranges)
         self.transfers.append(
@@ -110,11 +123,15 @@ class Inbox:
 
     @property
     def arrived(self) -> int:
-        """How many transfers are complete, up to the first that is not: ranks hear of later ones in any order."""
+        """How many transfers are complete, up to the first that is not: ranks hear of later ones in
+        any order.
+        """
         return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
 
     def receive(self, seconds: float) -> None:
-        """Everything that has come; waits for the first of it for so long. `heard`: whether anything has."""
+        """Everything that has come; waits for the first of it for so long. `heard`: whether
+        anything has.
+        """
         self.heard = False
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
@@ -133,7 +150,9 @@ class Inbox:
     def _filled(self, peer: int, transfer: Transfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
         before = sum(each.num_heads for each in self._slices.values() if each.src_tp_rank < peer)
-        begin, nbytes = (staged_bytes(self._k, self._v, at.tokens, n) for n in (before, part.num_heads))
+        begin, nbytes = (
+            staged_bytes(self._k, self._v, at.tokens, n) for n in (before, part.num_heads)
+        )
         try:
             self._reader.take(peer, self._ring[at.offset + begin : at.offset + begin + nbytes])
         except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""One connection of two ranks: both prove that they know the key, then every message carries its seal and its number.
+"""One connection of two ranks: both prove that they know the key, then every message carries its
+seal and its number.
 
 Nobody waits without a limit, for a stranger least of all.
 """
@@ -29,10 +30,13 @@ _LARGEST = 1 << 28  # bytes of a message
 
 
 class Line:
-    """`send` and `receive` raise OSError (TimeoutError among them), EOFError, or `Forged` where the other end is no
-    rank; the line is of no more use then."""
+    """`send` and `receive` raise OSError (TimeoutError among them), EOFError, or `Forged` where the
+    other end is no rank; the line is of no more use then.
+    """
 
-    def __init__(self, connection: socket.socket, key: bytes, role: str, other: str, timeout: float) -> None:
+    def __init__(
+        self, connection: socket.socket, key: bytes, role: str, other: str, timeout: float
+    ) -> None:
         connection.settimeout(timeout)
         self._socket, self._key = connection, key
         self._places = {"send": role, "receive": other}
@@ -64,10 +68,15 @@ class Line:
 
 
 def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> list[Line]:
-    """A decode rank's side: waits for `count` prefill ranks, which know the same secret key. TimeoutError tells how
-    many came; strangers are turned away, however silent or many."""
+    """A decode rank's side: waits for `count` prefill ranks, which know the same secret key.
+    TimeoutError tells how many came; strangers are turned away, however silent or many.
+    """
     met: queue.SimpleQueue[Line] = queue.SimpleQueue()
-    free, lines, end = threading.Semaphore(_GREETED_AT_ONCE), list[Line](), time.monotonic() + timeout
+    free, lines, end = (
+        threading.Semaphore(_GREETED_AT_ONCE),
+        list[Line](),
+        time.monotonic() + timeout,
+    )
 
     def greet(connection: socket.socket) -> None:
         try:
@@ -80,7 +89,9 @@ def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> 
     with _listening(address, _GREETED_AT_ONCE) as listener:
         while len(lines) < count:
             if (left := end - time.monotonic()) <= 0:
-                raise TimeoutError(f"{len(lines)} of {count} prefill ranks came to {address} in {timeout:g} s")
+                raise TimeoutError(
+                    f"{len(lines)} of {count} prefill ranks came to {address} in {timeout:g} s"
+                )
             listener.settimeout(min(left, 0.05))
             try:
                 connection, _ = listener.accept()
@@ -88,7 +99,9 @@ def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> 
                 pass
             else:
                 if free.acquire(blocking=False):
-                    threading.Thread(target=greet, args=[connection], name="rollout-greet", daemon=True).start()
+                    threading.Thread(
+                        target=greet, args=[connection], name="rollout-greet", daemon=True
+                    ).start()
                 else:
                     connection.close()
             while not met.empty() and len(lines) < count:
@@ -97,7 +110,9 @@ def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> 
 
 
 def dial(addresses: Sequence[Address], key: bytes, timeout: float = 60.0) -> list[Line]:
-    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address that is not there."""
+    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address
+    that is not there.
+    """
     return [_dial(address, key, time.monotonic() + timeout) for address in addresses]
 
 
@@ -119,7 +134,9 @@ def _dial(address: Address, key: bytes, end: float) -> Line:
 
 
 def _greeted(connection: socket.socket, key: bytes) -> Line:
-    """Of the side that was dialled; nothing but random bytes is told before the other has proved itself."""
+    """Of the side that was dialled; nothing but random bytes is told before the other has proved
+    itself.
+    """
     connection.settimeout(_GREET_SECONDS)
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(mine)
@@ -128,16 +145,22 @@ def _greeted(connection: socket.socket, key: bytes) -> Line:
     if not hmac.compare_digest(proof, _proof(key, b"dials", mine + theirs)):
         raise Forged("a stranger, or a rank with another key")
     connection.sendall(_proof(key, b"listens", mine + theirs))
-    return Line(connection, _proof(key, b"session", mine + theirs), "listens", "dials", _GREET_SECONDS)
+    return Line(
+        connection, _proof(key, b"session", mine + theirs), "listens", "dials", _GREET_SECONDS
+    )
 
 
 def _greeting(connection: socket.socket, key: bytes) -> Line:
     connection.settimeout(_GREET_SECONDS)
     theirs, mine = _exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(mine + _proof(key, b"dials", theirs + mine))
-    if not hmac.compare_digest(_exactly(connection, _NONCE_BYTES), _proof(key, b"listens", theirs + mine)):
+    if not hmac.compare_digest(
+        _exactly(connection, _NONCE_BYTES), _proof(key, b"listens", theirs + mine)
+    ):
         raise OSError("who listens there does not know the key")
-    return Line(connection, _proof(key, b"session", theirs + mine), "dials", "listens", _GREET_SECONDS)
+    return Line(
+        connection, _proof(key, b"session", theirs + mine), "dials", "listens", _GREET_SECONDS
+    )
 
 
 def _proof(key: bytes, what: bytes, nonces: bytes) -> bytes:

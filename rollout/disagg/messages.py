@@ -1,4 +1,7 @@
-"""What the ranks of a prefill and a decode engine tell each other. Plain data (`memsaver.common.plain`)."""
+"""What the ranks of a prefill and a decode engine tell each other.
+
+Plain data (`memsaver.common.plain`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bytes of a decode rank's ring for tokens [first, first + tokens) of a prompt, the writers' heads in a row."""
+    """Bytes of a decode rank's ring for tokens [first, first + tokens) of a prompt, the writers'
+    heads in a row.
+    """
 
     first: int
     tokens: int
@@ -41,9 +46,12 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """decode -> prefill: compute this prompt and its samples' first tokens; keys and values go into the ranges.
+    """decode -> prefill: compute this prompt and its samples' first tokens; keys and values go into
+    the ranges.
 
-    Numbers rise by one. indices: of the samples that share the prompt, which decide with the seed what is drawn."""
+    Numbers rise by one. indices: of the samples that share the prompt, which decide with the seed
+    what is drawn.
+    """
 
     number: int
     prompt: list[int]
@@ -55,7 +63,9 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """The first token of each sample, and the version of the weights that all of it was computed with."""
+    """The first token of each sample, and the version of the weights that all of it was computed
+    with.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -92,5 +102,7 @@ class Closed:
 
 
 Message = Hello | Ask | Filled | Refused | Freed | Closed
-PLAIN = Plain(Hello, Ask, Range, First, Filled, Refused, Freed, Closed, SamplingParams, Watermark, Ticket)
+PLAIN = Plain(
+    Hello, Ask, Range, First, Filled, Refused, Freed, Closed, SamplingParams, Watermark, Ticket
+)
 """How they travel."""

@@ -1,4 +1,6 @@
-"""A prefill rank's prompts on their way: once computed gathered, put into the decode ranks' rings, told."""
+"""A prefill rank's prompts on their way: once computed gathered, put into the decode ranks' rings,
+told.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from torch import Tensor
 from kvcache import ReqHandle
 from kvcache.allocators.base import to_device
 from kvcache.ops.staging import gather_staged, staged_bytes
-from kvcache.staging import StagingBuffer, Watermark, compute_head_slice_params, head_writers, may_fill
+from kvcache.staging import (
+    StagingBuffer,
+    Watermark,
+    compute_head_slice_params,
+    head_writers,
+    may_fill,
+)
 from rollout.disagg.channel import Peers
 from rollout.disagg.messages import Ask, Filled, First, Range, Refused
 from rollout.disagg.transport import Writer
@@ -21,7 +29,9 @@ from rollout.serving.prefix import PrefixBlocks
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """What this rank sends to one decode rank: its heads, how many of other writers lie before; and its staging."""
+    """What this rank sends to one decode rank: its heads, how many of other writers lie before; and
+    its staging.
+    """
 
     start: int
     heads: int
@@ -31,8 +41,9 @@ class Slice:
 
 @dataclass(kw_only=True)
 class Parcel:
-    """One prompt. asks: of every decode rank. handle: holds its pages until all is sent. first: None until it is
-    computed. nth: next range, by rank."""
+    """One prompt. asks: of every decode rank. handle: holds its pages until all is sent. first:
+    None until it is computed. nth: next range, by rank.
+    """
 
     asks: Sequence[Ask]
     handle: ReqHandle | None = None
@@ -45,11 +56,18 @@ class Parcel:
 
 
 class Outbox:
-    """First in, first out, refusals too: decode ranks assign ranges in the order of their requests, so that the first
-    parcel's next range is always the oldest that is not freed, and will be ready."""
+    """First in, first out, refusals too: decode ranks assign ranges in the order of their requests,
+    so that the first parcel's next range is always the oldest that is not freed, and will be ready.
+    """
 
     def __init__(
-        self, layers: tuple[Tensor, Tensor], heads: int, rank: int, size: int, peers: Peers, writer: Writer
+        self,
+        layers: tuple[Tensor, Tensor],
+        heads: int,
+        rank: int,
+        size: int,
+        peers: Peers,
+        writer: Writer,
     ) -> None:
         """heads: KV heads of the whole model. rank, size: of this engine."""
         self._k, self._v = layers
@@ -66,7 +84,9 @@ class Outbox:
                 total = sum(each.num_heads for each in writers)
                 buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
                 self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
-                with torch.cuda.device_of(self._k):  # which copies into a ring that may be on another GPU
+                with torch.cuda.device_of(
+                    self._k
+                ):  # which copies into a ring that may be on another GPU
                     writer.open(peer, hello.ring_bytes, hello.ticket, self._k.device)
 
     def add(self, parcel: Parcel) -> None:
@@ -74,7 +94,9 @@ class Outbox:
 
     def send(self, blocks: PrefixBlocks) -> None:
         """Everything that is ready, in order; the pages of what is sent are free afterwards."""
-        while self._queue and all(self._send_to(peer, self._queue[0], blocks) for peer in range(len(self._peers))):
+        while self._queue and all(
+            self._send_to(peer, self._queue[0], blocks) for peer in range(len(self._peers))
+        ):
             self._release(self._queue.popleft(), blocks)
             self.sent += 1
 
@@ -103,16 +125,22 @@ class Outbox:
             if not may_fill(at.round, at.end, self.watermarks[peer]):
                 return False
             self._put(peer, part, parcel, at, blocks)
-            self._peers.send(peer, Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first))
+            self._peers.send(
+                peer, Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
+            )
             parcel.nth[peer] += 1
         return True
 
     def _put(self, peer: int, part: Slice, parcel: Parcel, at: Range, blocks: PrefixBlocks) -> None:
         """Gather this rank's heads of a range's tokens, and one bulk copy."""
         assert parcel.handle is not None
-        slots = to_device(blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens), self._k.device)
+        slots = to_device(
+            blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens), self._k.device
+        )
         nbytes = staged_bytes(self._k, self._v, at.tokens, part.heads)
         self._writer.settle(peer)
         staged = part.buffer.view(0, nbytes)
         gather_staged(self._k, self._v, slots, part.start, part.heads, staged)
-        self._writer.put(peer, staged, at.offset + staged_bytes(self._k, self._v, at.tokens, part.before))
+        self._writer.put(
+            peer, staged, at.offset + staged_bytes(self._k, self._v, at.tokens, part.before)
+        )

@@ -1,4 +1,6 @@
-"""The prefill side: computes prompts for a decode engine and sends it their keys, values and first tokens."""
+"""The prefill side: computes prompts for a decode engine and sends it their keys, values and first
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ class PrefillEngine(Engine):
     """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
 
     def connect(self, connections: Sequence[Line], writer: Writer, timeout: float = 60.0) -> None:
-        """connections: one to every decode rank, from `dial`. ValueError where the engines do not fit together."""
+        """connections: one to every decode rank, from `dial`.
+
+        ValueError where the engines do not fit together.
+        """
         layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         hello = Hello(
@@ -34,7 +39,9 @@ class PrefillEngine(Engine):
         self._peers = Peers("decode", connections, hello, timeout)
         heads_per_rank(len(self._peers), heads)  # says if they do not divide
         self._writer = writer
-        self._outbox = Outbox(layers, heads, self._ranks.rank, self._ranks.size, self._peers, writer)
+        self._outbox = Outbox(
+            layers, heads, self._ranks.rank, self._ranks.size, self._peers, writer
+        )
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
         self._closed = 0  # decode ranks that are done
         self._parcels: list[Parcel] = []  # admitted, by number
@@ -53,11 +60,15 @@ class PrefillEngine(Engine):
             self._peers.close()
 
     def _turn(self) -> bool:
-        """Messages, what all ranks know of, one step, and what is ready to go; False when all is done."""
+        """Messages, what all ranks know of, one step, and what is ready to go; False when all is
+        done.
+        """
         self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
-            [self._peers.loss, self._closed, known, self._outbox.sent], self.saver.device, "requests"
+            [self._peers.loss, self._closed, known, self._outbox.sent],
+            self.saver.device,
+            "requests",
         )
         if loss < len(self._peers):
             self._peers.lose(loss, "is lost, says another rank")
@@ -81,7 +92,9 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
-        """Takes requests in, in order, as long as all that are not sent fit together: nothing is ever preempted."""
+        """Takes requests in, in order, as long as all that are not sent fit together: nothing is
+        ever preempted.
+        """
         while len(self._parcels) < known:
             parcel = Parcel(asks=[asked[len(self._parcels)] for asked in self._asked])
             pages, rows = self._cost(parcel.asks[0])
@@ -89,7 +102,10 @@ class PrefillEngine(Engine):
             parcel.refusal = self._refusal(parcel.asks[0], pages, rows)
             if parcel.refusal is not None:
                 pages = rows = 0
-            elif held[0] + pages > self.blocks.total_pages or held[1] + rows > self.config.max_running:
+            elif (
+                held[0] + pages > self.blocks.total_pages
+                or held[1] + rows > self.config.max_running
+            ):
                 return
             self._parcels.append(parcel)
             self._costs.append((pages, rows))
@@ -98,7 +114,9 @@ class PrefillEngine(Engine):
                 self._queue(parcel.asks[0])
 
     def _cost(self, ask: Ask) -> tuple[int, int]:
-        """Pages, and rows of the request table: one more than samples holds the pages until they are sent."""
+        """Pages, and rows of the request table: one more than samples holds the pages until they
+        are sent.
+        """
         return -(-len(ask.prompt) // self.config.page_size), len(ask.indices) + 1
 
     def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:
@@ -111,7 +129,14 @@ class PrefillEngine(Engine):
     def _queue(self, ask: Ask) -> None:
         params = replace(ask.params, max_tokens=1)
         leader, *siblings = (
-            Sample(request=ask.number, index=i, prompt=ask.prompt, params=params, seed=ask.seed, stop_ids=frozenset())
+            Sample(
+                request=ask.number,
+                index=i,
+                prompt=ask.prompt,
+                params=params,
+                seed=ask.seed,
+                stop_ids=frozenset(),
+            )
             for i in ask.indices
         )
         leader.siblings = siblings

@@ -24,15 +24,18 @@ class Writer(ABC):
         self.requests = self.nbytes = 0
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
-        """Begin to send uint8 `staged` to byte `offset` of the peer's ring, before the message that says so.
-        It must stay as it is until `settle`. RuntimeError if the peer does not take it."""
+        """Begin to send uint8 `staged` to byte `offset` of the peer's ring, before the message that
+        says so. It must stay as it is until `settle`. RuntimeError if the peer does not take it.
+        """
         self.requests += 1
         self.nbytes += staged.numel()
         self._put(peer, staged, offset)
 
     @abstractmethod
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Get to know a peer's ring; what is put there comes from `device`. The peer opens this rank meanwhile."""
+        """Get to know a peer's ring; what is put there comes from `device`. The peer opens this
+        rank meanwhile.
+        """
 
     @abstractmethod
     def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
@@ -58,8 +61,9 @@ class Reader(ABC):
 
     @abstractmethod
     def take(self, peer: int, part: Tensor) -> None:
-        """Called when the peer has said that `part` of the ring is written: it is, on the current stream, afterwards.
-        RuntimeError if the peer is lost."""
+        """Called when the peer has said that `part` of the ring is written: it is, on the current
+        stream, afterwards. RuntimeError if the peer is lost.
+        """
 
 
 class MappedReader(Reader):
@@ -104,8 +108,9 @@ class MappedWriter(Writer):
 
 
 class GroupReader(Reader):
-    """Receives over torch.distributed: gloo on the CPU, NCCL on GPUs. ranks: of the peers, in the default group's
-    numbers; the same group on both sides."""
+    """Receives over torch.distributed: gloo on the CPU, NCCL on GPUs. ranks: of the peers, in the
+    default group's numbers; the same group on both sides.
+    """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._group = list(ranks), group
@@ -130,9 +135,14 @@ class GroupWriter(Writer):
         self._sending: dict[int, dist.Work] = {}
 
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """One byte: NCCL connects two ranks when they first exchange something, and both have to wait for it then. In
-        `put` only this rank would, as the other one is told afterwards."""
-        dist.send(torch.zeros(1, dtype=torch.uint8, device=device), dst=self._ranks[peer], group=self._group)
+        """One byte: NCCL connects two ranks when they first exchange something, and both have to
+        wait for it then. In `put` only this rank would, as the other one is told afterwards.
+        """
+        dist.send(
+            torch.zeros(1, dtype=torch.uint8, device=device),
+            dst=self._ranks[peer],
+            group=self._group,
+        )
 
     def _put(self, peer: int, staged: Tensor, offset: int) -> None:
         work = dist.isend(staged, dst=self._ranks[peer], group=self._group)

@@ -10,10 +10,12 @@ from rollout.model.mixers.base import MixerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then a SwiGLU MLP; RMSNorm before both.
+    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then a SwiGLU MLP; RMSNorm
+    before both.
 
-    mixers: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging Face config it was read from,
-    which kvcache.layout reads, too. zero_centred_norms: RMSNorms multiply by 1 + weight.
+    mixers: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging Face
+    config it was read from, which kvcache.layout reads, too. zero_centred_norms: RMSNorms multiply
+    by 1 + weight.
     """
 
     vocab_size: int

@@ -63,20 +63,27 @@ def forward(
     config: ModelConfig,
     ranks: TensorParallel,
 ) -> Tensor:
-    """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states [T, hidden].
+    """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states
+    [T, hidden].
 
-    Between layers the residual stream and the product that is to be added to it travel apart, so that each addition is
-    one kernel with the norm that follows.
+    Between layers the residual stream and the product that is to be added to it travel apart, so
+    that each addition is one kernel with the norm that follows.
     """
     eps, centred = config.rms_norm_eps, config.zero_centred_norms
     residual = ranks.embed(token_ids, weights.embed)
     x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-    for index, (mixer, layer, norm) in enumerate(zip(mixers, weights.layers, following, strict=True)):
+    for index, (mixer, layer, norm) in enumerate(
+        zip(mixers, weights.layers, following, strict=True)
+    ):
         for load in batch.loads:
             load.wait(index)
-        x, residual = add_rms_norm(mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred)
-        x, residual = add_rms_norm(ranks.sum(_mlp(layer, x), "MLP"), residual, norm, eps, zero_centred=centred)
+        x, residual = add_rms_norm(
+            mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred
+        )
+        x, residual = add_rms_norm(
+            ranks.sum(_mlp(layer, x), "MLP"), residual, norm, eps, zero_centred=centred
+        )
     return x
 
 

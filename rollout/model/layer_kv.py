@@ -27,8 +27,18 @@ class LayerKV(ABC):
     def __init__(self, pool: KVPool, layer: int, value_dim: int) -> None:
         self._pool, self._layer, self.value_dim = pool, layer, value_dim
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, rotary: RotaryTables) -> Tensor:
-        """Puts rotated keys and the values into `slots`; returns q rotated. No argument is modified."""
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rotary: RotaryTables,
+    ) -> Tensor:
+        """Puts rotated keys and the values into `slots`; returns q rotated. No argument is
+        modified.
+        """
         assert isinstance(self._pool, MHATokenToKVPool), "latent rows are written by their mixer"
         return self._pool.set_rotated_kv_buffer(self._layer, slots, q, k, v, positions, rotary)
 
@@ -66,7 +76,9 @@ class PlainKV(FP8KV):
 
 
 class FP4KV(LayerKV):
-    """Kernels read a dequantised copy of the batch's rows, which lives as long as the layer is computed."""
+    """Kernels read a dequantised copy of the batch's rows, which lives as long as the layer is
+    computed.
+    """
 
     def for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
         slots, gathered = plan.gathered
@@ -75,7 +87,9 @@ class FP4KV(LayerKV):
 
 
 class SparseKV(PlainKV):
-    """Keeps labels beside plain rows, by which decode chooses its tokens; prefill is full attention."""
+    """Keeps labels beside plain rows, by which decode chooses its tokens; prefill is full
+    attention.
+    """
 
     def __init__(
         self,
@@ -90,9 +104,19 @@ class SparseKV(PlainKV):
         self._channels = torch.tensor(sparsity.of_layer(layer, kv_heads), device=pool.device)
         self._heads = torch.arange(kv_heads, device=pool.device)[:, None]
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, rotary: RotaryTables) -> Tensor:
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rotary: RotaryTables,
+    ) -> Tensor:
         q = super().store(q, k, v, positions, slots, rotary)
-        labels = self._stored.k[slots[:, None, None], self._heads, self._channels]  # of keys as they are stored
+        labels = self._stored.k[
+            slots[:, None, None], self._heads, self._channels
+        ]  # of keys as they are stored
         self._labels.set_label_buffer(self._layer, slots, labels)
         return q
 

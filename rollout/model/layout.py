@@ -1,4 +1,6 @@
-"""Names and shapes of a decoder's parameters in memory order, fused where the model multiplies once."""
+"""Names and shapes of a decoder's parameters in memory order, fused where the model multiplies
+once.
+"""
 
 from rollout.model.config import ModelConfig
 from rollout.model.params import Group, one, stack

@@ -30,7 +30,8 @@ _SINGLE = "model.safetensors"
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
-    """The decoder's configuration from config.json (and the stop tokens from generation_config.json).
+    """The decoder's configuration from config.json (and the stop tokens from
+    generation_config.json).
 
     Raises ValueError naming the key for everything this engine does not compute.
     """
@@ -84,7 +85,8 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
     return AttentionConfig(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         rope=rope,
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
@@ -94,7 +96,8 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
 
 
 def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a time.
+    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a
+    time.
 
     A ValueError names a file that is cut off or damaged.
     """
@@ -106,7 +109,9 @@ def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
                 for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
-            raise ValueError(f"{file_path} cannot be read ({error}); download or save the model again") from error
+            raise ValueError(
+                f"{file_path} cannot be read ({error}); download or save the model again"
+            ) from error
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
@@ -123,7 +128,9 @@ def checkpoint_files(path: str | Path) -> list[Path]:
         )
     for name in names:
         if not (directory / name).is_file():
-            raise ValueError(f"{directory / name} is listed in {_INDEX} but missing; download the model again")
+            raise ValueError(
+                f"{directory / name} is listed in {_INDEX} but missing; download the model again"
+            )
     return [directory / name for name in names]
 
 
@@ -135,7 +142,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(config: Any, where: str) -> None:
     def refuse(key: str, value: object, supported: str) -> None:
-        raise ValueError(f"{where}: config key {key}={value!r} is not supported; supported: {supported}")
+        raise ValueError(
+            f"{where}: config key {key}={value!r} is not supported; supported: {supported}"
+        )
 
     if config.hidden_act != "silu":
         refuse("hidden_act", config.hidden_act, "silu")
@@ -147,14 +156,20 @@ def _refuse_unsupported(config: Any, where: str) -> None:
     if partial != 1.0 and config.model_type != "qwen3_next":
         refuse("partial_rotary_factor", partial, "1.0")
     if getattr(config, "quantization_config", None) is not None:
-        refuse("quantization_config", config.quantization_config, "unquantised weights; dequantise and save them")
+        refuse(
+            "quantization_config",
+            config.quantization_config,
+            "unquantised weights; dequantise and save them",
+        )
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
     known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
-    return RopeConfig(theta=parameters["rope_theta"], rope_type=parameters.get("rope_type", "default"), **options)
+    return RopeConfig(
+        theta=parameters["rope_theta"], rope_type=parameters.get("rope_type", "default"), **options
+    )
 
 
 def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:

@@ -23,7 +23,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A checkpoint parameter. shape: as this rank stores it. part: where that is not the whole parameter."""
+    """A checkpoint parameter.
+
+    shape: as this rank stores it. part: where that is not the whole parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,12 +36,16 @@ class Param:
     def whole(self) -> Part:
         """The whole parameter, and which pieces of it this rank stores."""
         origin = (0,) * len(self.shape)
-        return self.part or Part(shape=self.shape, pieces=(Piece(start=origin, shape=self.shape, at=origin),))
+        return self.part or Part(
+            shape=self.shape, pieces=(Piece(start=origin, shape=self.shape, at=origin),)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters stored without a gap; stacked along the first dimension they are the tensor `fused` (None: one)."""
+    """Parameters stored without a gap; stacked along the first dimension they are the tensor
+    `fused` (None: one).
+    """
 
     params: tuple[Param, ...]
     fused: str | None = None

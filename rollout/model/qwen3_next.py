@@ -1,4 +1,6 @@
-"""What a Qwen3-Next config says of its mixers: gated delta nets and gated attention, dense MLPs only."""
+"""What a Qwen3-Next config says of its mixers: gated delta nets and gated attention, dense MLPs
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,26 @@ LAYER_TYPES = ("full_attention", "linear_attention")
 
 
 def mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
-    """One a layer; `attention` is what the model's attention has in common with Qwen3's. ValueError for experts."""
+    """One a layer; `attention` is what the model's attention has in common with Qwen3's.
+
+    ValueError for experts.
+    """
     if sparse := _expert_layers(config):
         raise ValueError(
             f"num_experts={config.num_experts}: layers {sparse} are mixtures of experts, which are not supported; "
             f"supported: dense MLPs (num_experts=0, or every layer in mlp_only_layers)"
         )
     if unknown := sorted(set(config.layer_types) - set(LAYER_TYPES)):
-        raise ValueError(f"layer_types={unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")
+        raise ValueError(
+            f"layer_types={unknown} are not supported; supported: {', '.join(LAYER_TYPES)}"
+        )
     gated = replace(
         attention,
         qk_norm=True,
         output_gate=True,
-        rotary_dim=int(attention.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)),
+        rotary_dim=int(
+            attention.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
+        ),
     )
     linear = DeltaNetConfig(
         num_key_heads=config.linear_num_key_heads,

@@ -14,7 +14,9 @@ from rollout.model.sharding import decoder_splits, shard_groups
 
 
 def rank_groups(model: ModelConfig, rank: int, size: int) -> list[Group]:
-    """Its parameters. ValueError naming what this rank count does not divide, or what has no heads to divide."""
+    """Its parameters. ValueError naming what this rank count does not divide, or what has no heads
+    to divide.
+    """
     groups = parameter_groups(model)
     if size == 1:
         return groups
@@ -26,7 +28,11 @@ def rank_model(model: ModelConfig, size: int) -> ModelConfig:
     if size == 1:
         return model
     mixers = tuple(
-        replace(each, num_heads=each.num_heads // size, num_kv_heads=heads_per_rank(size, each.num_kv_heads))
+        replace(
+            each,
+            num_heads=each.num_heads // size,
+            num_kv_heads=heads_per_rank(size, each.num_kv_heads),
+        )
         for each in _attention(model)
     )
     return replace(model, mixers=mixers)
@@ -36,11 +42,16 @@ def rank_layout(kept: KVLayout, size: int) -> KVLayout:
     """One rank's part of every row: its KV heads, one at least."""
     if size == 1:
         return kept
-    return replace(kept, rows={name: (heads_per_rank(size, heads), dim) for name, (heads, dim) in kept.rows.items()})
+    return replace(
+        kept,
+        rows={name: (heads_per_rank(size, heads), dim) for name, (heads, dim) in kept.rows.items()},
+    )
 
 
 def _attention(model: ModelConfig) -> list[AttentionConfig]:
-    found = [each for each in model.mixers if isinstance(each, AttentionConfig) and not each.output_gate]
+    found = [
+        each for each in model.mixers if isinstance(each, AttentionConfig) and not each.output_gate
+    ]
     if len(found) != model.num_layers:
         raise ValueError(
             "tensor parallel needs plain attention in every layer (Llama, Mistral, Qwen2, Qwen3); latent attention and "

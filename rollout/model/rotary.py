@@ -24,7 +24,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise ValueError(
+                f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            )
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
@@ -38,12 +40,16 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between
+    interpolated.
+    """
     context = rope.original_max_position_embeddings
     low_wavelen, high_wavelen = context / rope.low_freq_factor, context / rope.high_freq_factor
     wavelen = 2 * math.pi / inv_freq
     scaled = torch.where(wavelen > low_wavelen, inv_freq / rope.factor, inv_freq)
-    smooth = (context / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (context / wavelen - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
     medium = ~(wavelen < high_wavelen) & ~(wavelen > low_wavelen)
     return torch.where(medium, smoothed, scaled)

@@ -12,8 +12,9 @@ from rollout.model.params import Group, Param, Part, Piece
 class Split:
     """Ranks share dimension `dim` evenly, in whole units of `unit` (a head).
 
-    parts: equal parts along `dim`, each shared for itself (gate and up in one tensor). copies: where there are more
-    ranks than units, several hold the same one. padded: the last ranks may hold fewer rows (dim 0), and zeros instead.
+    parts: equal parts along `dim`, each shared for itself (gate and up in one tensor). copies:
+    where there are more ranks than units, several hold the same one. padded: the last ranks may
+    hold fewer rows (dim 0), and zeros instead.
     """
 
     dim: int
@@ -24,7 +25,9 @@ class Split:
 
 
 def decoder_splits(head_dim: int) -> dict[str, Split]:
-    """How the parameters of Llama, Qwen2, Qwen3 and Qwen3-MoE are split, by the end of their names; others are not."""
+    """How the parameters of Llama, Qwen2, Qwen3 and Qwen3-MoE are split, by the end of their names;
+    others are not.
+    """
     heads = Split(dim=0, unit=head_dim)
     kv_heads = Split(dim=0, unit=head_dim, copies=True)
     splits = {
@@ -34,7 +37,9 @@ def decoder_splits(head_dim: int) -> dict[str, Split]:
         "mlp.gate_proj.weight": Split(dim=0),
         "mlp.up_proj.weight": Split(dim=0),
         "mlp.down_proj.weight": Split(dim=1),
-        "mlp.experts.gate_up_proj": Split(dim=1, parts=2),  # [experts, gate rows then up rows, hidden]
+        "mlp.experts.gate_up_proj": Split(
+            dim=1, parts=2
+        ),  # [experts, gate rows then up rows, hidden]
         "mlp.experts.down_proj": Split(dim=2),
     }
     for kind in ("weight", "bias"):
@@ -43,14 +48,20 @@ def decoder_splits(head_dim: int) -> dict[str, Split]:
     return splits
 
 
-def shard_groups(groups: Sequence[Group], splits: Mapping[str, Split], rank: int, size: int) -> list[Group]:
-    """`groups` as rank `rank` of `size` stores them. A ValueError names a parameter that cannot be shared evenly."""
+def shard_groups(
+    groups: Sequence[Group], splits: Mapping[str, Split], rank: int, size: int
+) -> list[Group]:
+    """`groups` as rank `rank` of `size` stores them.
+
+    A ValueError names a parameter that cannot be shared evenly.
+    """
     if not 0 <= rank < size:
         raise ValueError(f"tensor-parallel rank {rank} must be in [0, {size})")
     if size == 1:
         return list(groups)
     return [
-        replace(group, params=tuple(_shard(param, splits, rank, size) for param in group.params)) for group in groups
+        replace(group, params=tuple(_shard(param, splits, rank, size) for param in group.params))
+        for group in groups
     ]
 
 

@@ -36,10 +36,11 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _exp(x):  # type: ignore[no-untyped-def]
-    """e**x of fp32 x to 2 ulp. tl.exp is off by |x| / 2 ulp: it rounds x * log2(e) before the power.
+    """e**x of fp32 x to 2 ulp. tl.exp is off by |x| / 2 ulp: it rounds x * log2(e) before the
+    power.
 
-    x = n * ln(2) + rest, with ln(2) in two parts of which the first has so few bits that n times it is exact. The
-    result is 0 below -87 (where it would be subnormal soon) and infinite above 88.
+    x = n * ln(2) + rest, with ln(2) in two parts of which the first has so few bits that n times it
+    is exact. The result is 0 below -87 (where it would be subnormal soon) and infinite above 88.
     """
     low, high = x < -87.0, x > 88.0
     safe = tl.where(low | high, 0.0, x)

@@ -1,13 +1,15 @@
 """The kernels of `attention_triton.py`.
 
-Latent rows (values are a view of the first elements of keys) are read once, as keys and as values. The rest of the key
-is the "tail", multiplied by itself: so no block is padded from rank + rope to a power of two.
+Latent rows (values are a view of the first elements of keys) are read once, as keys and as values.
+The rest of the key is the "tail", multiplied by itself: so no block is padded from rank + rope to a
+power of two.
 
-Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with peaks, sums and
-accumulators in fp32. Anything else, and everything in the interpreter, which is wrong on bf16, is widened to fp32 right
-after the load ("wide"). fp8 is loaded as bytes and converted by the hardware that can (Ada, Hopper), elsewhere and in
-the interpreter by its bits; bf16 and fp16 hold every value of it. Its scales are read on the device: that of the keys
-joins the softmax scale.
+Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with
+peaks, sums and accumulators in fp32. Anything else, and everything in the interpreter, which is
+wrong on bf16, is widened to fp32 right after the load ("wide"). fp8 is loaded as bytes and
+converted by the hardware that can (Ada, Hopper), elsewhere and in the interpreter by its bits; bf16
+and fp16 hold every value of it. Its scales are read on the device: that of the keys joins the
+softmax scale.
 """
 
 import triton
@@ -22,10 +24,17 @@ SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be mad
 
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr = 0
+    base,
+    rows,
+    stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    FP8: tl.constexpr = 0,
 ):
-    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros. FP8: bits of mantissa or 0,
-    negative where the hardware converts."""
+    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros. FP8: bits of
+    mantissa or 0, negative where the hardware converts.
+    """
     dims = tl.arange(0, BLOCK)
     at = base + rows[:, None] * stride + dims[None, :]
     values = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(dims < WIDTH)[None, :], other=0)
@@ -44,13 +53,15 @@ def _attend(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots are at `slots`, those
-    of the cache at `mapping` of these (None: the same).
+    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots
+    are at `slots`, those of the cache at `mapping` of these (None: the same).
 
-    TAIL: keys go on behind D, and meet query_tail [M, TAIL] there; values are the keys' first D elements.
-    CAUSAL: row m sees no token past positions[m], at most end - 1. WINDOWED: row m sees no token up to positions[m] -
-    window, and none before `lowest`. Otherwise it sees all; end - start is a multiple of BLOCK_N unless CAUSAL. Past
-    the ends the last, or lowest, token's slot is read again: loads need no mask and meet no foreign slot.
+    TAIL: keys go on behind D, and meet query_tail [M, TAIL] there; values are the keys' first D
+    elements.
+    CAUSAL: row m sees no token past positions[m], at most end - 1. WINDOWED: row m sees no token up
+    to positions[m] - window, and none before `lowest`. Otherwise it sees all; end - start is a
+    multiple of BLOCK_N unless CAUSAL. Past the ends the last, or lowest, token's slot is read
+    again: loads need no mask and meet no foreign slot.
     """
     for first in tl.range(start, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -63,7 +74,9 @@ def _attend(  # type: ignore[no-untyped-def]
         keys = _gather(k_head, slot, stride_k_slot, DIM, BLOCK_D, WIDE, FP8).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if TAIL:
-            tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE, FP8).to(query.dtype)
+            tails = _gather(k_head + DIM, slot, stride_k_slot, TAIL, BLOCK_T, WIDE, FP8).to(
+                query.dtype
+            )
             scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
         scores *= scale
         if CAUSAL:
@@ -76,8 +89,14 @@ def _attend(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(peak - origin)
         weights = tl.exp2(scores - origin[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        values = keys if TAIL else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE, FP8).to(query.dtype)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        values = (
+            keys
+            if TAIL
+            else _gather(v_head, slot, stride_v_slot, VALUE_DIM, BLOCK_V, WIDE, FP8).to(query.dtype)
+        )
+        acc = tl.dot(
+            weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
+        )
         peak = new_peak
     return peak, total, acc
 
@@ -97,8 +116,8 @@ def decode_split(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head and block of its GROUP query heads, split): these heads over one split of the request's
-    last `window` tokens, normalised, with their log2-sum-exp2.
+    """Program (request, KV head and block of its GROUP query heads, split): these heads over one
+    split of the request's last `window` tokens, normalised, with their log2-sum-exp2.
 
     lse is None where there is one split: part is then the output itself.
     """
@@ -117,7 +136,11 @@ def decode_split(  # type: ignore[no-untyped-def]
         group = tl.program_id(1) % head_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + tl.minimum(group, GROUP - 1)
         query = _gather(q + request * stride_q, head, stride_q_head, DIM, BLOCK_D, WIDE)
-        tail = _gather(q + request * stride_q + DIM, head, stride_q_head, TAIL, BLOCK_T, WIDE) if TAIL else query
+        tail = (
+            _gather(q + request * stride_q + DIM, head, stride_q_head, TAIL, BLOCK_T, WIDE)
+            if TAIL
+            else query
+        )
         peak, total, acc = _attend(
             query, tail,
             tl.full((BLOCK_G,), float("-inf"), tl.float32),
@@ -128,13 +151,23 @@ def decode_split(  # type: ignore[no-untyped-def]
             scale, True, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
-        to = part + request * stride_part + split * VALUE_DIM + head[:, None] * stride_part_head + dims[None, :]
+        to = (
+            part
+            + request * stride_part
+            + split * VALUE_DIM
+            + head[:, None] * stride_part_head
+            + dims[None, :]
+        )
         inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
         if scales is not None:
             acc *= tl.load(scales + 1)
         tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
         if lse is not None:
-            to = lse + (request * (tl.num_programs(1) // head_blocks * GROUP) + head) * splits + split
+            to = (
+                lse
+                + (request * (tl.num_programs(1) // head_blocks * GROUP) + head) * splits
+                + split
+            )
             tl.store(to, peak + tl.log2(total), mask=group < GROUP)
 
 
@@ -153,11 +186,17 @@ def decode_combine(  # type: ignore[no-untyped-def]
     base = (request * tl.num_programs(1) + head) * splits
     each = tl.load(lse + base + split, mask=used, other=float("-inf"))
     values = tl.load(
-        part + (base + split)[:, None] * VALUE_DIM + dims[None, :], mask=used[:, None] & inside[None, :], other=0.0
+        part + (base + split)[:, None] * VALUE_DIM + dims[None, :],
+        mask=used[:, None] & inside[None, :],
+        other=0.0,
     )
     weights = tl.exp2(each - tl.max(each, 0))
     result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + request * stride_out + head * stride_out_head + dims, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + request * stride_out + head * stride_out_head + dims,
+        result.to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["stride_meta", "first_request", "window"])
@@ -169,9 +208,10 @@ def prefill(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix and the chunk itself.
-    Row r of a request is its token r // GROUP, query head r % GROUP of the KV head. WINDOWED: blocks that no row sees
-    are skipped."""
+    """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix
+    and the chunk itself. Row r of a request is its token r // GROUP, query head r % GROUP of the KV
+    head. WINDOWED: blocks that no row sees are skipped.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_len = tl.load(meta + 3 * stride_meta + request)
@@ -197,12 +237,16 @@ def prefill(  # type: ignore[no-untyped-def]
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
         first, seen = first_row // GROUP, prefix + token
-        diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N  # no token before is in any row's future
+        diagonal = (
+            (prefix + first + 1) // BLOCK_N * BLOCK_N
+        )  # no token before is in any row's future
         lowest = 0  # the first token that any row sees
         inner = 0  # from here to the diagonal every row sees every token
         if WINDOWED:
             lowest = tl.maximum(prefix + first + 1 - window, 0)
-            inner = tl.minimum(tl.cdiv(tl.maximum(prefix + last + 1 - window, 0), BLOCK_N) * BLOCK_N, diagonal)
+            inner = tl.minimum(
+                tl.cdiv(tl.maximum(prefix + last + 1 - window, 0), BLOCK_N) * BLOCK_N, diagonal
+            )
             peak, total, acc = _attend(
                 query, tail, peak, total, acc, slots, mapping, lowest // BLOCK_N * BLOCK_N, inner, seen, lowest,
                 window, k_head, v_head, stride_k_slot, stride_v_slot, scale,

@@ -17,8 +17,9 @@ _NO_WINDOW = 2**31 - 1  # longer than any request
 class BatchShape:
     """What is computed in one forward, in plain numbers.
 
-    rows: each request's row of req_to_token. q_lens: its query tokens in this forward, the last ones of kv_lens, its
-    tokens in the cache. num_decode: how many leading requests have exactly one query token and take the decode path.
+    rows: each request's row of req_to_token. q_lens: its query tokens in this forward, the last
+    ones of kv_lens, its tokens in the cache. num_decode: how many leading requests have exactly one
+    query token and take the decode path.
     """
 
     rows: Sequence[int]
@@ -34,8 +35,9 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBucket:
-    """Decode requests that see similarly much. tokens: int64 [b] query rows. slots: int64 [b, L], what each sees,
-    padded with its first one. padding: bool [b, 1, L], True past that."""
+    """Decode requests that see similarly much. tokens: int64 [b] query rows. slots: int64 [b, L],
+    what each sees, padded with its first one. padding: bool [b, 1, L], True past that.
+    """
 
     tokens: Tensor
     slots: Tensor
@@ -44,8 +46,9 @@ class DecodeBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSegment:
-    """One prefill chunk: query rows [start, start + n). slots: int64 [L], what any of them sees. hidden: bool [n, L],
-    what each of them does not."""
+    """One prefill chunk: query rows [start, start + n). slots: int64 [L], what any of them sees.
+    hidden: bool [n, L], what each of them does not.
+    """
 
     start: int
     slots: Tensor
@@ -60,12 +63,14 @@ class TorchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
-    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of req_to_token, first
-    query token, tokens cached, query tokens; decode requests first. kv_lens: the tokens cached on the host, too.
+    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of
+    req_to_token, first query token, tokens cached, query tokens; decode requests first. kv_lens:
+    the tokens cached on the host, too.
     window, mapping: see `plan_attention`.
 
-    Decode takes its lengths from the device only: a caller may build a plan over static tensors, num_prefill and
-    max_q_len 0, and refill them between replays of a CUDA graph. A padding request has one token, in any valid row.
+    Decode takes its lengths from the device only: a caller may build a plan over static tensors,
+    num_prefill and max_q_len 0, and refill them between replays of a CUDA graph. A padding request
+    has one token, in any valid row.
     """
 
     req_to_token: Tensor
@@ -84,15 +89,23 @@ class TritonPlan:
 
     @cached_property
     def gathered(self) -> tuple[Tensor, TritonPlan]:
-        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of their rows alone."""
-        assert len(self.kv_lens) == self.meta.shape[1], "a plan without lengths on the host can't be gathered"
+        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of
+        their rows alone.
+        """
+        assert len(self.kv_lens) == self.meta.shape[1], (
+            "a plan without lengths on the host can't be gathered"
+        )
         device, total = self.meta.device, sum(self.kv_lens)
         lens = self.meta[2].long()
         starts = lens.cumsum(0) - lens
         request = torch.repeat_interleave(lens, output_size=total)
-        slots = self.req_to_token[self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]]
+        slots = self.req_to_token[
+            self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]
+        ]
         table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
-        meta = torch.cat([torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]])
+        meta = torch.cat(
+            [torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]]
+        )
         slots = slots.long() if self.mapping is None else self.mapping[slots]
         return slots, replace(self, req_to_token=table, meta=meta, mapping=None)
 
@@ -115,7 +128,8 @@ class KVReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredKV:
-    """A reader of plain tensors, and what kernels read: k [S, Hkv, D] and v [S, Hkv, Dv] of one dtype.
+    """A reader of plain tensors, and what kernels read: k [S, Hkv, D] and v [S, Hkv, Dv] of one
+    dtype.
 
     scales: fp32 [2] on the device, what kernels multiply k and v by; only they read fp8.
     """

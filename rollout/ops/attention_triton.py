@@ -1,7 +1,9 @@
-"""Paged attention in Triton: chunked causal prefill and split-KV decode, the query heads of a KV head packed in both.
+"""Paged attention in Triton: chunked causal prefill and split-KV decode, the query heads of a KV
+head packed in both.
 
-Work is laid out by a request's own lengths only, so a request's result does not depend on the batch it is in, and the
-decode launch depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
+Work is laid out by a request's own lengths only, so a request's result does not depend on the batch
+it is in, and the decode launch depends on nothing but the batch size, so that a CUDA graph can
+replay it over changed lengths.
 """
 
 import math
@@ -11,15 +13,30 @@ import torch
 import triton
 from torch import Tensor
 
-from rollout.ops.attention_blocks import combine_warps, decode_blocks, is_latent, is_wide, prefill_blocks
-from rollout.ops.attention_kernels_triton import MIN_SPLIT, NUM_SPLITS, decode_combine, decode_split, prefill
+from rollout.ops.attention_blocks import (
+    combine_warps,
+    decode_blocks,
+    is_latent,
+    is_wide,
+    prefill_blocks,
+)
+from rollout.ops.attention_kernels_triton import (
+    MIN_SPLIT,
+    NUM_SPLITS,
+    decode_combine,
+    decode_split,
+    prefill,
+)
 from rollout.ops.attention_plan import BatchShape, StoredKV, TritonPlan
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 
 
 def plan_triton(
-    shape: BatchShape, req_to_token: Tensor, window: int | None = None, mapping: Tensor | None = None
+    shape: BatchShape,
+    req_to_token: Tensor,
+    window: int | None = None,
+    mapping: Tensor | None = None,
 ) -> TritonPlan:
     starts, start = [], 0
     for q_len in shape.q_lens:
@@ -50,7 +67,9 @@ def plan_decode_triton(rows: Tensor, positions: Tensor, req_to_token: Tensor) ->
     torch.arange(count, out=meta[1])
     torch.add(positions, 1, out=meta[2])
     meta[3] = 1
-    return TritonPlan(req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0)
+    return TritonPlan(
+        req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0
+    )
 
 
 def triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float) -> Tensor:
@@ -117,7 +136,11 @@ def _launch_prefill(
 ) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
-    wide, latent, windowed = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache), plan.window is not None
+    wide, latent, windowed = (
+        is_wide(q, k_cache, v_cache),
+        is_latent(k_cache, v_cache),
+        plan.window is not None,
+    )
     blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8, windowed)
     row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
     prefill[(row_blocks, plan.num_prefill, kv_heads)](

@@ -1,4 +1,6 @@
-"""Decode attention over the tokens that a few channels of the keys, their labels, make seem heaviest. Plain torch."""
+"""Decode attention over the tokens that a few channels of the keys, their labels, make seem
+heaviest. Plain torch.
+"""
 
 import torch
 from torch import Tensor
@@ -17,10 +19,12 @@ def decode_sparse(
     bucket: DecodeBucket,
     scale: float,
 ) -> Tensor:
-    """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv]: each query head over its `tokens` best, the last `recent` among them.
+    """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv]: each query head over its `tokens` best, the last
+    `recent` among them.
 
-    labels: [S, Hkv, n], the channels int64 [Hkv, n] of the keys. Reads the labels of all of a request's tokens and the
-    keys and values of the chosen ones. A bucket of at most `tokens` tokens is full attention.
+    labels: [S, Hkv, n], the channels int64 [Hkv, n] of the keys. Reads the labels of all of a
+    request's tokens and the keys and values of the chosen ones. A bucket of at most `tokens` tokens
+    is full attention.
     """
     if bucket.slots.shape[1] <= tokens:
         return decode_bucket(stored, q, bucket, scale)

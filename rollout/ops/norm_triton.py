@@ -1,4 +1,6 @@
-"""RMS norm in Triton: a program takes one wide row, or several short ones (attention heads), in one pass."""
+"""RMS norm in Triton: a program takes one wide row, or several short ones (attention heads), in one
+pass.
+"""
 
 import torch
 import triton
@@ -70,11 +72,17 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     source = x + (token * stride_x + head * stride_x_head)[:, None] + column[None, :]
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        source = residual + (token * stride_residual + head * stride_residual_head)[:, None] + column[None, :]
+        source = (
+            residual
+            + (token * stride_residual + head * stride_residual_head)[:, None]
+            + column[None, :]
+        )
         rounded = (value + tl.load(source, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + to, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 1) * (1.0 / SIZE) + eps)  # times 1 / SIZE, as torch.mean does on a GPU
+    scale = tl.rsqrt(
+        tl.sum(value * value, 1) * (1.0 / SIZE) + eps
+    )  # times 1 / SIZE, as torch.mean does on a GPU
     normed = value * scale[:, None]
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if ZERO_CENTRED:

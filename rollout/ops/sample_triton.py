@@ -1,8 +1,9 @@
-"""Sampling without filters in Triton: two reads of the logits in all, one of them of a single block a row.
+"""Sampling without filters in Triton: two reads of the logits in all, one of them of a single block
+a row.
 
-The first kernel reduces blocks of the vocabulary to their maximum and their mass; the second chooses a block by the
-masses before it, and a token inside by the same rule. Masses and their sums are added in fp64, so that the draw
-resolves unlikely tokens as the torch path does.
+The first kernel reduces blocks of the vocabulary to their maximum and their mass; the second
+chooses a block by the masses before it, and a token inside by the same rule. Masses and their sums
+are added in fp64, so that the draw resolves unlikely tokens as the torch path does.
 """
 
 import torch
@@ -16,14 +17,19 @@ _BLOCK = 2048  # vocabulary entries of a program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
-def sample_triton(logits: Tensor, temperature: Tensor, greedy: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [R] and log-probabilities fp32 [R] from floating-point logits [R, vocab] of any row stride.
+def sample_triton(
+    logits: Tensor, temperature: Tensor, greedy: Tensor, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [R] and log-probabilities fp32 [R] from floating-point logits [R, vocab] of any
+    row stride.
 
-    temperature fp32 [R, 1], greedy bool [R], counters int64 [R, C], all contiguous. Tokens are below vocab even for a
-    row with NaN, and have a positive probability in any other row.
+    temperature fp32 [R, 1], greedy bool [R], counters int64 [R, C], all contiguous. Tokens are
+    below vocab even for a row with NaN, and have a positive probability in any other row.
     """
     rows, vocab = logits.shape
-    assert logits.stride(1) == 1 and all(each.is_contiguous() for each in (temperature, greedy, counters))
+    assert logits.stride(1) == 1 and all(
+        each.is_contiguous() for each in (temperature, greedy, counters)
+    )
     blocks = triton.cdiv(vocab, _BLOCK)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -41,7 +47,9 @@ def sample_triton(logits: Tensor, temperature: Tensor, greedy: Tensor, counters:
 
 @triton.jit
 def uniform(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`rollout.serving.sampler.uniform` of the row of counters at a pointer, bit for bit: fp64 in [0, 1) of 48 bits."""
+    """`rollout.serving.sampler.uniform` of the row of counters at a pointer, bit for bit: fp64 in
+    [0, 1) of 48 bits.
+    """
     state = _splitmix64(tl.load(counters).to(tl.uint64, bitcast=True))
     for column in tl.static_range(1, COUNTERS):
         state = _splitmix64(state ^ tl.load(counters + column).to(tl.uint64, bitcast=True))
@@ -90,10 +98,11 @@ def _choose(  # type: ignore[no-untyped-def]
     logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, blocks,
     COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): a greedy row takes the first maximum, others the first token with cumulative mass > u * total.
+    """Program (row): a greedy row takes the first maximum, others the first token with cumulative
+    mass > u * total.
 
-    A parallel scan need not be monotonic in its last bit, hence the test for mass and the fallback to the last entry
-    that has any.
+    A parallel scan need not be monotonic in its last bit, hence the test for mass and the fallback
+    to the last entry that has any.
     """
     row = tl.program_id(0).to(tl.int64)
     is_greedy = tl.load(greedy + row) != 0
@@ -114,7 +123,9 @@ def _choose(  # type: ignore[no-untyped-def]
     at = chosen * BLOCK + tl.arange(0, BLOCK)
     z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
     weight = _exp_below(z, tl.max(z, 0)).to(tl.float64)
-    hit = tl.where(is_greedy, z == peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0))
+    hit = tl.where(
+        is_greedy, z == peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0)
+    )
     token = tl.min(tl.where(hit, at, vocab), 0)
     token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0, at, chosen * BLOCK), 0))
     logit = tl.sum(tl.where(at == token, z, 0.0), 0)

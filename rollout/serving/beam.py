@@ -1,6 +1,8 @@
-"""Beam search: which branches of an answer go on, which end, and when it is over. Policy only, no tensors.
+"""Beam search: which branches of an answer go on, which end, and when it is over. Policy only, no
+tensors.
 
-The rules are those of `transformers.generate(num_beams=width, do_sample=False)`, so that the answers are the same.
+The rules are those of `transformers.generate(num_beams=width, do_sample=False)`, so that the
+answers are the same.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ class _Extension:
 
 
 class BeamSearch:
-    """`width` branches of one answer, each in a slot of its own. Of all extensions of all branches by a token the
-    likeliest go on; what ends is ranked by total / length ** length_penalty, its end token counted, and the best
-    `width` are kept.
+    """`width` branches of one answer, each in a slot of its own. Of all extensions of all branches
+    by a token the likeliest go on; what ends is ranked by total / length ** length_penalty, its end
+    token counted, and the best `width` are kept.
     """
 
     def __init__(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
@@ -48,7 +50,9 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Extensions that a branch has to offer: enough to go on with `width` of them, however many end."""
+        """Extensions that a branch has to offer: enough to go on with `width` of them, however many
+        end.
+        """
         return _candidates_needed(self.width, len(self.stop_ids))
 
     def restart(self) -> None:
@@ -58,18 +62,25 @@ class BeamSearch:
         self.done = False
 
     def advance(self, candidates: Candidates, version: int) -> list[tuple[int, int]]:
-        """Takes the next token, made by weights `version`. candidates: `num_candidates` or more of each branch.
+        """Takes the next token, made by weights `version`. candidates: `num_candidates` or more of
+        each branch.
 
-        Returns (slot, parent): the branch in `slot` is dead, and one more from `parent` goes on there. A branch without
-        such an entry goes on in its slot. Nothing goes on once `done`.
+        Returns (slot, parent): the branch in `slot` is dead, and one more from `parent` goes on
+        there. A branch without such an entry goes on in its slot. Nothing goes on once `done`.
         """
         length = len(self.branches[0].tokens) + 1
         first, last = length == 1, length == self.params.max_tokens
-        best = self._best(candidates[:1] if first else candidates)  # before the first token all branches are the same
+        best = self._best(
+            candidates[:1] if first else candidates
+        )  # before the first token all branches are the same
         ends = [each for each in best[: self.width] if last or each.token in self.stop_ids]
-        self.ended += [self._completion(self._extend(each, version), self._reason(each)) for each in ends]
+        self.ended += [
+            self._completion(self._extend(each, version), self._reason(each)) for each in ends
+        ]
         self.ended = sorted(self.ended, key=_score, reverse=True)[: self.width]
-        chosen = [each for each in best if not last and each.token not in self.stop_ids][: self.width]
+        chosen = [each for each in best if not last and each.token not in self.stop_ids][
+            : self.width
+        ]
         self.done = last or self._decided(chosen[0].total, length)
         if self.done:
             return []
@@ -78,8 +89,12 @@ class BeamSearch:
         return [] if first else forks
 
     def completions(self) -> list[Completion]:
-        """`width` answers, best first; before the search is done living branches, as aborted, fill the places."""
-        alive = sorted((self._completion(each, "abort") for each in self.branches), key=_score, reverse=True)
+        """`width` answers, best first; before the search is done living branches, as aborted, fill
+        the places.
+        """
+        alive = sorted(
+            (self._completion(each, "abort") for each in self.branches), key=_score, reverse=True
+        )
         return [*self.ended, *alive][: self.width]
 
     def _best(self, candidates: Candidates) -> list[_Extension]:
@@ -91,14 +106,20 @@ class BeamSearch:
         return sorted(every, key=lambda each: -each.total)[: self.num_candidates]
 
     def _decided(self, best_total: float, length: int) -> bool:
-        """Whether nothing that lives is taken to come before the worst that has ended. Totals only fall, so that this
-        is certain without a length penalty; with one the living are compared at this length, or the longest."""
+        """Whether nothing that lives is taken to come before the worst that has ended. Totals only
+        fall, so that this is certain without a length penalty; with one the living are compared at
+        this length, or the longest.
+        """
         if len(self.ended) < self.width:
             return False
         if self.params.early_stopping is True:
             return True
         penalty = self.params.length_penalty
-        at = self.params.max_tokens if self.params.early_stopping == "never" and penalty > 0 else length
+        at = (
+            self.params.max_tokens
+            if self.params.early_stopping == "never" and penalty > 0
+            else length
+        )
         return best_total / at**penalty <= _score(self.ended[-1])
 
     def _extend(self, one: _Extension, version: int) -> Branch:
@@ -143,8 +164,12 @@ def _score(completion: Completion) -> float:
     return completion.score
 
 
-def _place(chosen: Sequence[_Extension], width: int) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """A slot for each: its parent's for the first that goes on from there, one of a dead branch for the others."""
+def _place(
+    chosen: Sequence[_Extension], width: int
+) -> tuple[list[_Extension], list[tuple[int, int]]]:
+    """A slot for each: its parent's for the first that goes on from there, one of a dead branch for
+    the others.
+    """
     slots: dict[int, _Extension] = {}
     others = []
     for each in chosen:
@@ -152,4 +177,6 @@ def _place(chosen: Sequence[_Extension], width: int) -> tuple[list[_Extension], 
             others.append(each)
     dead = [slot for slot in range(width) if slot not in slots]
     slots |= zip(dead, others, strict=True)
-    return [slots[i] for i in range(width)], [(slot, each.parent) for slot, each in zip(dead, others, strict=True)]
+    return [slots[i] for i in range(width)], [
+        (slot, each.parent) for slot, each in zip(dead, others, strict=True)
+    ]

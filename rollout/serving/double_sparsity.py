@@ -10,11 +10,13 @@ HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSparsity:
-    """Decode scores all cached tokens by a few channels of the keys and attends exactly over the best.
+    """Decode scores all cached tokens by a few channels of the keys and attends exactly over the
+    best.
 
-    heavy_token_num: tokens that a query head attends to, the `recent_token_num` last ones always among them.
-    heavy_channel_num: channels that are scored. channels: which, [layer][KV head]; None: the first ones of every head.
-    Better ones come from `heavy_channels` over keys of a few prompts.
+    heavy_token_num: tokens that a query head attends to, the `recent_token_num` last ones always
+    among them.
+    heavy_channel_num: channels that are scored. channels: which, [layer][KV head]; None: the first
+    ones of every head. Better ones come from `heavy_channels` over keys of a few prompts.
     """
 
     heavy_channel_num: int
@@ -33,7 +35,10 @@ class DoubleSparsity:
             )
         for layer, heads in enumerate(self.channels or ()):
             for head, chosen in enumerate(heads):
-                if len(set(chosen)) != self.heavy_channel_num or len(chosen) != self.heavy_channel_num:
+                if (
+                    len(set(chosen)) != self.heavy_channel_num
+                    or len(chosen) != self.heavy_channel_num
+                ):
                     raise ValueError(
                         f"double_sparsity.channels of layer {layer}, KV head {head} are {tuple(chosen)}; "
                         f"give heavy_channel_num={self.heavy_channel_num} different ones"
@@ -62,13 +67,21 @@ class DoubleSparsity:
 
     def of_layer(self, layer: int, kv_heads: int) -> HeadChannels:
         """The channels of each KV head of a layer."""
-        return self.channels[layer] if self.channels else (tuple(range(self.heavy_channel_num)),) * kv_heads
+        return (
+            self.channels[layer]
+            if self.channels
+            else (tuple(range(self.heavy_channel_num)),) * kv_heads
+        )
 
 
 def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ...]:
-    """For `DoubleSparsity.channels`: the `count` channels of each KV head whose mean |key| is largest.
+    """For `DoubleSparsity.channels`: the `count` channels of each KV head whose mean |key| is
+    largest.
 
-    keys: [n, Hkv, D] of each layer, rotated as the cache holds them, what `kv_pool.get_rows` gives, say.
+    keys: [n, Hkv, D] of each layer, rotated as the cache holds them, what `kv_pool.get_rows` gives,
+    say.
     """
-    best = [each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values.tolist() for each in keys]
+    best = [
+        each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values.tolist() for each in keys
+    ]
     return tuple(tuple(tuple(head) for head in layer) for layer in best)

@@ -1,8 +1,10 @@
-"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed as long as the engine lives.
+"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed as long as the
+engine lives.
 
-Everything a graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV cache, buffers that
-live outside every tag (inputs, rotary tables, the request table, what ranks exchange), and memory of the tag that the
-same replay wrote before: so the tag's content need not survive a pause, only its addresses.
+Everything a graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV
+cache, buffers that live outside every tag (inputs, rotary tables, the request table, what ranks
+exchange), and memory of the tag that the same replay wrote before: so the tag's content need not
+survive a pause, only its addresses.
 """
 
 from __future__ import annotations
@@ -25,22 +27,35 @@ if TYPE_CHECKING:
 _INPUTS = 3  # token ids, positions, rows of the request table
 
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(token ids, positions, rows: int64 [B]; logits [B, vocab] to be written). Launches work only, never waits."""
+"""(token ids, positions, rows: int64 [B]; logits [B, vocab] to be written). Launches work only,
+never waits.
+"""
 
 
 def ladder(max_running: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph of their own: padding costs at most 31 rows, or doubles a batch below 16."""
+    """Batch sizes worth a graph of their own: padding costs at most 31 rows, or doubles a batch
+    below 16.
+    """
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 class DecodeGraphs:
-    """One graph a batch size. A batch is padded with row 0 of the request table: it reads and writes page 0 only."""
+    """One graph a batch size.
+
+    A batch is padded with row 0 of the request table: it reads and writes page 0 only.
+    """
 
     def __init__(
-        self, decode: Decode, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype, saver: MemorySaver
+        self,
+        decode: Decode,
+        sizes: Sequence[int],
+        vocab_size: int,
+        dtype: torch.dtype,
+        saver: MemorySaver,
     ) -> None:
-        """Captures all graphs. The memory that `decode` reads must be mapped; its content does not matter.
+        """Captures all graphs. The memory that `decode` reads must be mapped; its content does not
+        matter.
 
         torch.OutOfMemoryError carries a note on what to lower.
         """
@@ -55,11 +70,15 @@ class DecodeGraphs:
         self.captures = self.replays = 0
         stream = torch.cuda.Stream(saver.device)
         with _no_collection():
-            for size in reversed(self.sizes):  # the largest first: the smaller ones fit into the memory it leaves
+            for size in reversed(
+                self.sizes
+            ):  # the largest first: the smaller ones fit into the memory it leaves
                 try:
                     self._graphs[size] = self._capture(decode, size, stream)
                 except torch.OutOfMemoryError as error:
-                    error.add_note(f"capturing a CUDA graph for {size} requests: lower kv_tokens or max_running")
+                    error.add_note(
+                        f"capturing a CUDA graph for {size} requests: lower kv_tokens or max_running"
+                    )
                     raise
 
     @property
@@ -83,12 +102,16 @@ class DecodeGraphs:
         self.replays += 1
         return self._logits[:count]
 
-    def _capture(self, decode: Decode, size: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _capture(
+        self, decode: Decode, size: int, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
         ids, positions, rows = self._inputs[:, :size]
         logits = self._logits[:size]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            decode(ids, positions, rows, logits)  # compiles kernels, which is not allowed while capturing
+            decode(
+                ids, positions, rows, logits
+            )  # compiles kernels, which is not allowed while capturing
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         _forget_workspaces()
@@ -102,7 +125,9 @@ class DecodeGraphs:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage first, not inside: torch aborts the process when an earlier engine's graphs die in a capture."""
+    """Collect garbage first, not inside: torch aborts the process when an earlier engine's graphs
+    die in a capture.
+    """
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -114,6 +139,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _forget_workspaces() -> None:
-    """Make cuBLAS take its workspace anew: from the graph's pool while capturing, from elsewhere afterwards."""
+    """Make cuBLAS take its workspace anew: from the graph's pool while capturing, from elsewhere
+    afterwards.
+    """
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

@@ -10,18 +10,24 @@ from rollout.serving.scheduler import Scheduler
 from rollout.types import SamplingParams
 
 
-def for_each(prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+def for_each(
+    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
+) -> list[SamplingParams]:
     """One for every prompt. ValueError where there are as many neither as one nor as prompts."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt")
+        raise ValueError(
+            f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt"
+        )
     return each
 
 
 class Intake:
     """Numbers requests in the order in which they come; seeds that are not given follow from that."""
 
-    def __init__(self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int) -> None:
+    def __init__(
+        self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int
+    ) -> None:
         self._model = model
         self._scheduler = scheduler
         self._max_context_len = max_context_len
@@ -33,7 +39,9 @@ class Intake:
         if not len(prompt):
             raise ValueError(f"{name} is empty; it needs at least one token")
         if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
-            raise ValueError(f"{name} has token ids outside [0, {self._model.vocab_size}); check the tokenizer")
+            raise ValueError(
+                f"{name} has token ids outside [0, {self._model.vocab_size}); check the tokenizer"
+            )
         self._scheduler.check_fits(name, len(prompt), params)
         if len(prompt) + params.max_tokens > self._max_context_len:
             raise ValueError(
@@ -51,7 +59,14 @@ class Intake:
             seed = splitmix64_int(splitmix64_int(self._seed) + self._requests) >> 1
         ids, stop_ids = list(prompt), self._stop_ids(params)
         samples = [
-            Sample(request=self._requests, index=i, prompt=ids, params=params, seed=seed, stop_ids=stop_ids)
+            Sample(
+                request=self._requests,
+                index=i,
+                prompt=ids,
+                params=params,
+                seed=seed,
+                stop_ids=stop_ids,
+            )
             for i in range(max(params.n, params.beam_width))
         ]
         if params.beam_width > 1:

@@ -38,7 +38,8 @@ from rollout.tags import KV_CACHE
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are outside of every tag.
+    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are
+    outside of every tag.
 
     states: of the linear layers, a slot a request; None for a model without such layers.
     """
@@ -52,12 +53,23 @@ class Cache:
 
     @classmethod
     def build(
-        cls, model: ModelConfig, config: EngineConfig, max_context_len: int, dtype: torch.dtype, saver: MemorySaver
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        max_context_len: int,
+        dtype: torch.dtype,
+        saver: MemorySaver,
     ) -> Cache:
-        kept = rank_layout(layout(model.hf_config, config.kv_cache_dtype, dtype), config.tensor_parallel_size)
+        kept = rank_layout(
+            layout(model.hf_config, config.kv_cache_dtype, dtype), config.tensor_parallel_size
+        )
         _check_dtype(kept, config)
         window_size = window_tokens(kept, config)
-        size: dict[str, Any] = {"size": config.kv_tokens, "page_size": config.page_size, "device": saver.device}
+        size: dict[str, Any] = {
+            "size": config.kv_tokens,
+            "page_size": config.page_size,
+            "device": saver.device,
+        }
         if config.double_sparsity is None:
             pool = kept.build(**size, window_size=window_size, saver=saver, tag=KV_CACHE)
         else:
@@ -65,21 +77,36 @@ class Cache:
         states: MambaPool | None = None
         if kept.pool == "hybrid_linear":
             states = kept.build_states(size=config.max_running, device=saver.device, saver=saver)
-            table: ReqToTokenPool = HybridReqToTokenPool(config.max_running, max_context_len, saver.device, states)
+            table: ReqToTokenPool = HybridReqToTokenPool(
+                config.max_running, max_context_len, saver.device, states
+            )
         else:
             table = ReqToTokenPool(config.max_running, max_context_len, saver.device)
         allocator: KVAllocator
         if isinstance(pool, SWAKVPool) and window_size is not None:
-            allocator = SWATokenToKVPoolAllocator(config.kv_tokens, window_size, config.page_size, saver.device)
+            allocator = SWATokenToKVPoolAllocator(
+                config.kv_tokens, window_size, config.page_size, saver.device
+            )
             pool.register_mapping(allocator.full_to_swa_index_mapping)
         else:
-            allocator = PagedTokenToKVPoolAllocator(config.kv_tokens, config.page_size, saver.device)
+            allocator = PagedTokenToKVPoolAllocator(
+                config.kv_tokens, config.page_size, saver.device
+            )
         blocks = BlockManager(table, allocator, pool, kept.sliding_window)
-        return cls(layout=kept, pool=pool, states=states, table=table, blocks=blocks, sparsity=config.double_sparsity)
+        return cls(
+            layout=kept,
+            pool=pool,
+            states=states,
+            table=table,
+            blocks=blocks,
+            sparsity=config.double_sparsity,
+        )
 
     def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
-        """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe: states and windows
-        of a prefix are gone when its sequence ends, and double sparsity decodes otherwise than it prefills."""
+        """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe:
+        states and windows of a prefix are gone when its sequence ends, and double sparsity decodes
+        otherwise than it prefills.
+        """
         pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
         safe = pages_tell_all and self.sparsity is None
         if config.tiers is not None:
@@ -89,23 +116,33 @@ class Cache:
                     "not all that a sequence is made of; leave tiers out"
                 )
             return TieredBlocks(self.blocks, config.tiers)
-        return PrefixBlocks(self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None)
+        return PrefixBlocks(
+            self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None
+        )
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on the host."""
+        """Whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on the
+        host.
+        """
         return self.layout.dtype != FP4_DTYPE
 
     @property
     def window(self) -> int | None:
-        """Keys that a query sees in every layer; None: all, or not the same in all layers (see `sliding`)."""
+        """Keys that a query sees in every layer; None: all, or not the same in all layers (see
+        `sliding`).
+        """
         return None if self.sliding else self.layout.sliding_window
 
     @property
     def sliding(self) -> tuple[int, Tensor] | None:
-        """Of sliding layers with a pool of their own: the window, and slot -> slot of that pool, int64."""
+        """Of sliding layers with a pool of their own: the window, and slot -> slot of that pool,
+        int64.
+        """
         allocator = self.blocks.allocator
-        if self.layout.sliding_window is None or not isinstance(allocator, SWATokenToKVPoolAllocator):
+        if self.layout.sliding_window is None or not isinstance(
+            allocator, SWATokenToKVPoolAllocator
+        ):
             return None
         return self.layout.sliding_window, allocator.full_to_swa_index_mapping
 
@@ -138,7 +175,9 @@ def _sparse_pool(
 
 
 def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
-    """Size of the pool of sliding layers, None where there is none; ValueError where one is asked for in vain."""
+    """Size of the pool of sliding layers, None where there is none; ValueError where one is asked
+    for in vain.
+    """
     if kept.pool != "swa" or kept.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(
@@ -148,5 +187,7 @@ def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
     if config.window_tokens is not None:
         return config.window_tokens
     page = config.page_size
-    pages = config.max_running * pages_across(kept.sliding_window, page) + -(-config.max_prefill_tokens // page)
+    pages = config.max_running * pages_across(kept.sliding_window, page) + -(
+        -config.max_prefill_tokens // page
+    )
     return min(config.kv_tokens, pages * page)

@@ -1,4 +1,6 @@
-"""What it costs to bring a preempted sample back: computing its tokens again, or copying its pages out and in."""
+"""What it costs to bring a preempted sample back: computing its tokens again, or copying its pages
+out and in.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ from typing import Literal, get_args
 Preemption = Literal["cheapest", "recompute", "swap"]
 Way = Literal["prefill", "to_host", "to_device"]
 
-WINDOW = 15  # observations that count: the median of so many is deaf to single ones, such as a kernel being compiled
-LEAST_TOKENS = 64  # a prefill of fewer tokens, a copy of fewer bytes tells of its overhead, not of a rate
+# observations that count: the median of so many is deaf to single ones, such as a kernel being
+# compiled
+WINDOW = 15
+LEAST_TOKENS = (
+    64  # a prefill of fewer tokens, a copy of fewer bytes tells of its overhead, not of a rate
+)
 LEAST_BYTES = 1 << 18
-START: dict[Way, float] = {"prefill": 10_000.0, "to_host": 8e9, "to_device": 8e9}  # tokens or bytes a second
+START: dict[Way, float] = {
+    "prefill": 10_000.0,
+    "to_host": 8e9,
+    "to_device": 8e9,
+}  # tokens or bytes a second
 
 
 def check_preemption(choice: str) -> None:
@@ -41,8 +51,10 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """What preempting a sample is about. tokens: that nobody else keeps, to be computed again or else brought back;
-    bytes_out: of them that the host does not have yet; bytes_in: all of them."""
+    """What preempting a sample is about. tokens: that nobody else keeps, to be computed again or
+    else brought back;
+    bytes_out: of them that the host does not have yet; bytes_in: all of them.
+    """
 
     tokens: int
     bytes_out: int
@@ -51,7 +63,8 @@ class Victim:
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """What waits on the host for a preempted sample: its first `tokens`, of weights `version` of the prefix cache.
+    """What waits on the host for a preempted sample: its first `tokens`, of weights `version` of
+    the prefix cache.
 
     page: the host page with those past the last whole page; 0 without one.
     """
@@ -62,7 +75,10 @@ class Swapped:
 
 
 class PreemptionCost:
-    """The cheaper way, by rates that the engine measures while it runs. No tensors, no clock of its own."""
+    """The cheaper way, by rates that the engine measures while it runs.
+
+    No tensors, no clock of its own.
+    """
 
     def __init__(self, choice: Preemption = "cheapest") -> None:
         check_preemption(choice)
@@ -76,8 +92,10 @@ class PreemptionCost:
         return LEAST_TOKENS if way == "prefill" else LEAST_BYTES
 
     def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
-        """A step of `tokens`, `prefilled` of them of prompts. Steps count together up to one whose end was waited for:
-        until then seconds are those of queueing work. Tokens that decoded beside a prefill count as prefilled."""
+        """A step of `tokens`, `prefilled` of them of prompts. Steps count together up to one whose
+        end was waited for: until then seconds are those of queueing work. Tokens that decoded
+        beside a prefill count as prefilled.
+        """
         self._tokens += tokens
         self._prefilled += prefilled
         self._seconds += seconds
@@ -94,7 +112,10 @@ class PreemptionCost:
         return victim.tokens / self.rates["prefill"].value
 
     def swap_seconds(self, victim: Victim) -> float:
-        return victim.bytes_out / self.rates["to_host"].value + victim.bytes_in / self.rates["to_device"].value
+        return (
+            victim.bytes_out / self.rates["to_host"].value
+            + victim.bytes_in / self.rates["to_device"].value
+        )
 
     def swaps(self, victim: Victim) -> bool:
         """Whether to copy; where both cost the same, computing needs no host memory."""

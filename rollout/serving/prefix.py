@@ -1,4 +1,6 @@
-"""Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the same pages."""
+"""Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the
+same pages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rollout.serving.preemption import Swapped
 
 @dataclass(frozen=True)
 class _Held:
-    """What a sequence has locked of the cache: the first `length` of its tokens, computed under `version`."""
+    """What a sequence has locked of the cache: the first `length` of its tokens, computed under
+    `version`.
+    """
 
     node: RadixNode
     length: int
@@ -24,11 +28,12 @@ class _Held:
 
 
 class PrefixBlocks:
-    """What the scheduler asks of a BlockManager, with beginnings kept in `cache` and found again; None keeps nothing.
+    """What the scheduler asks of a BlockManager, with beginnings kept in `cache` and found again;
+    None keeps nothing.
 
-    A page of the cache that a running sequence shares is locked by that sequence, so that what the cache can evict is
-    exactly what eviction makes free. Versions of the cache are numbers of its own: they count definitions of the
-    weights, also those that give a version anew.
+    A page of the cache that a running sequence shares is locked by that sequence, so that what the
+    cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
+    own: they count definitions of the weights, also those that give a version anew.
     """
 
     def __init__(self, blocks: BlockManager, cache: RadixCache | None) -> None:
@@ -44,19 +49,30 @@ class PrefixBlocks:
         if self.cache is None:
             return self.blocks.ledgers
         (ledger,) = self.blocks.ledgers
-        return (replace(ledger, available=ledger.available + self.cache.evictable_size // self.cache.page_size),)
+        return (
+            replace(
+                ledger,
+                available=ledger.available + self.cache.evictable_size // self.cache.page_size,
+            ),
+        )
 
     def held_pages(self, tokens: Sequence[int]) -> int:
-        """Pages that running sequences hold and `admit` would share: it takes no available ones for them."""
+        """Pages that running sequences hold and `admit` would share: it takes no available ones for
+        them.
+        """
         if self.cache is None:
             return 0
         self._notice_format()
         return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
 
-    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
-        """A sequence for `tokens`, and how many of them are computed, all but the last at most; None without a row.
+    def admit(
+        self, tokens: Sequence[int], swapped: Swapped | None = None
+    ) -> tuple[ReqHandle, int] | None:
+        """A sequence for `tokens`, and how many of them are computed, all but the last at most;
+        None without a row.
 
-        The pages that it found are locked from here on. swapped: what `swap_out` gave for this sample, used up.
+        The pages that it found are locked from here on. swapped: what `swap_out` gave for this
+        sample, used up.
         """
         if self.cache is None:
             empty = self.blocks.admit()
@@ -83,12 +99,16 @@ class PrefixBlocks:
         self.blocks.slide(handles)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        """Lets later sequences find the whole pages of `tokens`, the sequence's first, now computed, while it goes on.
-        Before its first fork. Nothing happens where another sequence was faster: this one has pages of its own."""
+        """Lets later sequences find the whole pages of `tokens`, the sequence's first, now
+        computed, while it goes on. Before its first fork. Nothing happens where another sequence
+        was faster: this one has pages of its own.
+        """
         if self.cache is None:
             return
         held = self._held[handle]
-        ids = array("i", tokens)  # converted once: that takes longer than all that the cache does with it
+        ids = array(
+            "i", tokens
+        )  # converted once: that takes longer than all that the cache does with it
         if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
             return
         self._insert(handle, ids, held.version)
@@ -117,8 +137,9 @@ class PrefixBlocks:
             self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        """Before the `release` of a sequence that is to go on later: what of its computed `tokens` waits on the host;
-        None where computing them again is cheaper, or all there is."""
+        """Before the `release` of a sequence that is to go on later: what of its computed `tokens`
+        waits on the host; None where computing them again is cheaper, or all there is.
+        """
         return None
 
     def forget(self, swapped: Swapped) -> None:
@@ -132,7 +153,9 @@ class PrefixBlocks:
         """See PreemptionCost.ran."""
 
     def park(self, keep: bool) -> None:
-        """Before the pool is paused; nothing runs. keep: what is cached is worth keeping, where there is a place."""
+        """Before the pool is paused; nothing runs. keep: what is cached is worth keeping, where
+        there is a place.
+        """
         self.clear()
 
     def swapped_pages(self) -> int:
@@ -140,18 +163,24 @@ class PrefixBlocks:
         return 0
 
     def new_weights(self) -> None:
-        """From here on nothing that is in the pool is hit; what nobody uses goes first when pages are short."""
+        """From here on nothing that is in the pool is hit; what nobody uses goes first when pages
+        are short.
+        """
         if self.cache is not None:
             self.cache.raise_version(self.cache.version + 1)
 
     def clear(self) -> None:
-        """The pool's content is gone: forgets all of it. What running sequences hold follows when they end."""
+        """The pool's content is gone: forgets all of it. What running sequences hold follows when
+        they end.
+        """
         if self.cache is not None:
             self.new_weights()
             self.cache.evict(self.cache.evictable_size)
 
     def check_integrity(self) -> None:
-        """AssertionError unless ledger, sequences and cache agree on owners, and locks are those of sequences."""
+        """AssertionError unless ledger, sequences and cache agree on owners, and locks are those of
+        sequences.
+        """
         if self.cache is None:
             self.blocks.check_integrity()
             return
@@ -159,7 +188,9 @@ class PrefixBlocks:
         pages = self.cache.pages()
         self.blocks.check_integrity(pages)
         shared = int((self.blocks.allocator.ref_counts(pages) > 1).sum())
-        assert shared * self.cache.page_size == self.cache.protected_size, "sequences lock other pages than they share"
+        assert shared * self.cache.page_size == self.cache.protected_size, (
+            "sequences lock other pages than they share"
+        )
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         assert self.cache is not None
@@ -171,7 +202,8 @@ class PrefixBlocks:
         pages = self.blocks.pages(handle)[: len(tokens) // size]
         new = pages[self.cache.peek(tokens)[0] // size :]
         if (self.blocks.allocator.ref_counts(new) > 1).any():
-            return  # a fork goes on with these pages without a lock: evicting them would free nothing
+            # a fork goes on with these pages without a lock: evicting them would free nothing
+            return
         taken = self.cache.insert(tokens, pages, version=version) // size
         self.blocks.allocator.share(pages[taken:])
 

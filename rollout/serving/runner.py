@@ -35,7 +35,13 @@ class ModelRunner:
     """The computing half of the engine. Keeps no state of requests."""
 
     def __init__(
-        self, config: ModelConfig, store: WeightStore, cache: Cache, *, attention: Impl, ranks: TensorParallel
+        self,
+        config: ModelConfig,
+        store: WeightStore,
+        cache: Cache,
+        *,
+        attention: Impl,
+        ranks: TensorParallel,
     ) -> None:
         self.config = config
         self._ranks = ranks
@@ -52,7 +58,11 @@ class ModelRunner:
     def capturable(self) -> bool:
         """Whether decode steps can be CUDA graphs."""
         triton = use_triton(self._attention, self.device)
-        return triton and self._cache.capturable and all(mixer.capturable for mixer in self.config.mixers)
+        return (
+            triton
+            and self._cache.capturable
+            and all(mixer.capturable for mixer in self.config.mixers)
+        )
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
@@ -63,18 +73,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Logits [R, vocab] in the model's dtype, valid until the next call: a row for every decode sample, then one
-        for every chunk that ends a prefill."""
+        """Logits [R, vocab] in the model's dtype, valid until the next call: a row for every decode
+        sample, then one for every chunk that ends a prefill.
+        """
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             for load in step.loads:
                 load.wait()
             return self.graphs.replay(ids, positions, _rows(step))
-        slots = ([step.decode_slots] if step.decode else []) + [chunk.slots for chunk in step.chunks]
+        slots = ([step.decode_slots] if step.decode else []) + [
+            chunk.slots for chunk in step.chunks
+        ]
         shape = _shape(step)
         table = self._table.req_to_token
         parts = (ids, positions, ends, shape.rows)
-        at = to_device(np.concatenate(parts).astype(np.int64), self.device).split([len(part) for part in parts])
+        at = to_device(np.concatenate(parts).astype(np.int64), self.device).split(
+            [len(part) for part in parts]
+        )
         batch = self._batch(
             at[1],
             torch.cat(slots),
@@ -91,7 +106,11 @@ class ModelRunner:
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
         batch = self._batch(
-            positions, slots, rows, lambda window, mapping: replace(plan, window=window, mapping=mapping), None
+            positions,
+            slots,
+            rows,
+            lambda window, mapping: replace(plan, window=window, mapping=mapping),
+            None,
         )
         hidden, head = self._hidden(ids, batch), self._weights.lm_head
         if self._ranks.size == 1:
@@ -114,15 +133,25 @@ class ModelRunner:
             sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
         of_all = plan(self._window, None)
         return Batch(
-            positions=positions, slots=slots, rows=rows, plan=of_all, shape=shape, sliding=sliding, loads=loads
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            plan=of_all,
+            shape=shape,
+            sliding=sliding,
+            loads=loads,
         )
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
-        """Normed hidden states [T, hidden]; what later tokens need of these is in the cache afterwards."""
+        """Normed hidden states [T, hidden]; what later tokens need of these is in the cache
+        afterwards.
+        """
         return forward(self._weights, self.mixers, ids, batch, self.config, self._ranks)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
+    ) -> tuple[list[int], list[float]]:
         """The next token of each sample, from its row of the logits, and its log-probability."""
         batch = SamplingBatch.build(
             temperature=[each.params.temperature for each in samples],
@@ -136,11 +165,18 @@ class ModelRunner:
         return [int(token) for token in tokens], logprobs
 
     @torch.inference_mode()
-    def candidates(self, logits: Tensor, rows: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-        """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and log-probabilities."""
+    def candidates(
+        self, logits: Tensor, rows: Sequence[int], count: int
+    ) -> list[list[tuple[int, float]]]:
+        """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and
+        log-probabilities.
+        """
         found = likeliest(self._chosen(logits, rows), count)
         tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
-        return [[(int(t), p) for t, p in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
+        return [
+            [(int(t), p) for t, p in zip(*row, strict=True)]
+            for row in zip(tokens, logprobs, strict=True)
+        ]
 
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(logits))):
@@ -169,7 +205,9 @@ def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorP
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:
-    """Token ids and positions of the packed batch, and the indices of the tokens whose logits are wanted."""
+    """Token ids and positions of the packed batch, and the indices of the tokens whose logits are
+    wanted.
+    """
     ids = [each.output[-1] for each in step.decode]
     positions = [each.length - 1 for each in step.decode]
     ends = list(range(len(ids)))

@@ -1,7 +1,8 @@
 """Sampling: counter-based random numbers and inverse-CDF selection, one row a sample.
 
-The number drawn for a token depends on (seed, sample index, position) only, and every row is computed on its own: the
-batch a sample happens to be in, chunking and preemption do not change what it draws.
+The number drawn for a token depends on (seed, sample index, position) only, and every row is
+computed on its own: the batch a sample happens to be in, chunking and preemption do not change what
+it draws.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,10 @@ _ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
-    """Per row: temperature fp32 [R, 1] (1 where greedy), greedy bool [R], top_k int64 [R], top_p fp64 [R],
-    counters int64 [R, 3] (seed, sample index, position). The flags say whether any row needs that step."""
+    """Per row: temperature fp32 [R, 1] (1 where greedy), greedy bool [R], top_k int64 [R], top_p
+    fp64 [R], counters int64 [R, 3] (seed, sample index, position). The flags say whether any row
+    needs that step.
+    """
 
     temperature: Tensor
     greedy: Tensor
@@ -42,7 +45,11 @@ class SamplingBatch:
         device: torch.device,
     ) -> "SamplingBatch":
         greedy = [value == 0 for value in temperature]
-        filtered = [i for i, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if (k or p < 1) and not greedy[i]]
+        filtered = [
+            i
+            for i, (k, p) in enumerate(zip(top_k, top_p, strict=True))
+            if (k or p < 1) and not greedy[i]
+        ]
         host = [
             torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
             torch.tensor(greedy, dtype=torch.bool),
@@ -76,10 +83,15 @@ class SamplingBatch:
 
 
 def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Small CPU tensors on the device. On CUDA: views of one buffer, filled by one transfer that waits for nothing."""
+    """Small CPU tensors on the device.
+
+    On CUDA: views of one buffer, filled by one transfer that waits for nothing.
+    """
     if device.type != "cuda":
         return [each.to(device) for each in tensors]
-    staging = torch.empty(sum(_aligned_size(each) for each in tensors), dtype=torch.uint8, pin_memory=True)
+    staging = torch.empty(
+        sum(_aligned_size(each) for each in tensors), dtype=torch.uint8, pin_memory=True
+    )
     for view, each in zip(_views(staging, tensors), tensors, strict=True):
         view.copy_(each)
     return list(_views(staging.to(device, non_blocking=True), tensors))
@@ -109,8 +121,9 @@ def uniform(counters: Tensor) -> Tensor:
 def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
     """Tokens int64 [R] and their log-probabilities fp32 [R], on the device, from logits [R, vocab].
 
-    logits: fp32, bf16 or fp16, converted to fp32 first; rows anywhere, elements of a row contiguous.
-    Log-probability: log_softmax(logits / temperature)[token], before top-k and top-p; temperature 1 for greedy rows.
+    logits: fp32, bf16 or fp16, converted to fp32 first; rows anywhere, elements of a row
+    contiguous. Log-probability: log_softmax(logits / temperature)[token], before top-k and top-p;
+    temperature 1 for greedy rows.
     """
     if not use_triton(impl, logits.device):
         return _sample_torch(logits, batch)
@@ -118,7 +131,9 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
 
     tokens, logprobs = sample_triton(logits, batch.temperature, batch.greedy, batch.counters)
     rows = batch.filtered_rows
-    if rows is not None:  # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+    if (
+        rows is not None
+    ):  # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
         tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
     return tokens, logprobs
 
@@ -133,14 +148,16 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of each row, int64 [R, count], likeliest first, and their log-probabilities fp32.
-    logits [R, vocab] in fp32, bf16 or fp16."""
+    """The `count` likeliest tokens of each row, int64 [R, count], likeliest first, and their
+    log-probabilities fp32. logits [R, vocab] in fp32, bf16 or fp16.
+    """
     logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
     return tokens, logprobs
 
 
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u * total.
+    """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u *
+    total.
 
     A row with NaN gives any token of the vocabulary.
     """
@@ -154,10 +171,11 @@ def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """probs [R, vocab] with everything outside top-k, then outside top-p of the rest, set to 0 (not renormalised).
+    """probs [R, vocab] with everything outside top-k, then outside top-p of the rest, set to 0 (not
+    renormalised).
 
-    top_k int64 [R], 0 is off. top_p fp64 [R]: the smallest set of likeliest tokens that reaches top_p of what top-k
-    left; never empty. Among equal probabilities the lower token id goes first.
+    top_k int64 [R], 0 is off. top_p fp64 [R]: the smallest set of likeliest tokens that reaches
+    top_p of what top-k left; never empty. Among equal probabilities the lower token id goes first.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)

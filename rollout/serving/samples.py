@@ -17,8 +17,8 @@ from rollout.types import Completion, FinishReason, SamplingParams
 class Sample:
     """One answer being generated. `siblings` wait for this sample's prefill and then fork from it.
 
-    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole. remote: another
-    engine computes its prompt (`rollout.disagg`).
+    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole.
+    remote: another engine computes its prompt (`rollout.disagg`).
     """
 
     request: int
@@ -62,7 +62,9 @@ class Sample:
         return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
 
     def kept_tokens(self) -> list[int]:
-        """Computed ones that the prefix cache may keep: of a branch its prompt only, for dead ones free their pages."""
+        """Computed ones that the prefix cache may keep: of a branch its prompt only, for dead ones
+        free their pages.
+        """
         return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
 
     def completion(self) -> Completion:
@@ -78,7 +80,10 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class BeamGroup:
-    """The samples that compute the branches of one search, a slot each. They run, wait and end together."""
+    """The samples that compute the branches of one search, a slot each.
+
+    They run, wait and end together.
+    """
 
     search: BeamSearch
     members: list[Sample]
@@ -94,7 +99,11 @@ class BeamGroup:
     def show(self) -> None:
         """Each member has the answer of its slot."""
         for member, branch in zip(self.members, self.search.branches, strict=True):
-            member.output, member.logprobs, member.versions = branch.tokens, branch.logprobs, branch.versions
+            member.output, member.logprobs, member.versions = (
+                branch.tokens,
+                branch.logprobs,
+                branch.versions,
+            )
 
     def restart(self) -> Sample:
         """From the prompt again; the member that the others wait for."""
@@ -107,13 +116,20 @@ class BeamGroup:
     def end(self) -> None:
         """Each member has one of the results, best first."""
         for member, result in zip(self.members, self.search.completions(), strict=True):
-            member.output, member.logprobs, member.versions = result.token_ids, result.logprobs, result.weight_versions
+            member.output, member.logprobs, member.versions = (
+                result.token_ids,
+                result.logprobs,
+                result.weight_versions,
+            )
             member.finish_reason, member.score = result.finish_reason, result.score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens [start, start + length) of a sample that is being prefilled. slots: theirs, as `extend` returned them."""
+    """Tokens [start, start + length) of a sample that is being prefilled.
+
+    slots: theirs, as `extend` returned them.
+    """
 
     sample: Sample
     start: int
@@ -127,9 +143,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as `extend` returned.
-    loads: copies that a layer's rows may still be on their way by. arriving: the rest of prompts just admitted that
-    another engine computes, no part of the forward.
+    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as
+    `extend` returned.
+    loads: copies that a layer's rows may still be on their way by. arriving: the rest of prompts
+    just admitted that another engine computes, no part of the forward.
     """
 
     decode: list[Sample]
@@ -149,10 +166,12 @@ class Step:
 
 @dataclass(kw_only=True)
 class Stats:
-    """Since the engine was made. computed_tokens: put through the model, answers included; prefix_hit_tokens: prompt
-    tokens (answers of preempted samples included) that were not, because the prefix cache had them; loaded_tokens: of
-    these, those that came from host or disk. Preemptions by the way that the samples were to come back;
-    swapped_back: how many of the swapped ones went on without computing anything again."""
+    """Since the engine was made. computed_tokens: put through the model, answers included;
+    prefix_hit_tokens: prompt tokens (answers of preempted samples included) that were not, because
+    the prefix cache had them; loaded_tokens: of these, those that came from host or disk.
+    Preemptions by the way that the samples were to come back;
+    swapped_back: how many of the swapped ones went on without computing anything again.
+    """
 
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -165,4 +184,6 @@ class Stats:
 def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
     """For a message."""
     names = [sample.name for sample in samples]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )

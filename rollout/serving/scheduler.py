@@ -1,4 +1,7 @@
-"""Continuous batching: which samples are computed in the next step. Policy only, no tensor is looked into."""
+"""Continuous batching: which samples are computed in the next step.
+
+Policy only, no tensor is looked into.
+"""
 
 import contextlib
 from collections import deque
@@ -14,14 +17,19 @@ from rollout.types import FinishReason, SamplingParams
 
 
 class Blocks(Protocol):
-    """What the scheduler asks of PrefixBlocks. `extend` returns the new tokens' slots, opaque but for split."""
+    """What the scheduler asks of PrefixBlocks.
+
+    `extend` returns the new tokens' slots, opaque but for split.
+    """
 
     @property
     def ledgers(self) -> Sequence[Ledger]: ...
     @property
     def loaded_tokens(self) -> int: ...
     def held_pages(self, tokens: Sequence[int]) -> int: ...
-    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None: ...
+    def admit(
+        self, tokens: Sequence[int], swapped: Swapped | None = None
+    ) -> tuple[ReqHandle, int] | None: ...
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
     def slide(self, handles: Sequence[ReqHandle]) -> None: ...
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
@@ -33,16 +41,20 @@ class Blocks(Protocol):
 
 
 class Scheduler:
-    """First come, first served. `running` is in order of admission; the youngest is preempted when pages run out.
+    """First come, first served. `running` is in order of admission; the youngest is preempted when
+    pages run out.
 
-    A prompt is admitted when all pages that it holds at a time are free, one page for each of its samples being kept
-    free besides, and one for each sample already running, so that preemption is rare. It takes them chunk by chunk, and
-    gives back what its sliding window has left. At most one prompt is partly computed. A preempted sample goes back to
-    the front of the queue and is recomputed, its answer so far included, or goes on from pages that were swapped out.
-    What the prefix cache has of a prompt is not computed, and what it could evict counts as free.
+    A prompt is admitted when all pages that it holds at a time are free, one page for each of its
+    samples being kept free besides, and one for each sample already running, so that preemption is
+    rare. It takes them chunk by chunk, and gives back what its sliding window has left. At most one
+    prompt is partly computed. A preempted sample goes back to the front of the queue and is
+    recomputed, its answer so far included, or goes on from pages that were swapped out. What the
+    prefix cache has of a prompt is not computed, and what it could evict counts as free.
     """
 
-    def __init__(self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int
+    ) -> None:
         self.blocks = blocks
         self.page_size = page_size
         self.max_running = max_running
@@ -60,7 +72,10 @@ class Scheduler:
         pages = self._pages(tokens)
         if ledger.window is None:
             return pages
-        return min(pages, pages_across(ledger.window - 1 + min(tokens, self.max_prefill_tokens), self.page_size))
+        return min(
+            pages,
+            pages_across(ledger.window - 1 + min(tokens, self.max_prefill_tokens), self.page_size),
+        )
 
     def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
         """ValueError when a single sample could never run, even alone."""
@@ -92,7 +107,9 @@ class Scheduler:
         return group
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Queue the samples of one prompt, in groups that share its prefill and could run to their ends together."""
+        """Queue the samples of one prompt, in groups that share its prefill and could run to their
+        ends together.
+        """
         group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
         for first in range(0, len(samples), group):
             leader, *siblings = samples[first : first + group]
@@ -101,13 +118,17 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[Sample]:
-        return [each for sample in (*self.running, *self.waiting) for each in (sample, *sample.siblings)]
+        return [
+            each for sample in (*self.running, *self.waiting) for each in (sample, *sample.siblings)
+        ]
 
     def schedule(self) -> Step:
         """Choose the next step and take the pages it needs."""
         before = self.preemptions
         decode, slots, chunks = self._grow()
-        if self.preemptions == before:  # a page that was just taken from one sample is not for a newcomer
+        if (
+            self.preemptions == before
+        ):  # a page that was just taken from one sample is not for a newcomer
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
                 decode, slots, chunks = self._grow()  # those that came back with nothing to compute
@@ -117,13 +138,16 @@ class Scheduler:
         return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
-        """A token of every sample that decodes, with slots for them, and chunks of the prefills under way."""
+        """A token of every sample that decodes, with slots for them, and chunks of the prefills
+        under way.
+        """
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
             lengths = self._next_chunks()
             slots = self.blocks.extend(
                 [_handle(sample) for sample in (*decode, *lengths)],
-                [sample.length for sample in decode] + [each.computed + n for each, n in lengths.items()],
+                [sample.length for sample in decode]
+                + [each.computed + n for each, n in lengths.items()],
             )
             if slots is not None:
                 mine, *others = slots.split([len(decode), *lengths.values()])
@@ -143,11 +167,12 @@ class Scheduler:
         return lengths
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Let waiting samples in, first come, first served; the pages of their first chunks are taken in one call.
+        """Let waiting samples in, first come, first served; the pages of their first chunks are
+        taken in one call.
 
-        Pages that it shares with running samples count as theirs; other cached ones that it begins with count as
-        taken, since they are available until it locks them. With budget left over no prefill under way needs pages in
-        a later step.
+        Pages that it shares with running samples count as theirs; other cached ones that it begins
+        with count as taken, since they are available until it locks them. With budget left over no
+        prefill under way needs pages in a later step.
         """
         lengths: dict[Sample, int] = {}
         ledgers = self.blocks.ledgers
@@ -159,8 +184,13 @@ class Scheduler:
             if rows + members > self.max_running:
                 break
             held = self.blocks.held_pages(sample.tokens(0, sample.length))
-            wanted = [n + self._needed(each, sample.length) - held for n, each in zip(taken, ledgers, strict=True)]
-            tight = any(n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True))
+            wanted = [
+                n + self._needed(each, sample.length) - held
+                for n, each in zip(taken, ledgers, strict=True)
+            ]
+            tight = any(
+                n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True)
+            )
             if tight and self.running:
                 break
             rows, taken = rows + members, wanted
@@ -189,19 +219,26 @@ class Scheduler:
     def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
         """Pages of so many more tokens for the admitted samples."""
         slots = self.blocks.extend(
-            [_handle(sample) for sample in lengths], [sample.computed + n for sample, n in lengths.items()]
+            [_handle(sample) for sample in lengths],
+            [sample.computed + n for sample, n in lengths.items()],
         )
         assert slots is not None, "checked before, or the pool is empty and check_fits was called"
         return _chunks(lengths, slots.split(list(lengths.values())))
 
     def computed(self, step: Step) -> None:
-        """Record that the step's keys and values are in the cache; what has left a window is free from here on."""
+        """Record that the step's keys and values are in the cache; what has left a window is free
+        from here on.
+        """
         for chunk in step.chunks:
             chunk.sample.computed += chunk.length
             if chunk.last:
-                self.blocks.keep(_handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len))
+                self.blocks.keep(
+                    _handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len)
+                )
         self.stats.computed_tokens += step.tokens
-        self.blocks.slide([_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))])
+        self.blocks.slide(
+            [_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))]
+        )
 
     def arrived(self, sample: Sample) -> None:
         """Record that the keys and values of a remote prompt are in the cache."""
@@ -213,7 +250,9 @@ class Scheduler:
         self._preempt(sample)
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
-        """After the sample's whole prefill was computed: its siblings, now running on the same pages."""
+        """After the sample's whole prefill was computed: its siblings, now running on the same
+        pages.
+        """
         siblings, sample.siblings = sample.siblings, []
         for sibling in reversed(siblings):
             self._fork(sample, sibling)
@@ -226,7 +265,10 @@ class Scheduler:
         self.running.insert(self.running.index(parent) + 1, child)
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
-        """The next token of a beam search. Branches that nothing goes on from free their pages before others fork."""
+        """The next token of a beam search.
+
+        Branches that nothing goes on from free their pages before others fork.
+        """
         forks = group.search.advance(candidates, version)
         if group.search.done:
             self._end(group)
@@ -248,12 +290,16 @@ class Scheduler:
             self._finish(sample, "length")
 
     def preempt_all(self) -> None:
-        """Put every running sample back into the queue, oldest first; the pool has cached pages only afterwards."""
+        """Put every running sample back into the queue, oldest first; the pool has cached pages
+        only afterwards.
+        """
         while self.running:
             self._preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with what they have; all of them, also where an error comes in between."""
+        """End unfinished samples with what they have; all of them, also where an error comes in
+        between.
+        """
         with contextlib.ExitStack() as each:
             for sample in samples:
                 each.callback(self._abort, sample)
@@ -321,4 +367,7 @@ def _handle(sample: Sample) -> ReqHandle:
 
 def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
     pairs = zip(lengths.items(), slots, strict=True)
-    return [Chunk(sample=sample, start=sample.computed, length=n, slots=mine) for (sample, n), mine in pairs]
+    return [
+        Chunk(sample=sample, start=sample.computed, length=n, slots=mine)
+        for (sample, n), mine in pairs
+    ]

@@ -15,14 +15,17 @@ from rollout.serving.preemption import Preemption, check_preemption
 class KVTiers:
     """Where cached pages go when the device pool is full, and come back from.
 
-    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly one of them.
-    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host, see
-    `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most bytes of files; None: no
-    disk. The directory is this engine's alone, and what another one left there is deleted.
-    preemption: a sample that has to make room is brought back by computing its tokens again ("recompute"), by copying
-    its pages to the host and back ("swap"), or whichever is cheaper at the rates measured so far ("cheapest").
-    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again afterwards under the
-    same weights; False: they are forgotten.
+    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
+    one of them.
+    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host,
+    see `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most
+    bytes of files; None: no disk. The directory is this engine's alone, and what another one left
+    there is deleted.
+    preemption: a sample that has to make room is brought back by computing its tokens again
+    ("recompute"), by copying its pages to the host and back ("swap"), or whichever is cheaper at
+    the rates measured so far ("cheapest").
+    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
+    afterwards under the same weights; False: they are forgotten.
     """
 
     host_ratio: float | None = None
@@ -46,9 +49,13 @@ class KVTiers:
 
     @property
     def rank_dependent(self) -> bool:
-        """May ranks that get the same requests come to different decisions, by measured times or a disk's faults?"""
+        """May ranks that get the same requests come to different decisions, by measured times or a
+        disk's faults?
+        """
         return self.preemption == "cheapest" or self.disk_directory is not None
 
     @property
     def host(self) -> HostCacheConfig:
-        return HostCacheConfig(ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout)
+        return HostCacheConfig(
+            ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
+        )

@@ -1,4 +1,6 @@
-"""PrefixBlocks over all tiers: beginnings are found on host and disk too, and preempted samples wait on the host."""
+"""PrefixBlocks over all tiers: beginnings are found on host and disk too, and preempted samples
+wait on the host.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ _log = logging.getLogger("rollout")
 
 
 class TieredBlocks(PrefixBlocks):
-    """A swap copies the whole pages of a sample to the host by their hashes, as any cached page, and what is in its
-    last page to a host page of its own: the sample then goes on where it was, with nothing computed twice. What the
-    host drops meanwhile is read from disk or computed again.
+    """A swap copies the whole pages of a sample to the host by their hashes, as any cached page,
+    and what is in its last page to a host page of its own: the sample then goes on where it was,
+    with nothing computed twice. What the host drops meanwhile is read from disk or computed again.
 
     Loads run while steps are computed: a step waits, layer by layer, for those that `loads` gives.
     """
@@ -32,14 +34,18 @@ class TieredBlocks(PrefixBlocks):
         pool = blocks.pool
         assert isinstance(pool, TokenPool), "Cache.prefix_blocks refuses others"
         host = HostKVCache(pool, config.host)
-        self.tiers = TieredPrefixCache(blocks.allocator, host, _disk(config, host), write_policy=config.write_policy)
+        self.tiers = TieredPrefixCache(
+            blocks.allocator, host, _disk(config, host), write_policy=config.write_policy
+        )
         super().__init__(blocks, self.tiers)
         self.cost = PreemptionCost(config.preemption)
         self._keep_asleep = config.keep_asleep
         self._bytes_per_token = pool.bytes_per_token
         self._loads: list[Transfer] = []
 
-    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+    def admit(
+        self, tokens: Sequence[int], swapped: Swapped | None = None
+    ) -> tuple[ReqHandle, int] | None:
         try:
             admitted = super().admit(tokens)
             if admitted is None or swapped is None:
@@ -117,12 +123,21 @@ class TieredBlocks(PrefixBlocks):
         return match
 
     def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
-        """Brings the last page of a swapped sample back behind what was found; how many tokens are computed."""
+        """Brings the last page of a swapped sample back behind what was found; how many tokens are
+        computed.
+        """
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         if swapped.version != self.tiers.version or found < whole:
-            reason = "other weights" if swapped.version != self.tiers.version else "pages that the tiers had to drop"
+            reason = (
+                "other weights"
+                if swapped.version != self.tiers.version
+                else "pages that the tiers had to drop"
+            )
             _log.info(
-                "a swapped sample computes %d of %d tokens again: %s", swapped.tokens - found, swapped.tokens, reason
+                "a swapped sample computes %d of %d tokens again: %s",
+                swapped.tokens - found,
+                swapped.tokens,
+                reason,
             )
         elif found == whole and swapped.page:
             slots = self.extend([handle], [swapped.tokens])
@@ -136,7 +151,9 @@ class TieredBlocks(PrefixBlocks):
         own = len(tokens) - shared
         page = self.tiers.page_size
         out = self.tiers.lower.absent(hashes) * page + len(tokens) % page
-        return Victim(tokens=own, bytes_out=out * self._bytes_per_token, bytes_in=own * self._bytes_per_token)
+        return Victim(
+            tokens=own, bytes_out=out * self._bytes_per_token, bytes_in=own * self._bytes_per_token
+        )
 
     def _notice_format(self) -> None:
         before = self._format
@@ -146,7 +163,9 @@ class TieredBlocks(PrefixBlocks):
 
 
 def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
-    """Owned by a name of its own: versions count this engine's definitions of weights, and mean nothing to others."""
+    """Owned by a name of its own: versions count this engine's definitions of weights, and mean
+    nothing to others.
+    """
     if config.disk_directory is None or config.disk_bytes is None:
         return None
     return DiskTier(

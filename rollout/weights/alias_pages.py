@@ -1,4 +1,6 @@
-"""Weights that lie in the trainer's own pages: nothing is written or copied, two tags show one memory."""
+"""Weights that lie in the trainer's own pages: nothing is written or copied, two tags show one
+memory.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class BorrowedPages:
-    """Another saver's pages behind the store's addresses, in place of its own memory, from `take` to `give_back`."""
+    """Another saver's pages behind the store's addresses, in place of its own memory, from `take`
+    to `give_back`.
+    """
 
     def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
         self._store = store
@@ -20,9 +24,14 @@ class BorrowedPages:
 
     def require_possible(self) -> None:
         """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
-        if not self._alone:  # asked once: a report costs milliseconds where torch's caches are large
+        if (
+            not self._alone
+        ):  # asked once: a report costs milliseconds where torch's caches are large
             arena, tag = self._store.arena, self._store.tag
-            if self._saver.offset_of(arena) or self._saver.report().tags[tag].live_bytes != arena.nbytes:
+            if (
+                self._saver.offset_of(arena)
+                or self._saver.report().tags[tag].live_bytes != arena.nbytes
+            ):
                 raise StateError(
                     f"borrowed pages need tag {tag} for the weights alone; place the other tensors on another tag"
                 )
@@ -37,12 +46,18 @@ class BorrowedPages:
             )
 
     def empty(self) -> None:
-        """Give back what is behind the tag, own memory or borrowed. LeaseError: a process maps it; nothing changed."""
+        """Give back what is behind the tag, own memory or borrowed.
+
+        LeaseError: a process maps it; nothing changed.
+        """
         self._saver.pause(self._store.tag, content="discard")
         self.held = False
 
     def take(self, ticket: "Ticket") -> None:
-        """Put the pages behind the tag, which is empty. ValueError, LeaseError: they cannot be had; nothing changed."""
+        """Put the pages behind the tag, which is empty.
+
+        ValueError, LeaseError: they cannot be had; nothing changed.
+        """
         self._saver.borrow(self._store.tag, ticket)
         self.held = True
 

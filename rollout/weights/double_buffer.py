@@ -1,4 +1,6 @@
-"""Second pages of the weight store: a version is written into them while the one before is still served."""
+"""Second pages of the weight store: a version is written into them while the one before is still
+served.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 class ShadowPages:
     """As many bytes as the store's arena, at the same offset of a tag of their own.
 
-    They have memory from `take` to `give_back`. Their address is the same each time: tables that hold it are made once.
+    They have memory from `take` to `give_back`. Their address is the same each time: tables that
+    hold it are made once.
     """
 
     def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
@@ -31,7 +34,10 @@ class ShadowPages:
         return self._arena
 
     def take(self) -> None:
-        """Put memory behind the pages, content undefined. OutOfMemory, StateError: nothing was changed."""
+        """Put memory behind the pages, content undefined.
+
+        OutOfMemory, StateError: nothing was changed.
+        """
         if self._arena is None:
             self._arena = self._make()
         elif self._saver.is_paused(WEIGHTS_SHADOW):
@@ -46,7 +52,9 @@ class ShadowPages:
                 return arena
             del arena
             self._saver.trim(WEIGHTS_SHADOW)
-        raise StateError(f"shadow pages need tag {tag} for the weights alone; place the other tensors on another tag")
+        raise StateError(
+            f"shadow pages need tag {tag} for the weights alone; place the other tensors on another tag"
+        )
 
     def copy_all(self) -> None:
         """Copy the weights that are served, for an update that writes some of them only; waits."""
@@ -58,11 +66,14 @@ class ShadowPages:
         return self._saver.share(WEIGHTS_SHADOW, writable=True)
 
     def exchange(self) -> None:
-        """From here the store's addresses show what was written, these what was served. Waits for the device's work.
-        LeaseError where a process maps either: nothing was changed."""
+        """From here the store's addresses show what was written, these what was served. Waits for
+        the device's work. LeaseError where a process maps either: nothing was changed.
+        """
         self._saver.exchange(self._store.tag, WEIGHTS_SHADOW)
 
     def give_back(self) -> None:
-        """The memory goes back to the driver; nothing happens without. LeaseError: a writer still maps it."""
+        """The memory goes back to the driver; nothing happens without. LeaseError: a writer still
+        maps it.
+        """
         if self._arena is not None:
             self._saver.pause(WEIGHTS_SHADOW, content="discard")

@@ -1,4 +1,6 @@
-"""The weight store: one arena under tag `weights`, a manifest of what lies where, and whether it is defined."""
+"""The weight store: one arena under tag `weights`, a manifest of what lies where, and whether it is
+defined.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")  # buffers of old checkpoints
+_DERIVED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    "self_attn.bias",
+    "self_attn.masked_bias",
+)  # buffers of old checkpoints
 
 
 def _align(nbytes: int) -> int:
@@ -31,11 +37,18 @@ def _align(nbytes: int) -> int:
 
 def arena_nbytes(groups: Sequence[Group], dtype: torch.dtype) -> int:
     """Bytes of the arena that holds `groups`, every group aligned."""
-    return sum(_align(sum(math.prod(p.shape) for p in group.params) * dtype.itemsize) for group in groups)
+    return sum(
+        _align(sum(math.prod(p.shape) for p in group.params) * dtype.itemsize) for group in groups
+    )
 
 
-def build_manifest(groups: Sequence[Group], aliases: dict[str, str], dtype: torch.dtype, base: int = 0) -> Manifest:
-    """Lay `groups` out from byte `base` (a multiple of ALIGNMENT) of the tag's arena. Pure: no memory is touched."""
+def build_manifest(
+    groups: Sequence[Group], aliases: dict[str, str], dtype: torch.dtype, base: int = 0
+) -> Manifest:
+    """Lay `groups` out from byte `base` (a multiple of ALIGNMENT) of the tag's arena.
+
+    Pure: no memory is touched.
+    """
     assert base % ALIGNMENT == 0
     name = str(dtype).removeprefix("torch.")
     slices: list[ParamSlice] = []
@@ -54,9 +67,17 @@ def build_manifest(groups: Sequence[Group], aliases: dict[str, str], dtype: torc
             index += math.prod(param.whole.shape)
         if group.fused is not None:
             rows = sum(param.shape[0] for param in group.params)
-            modules[group.fused] = ModuleTensor(offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name)
+            modules[group.fused] = ModuleTensor(
+                offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name
+            )
     layout = json.dumps(
-        [[asdict(s) for s in slices], aliases, {k: asdict(m) for k, m in modules.items()}, zeros, offset],
+        [
+            [asdict(s) for s in slices],
+            aliases,
+            {k: asdict(m) for k, m in modules.items()},
+            zeros,
+            offset,
+        ],
         sort_keys=True,
     )
     return Manifest(
@@ -74,7 +95,8 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
     return [
         ParamSlice(
             name=param.name,
-            offset=offset + sum(a * stride for a, stride in zip(piece.at, strides, strict=True)) * itemsize,
+            offset=offset
+            + sum(a * stride for a, stride in zip(piece.at, strides, strict=True)) * itemsize,
             shape=piece.shape,
             dtype=dtype,
             global_shape=param.whole.shape,
@@ -96,9 +118,9 @@ def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
 class WeightStore:
     """Owns the arena and says whether its content is some version of the weights.
 
-    `version` is None while the content is undefined; `undefined_reason` then says why. `last_version` is the last one
-    that was defined. Views handed out by `tensor` stay valid over pause and resume (same
-    address), not their content.
+    `version` is None while the content is undefined; `undefined_reason` then says why.
+    `last_version` is the last one that was defined. Views handed out by `tensor` stay valid over
+    pause and resume (same address), not their content.
     """
 
     def __init__(
@@ -113,7 +135,9 @@ class WeightStore:
         self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         self._base = saver.offset_of(self._arena)
         self.manifest = build_manifest(groups, aliases, dtype, self._base)
-        self.param_nbytes = sum(math.prod(piece.shape) for piece in self.manifest.slices) * dtype.itemsize
+        self.param_nbytes = (
+            sum(math.prod(piece.shape) for piece in self.manifest.slices) * dtype.itemsize
+        )
         self._shapes = {param.name: param.whole.shape for group in groups for param in group.params}
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
@@ -130,7 +154,9 @@ class WeightStore:
 
     @property
     def parameters(self) -> Collection[str]:
-        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank stores nothing."""
+        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank
+        stores nothing.
+        """
         return self._shapes.keys()
 
     def tensor(self, name: str) -> Tensor:
@@ -139,12 +165,17 @@ class WeightStore:
         where = self.manifest.modules.get(name) or self._slices[name][0]
         dtype: torch.dtype = getattr(torch, where.dtype)
         first = where.offset - self._base
-        return self._arena[first : first + math.prod(where.shape) * dtype.itemsize].view(dtype).view(where.shape)
+        return (
+            self._arena[first : first + math.prod(where.shape) * dtype.itemsize]
+            .view(dtype)
+            .view(where.shape)
+        )
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         """Copy this rank's part of a whole checkpoint into the slices and define them as version 0.
 
-        Raises ValueError naming missing, unexpected or wrongly shaped parameters; the weights are undefined then.
+        Raises ValueError naming missing, unexpected or wrongly shaped parameters; the weights are
+        undefined then.
         """
         self.undefine(f"loading from {source} did not finish")
         loaded: set[str] = set()
@@ -157,10 +188,15 @@ class WeightStore:
                 continue
             shape = self._shapes[target]
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"{source}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+                raise ValueError(
+                    f"{source}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+                )
             if target == name:  # a tied name's own copy is ignored, as transformers does
                 for piece in self._slices[name]:
-                    box = (slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True))
+                    box = (
+                        slice(first, first + n)
+                        for first, n in zip(piece.start, piece.shape, strict=True)
+                    )
                     self.box(piece).copy_(tensor[tuple(box)])
                 loaded.add(name)
         missing = [name for name in self._shapes if name not in loaded]
@@ -181,18 +217,27 @@ class WeightStore:
         self.undefined_reason = reason
 
     def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
-        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU, and one wait.
+        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU,
+        and one wait.
 
-        arena: uint8, as long as the store's own: other pages with the same layout. names: of these parameters (or tied
-        names) only. A ValueError names those that the model does not have.
+        arena: uint8, as long as the store's own: other pages with the same layout. names: of these
+        parameters (or tied names) only. A ValueError names those that the model does not have.
         """
         arena = self._arena if arena is None else arena
         if arena.shape != self._arena.shape:
-            raise ValueError(f"the weights are {self._arena.numel()} bytes, other pages of them {tuple(arena.shape)}")
-        wanted = frozenset(self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names))
+            raise ValueError(
+                f"the weights are {self._arena.numel()} bytes, other pages of them {tuple(arena.shape)}"
+            )
+        wanted = frozenset(
+            self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
+        )
         if unknown := sorted(wanted - self._shapes.keys()):
-            raise ValueError(f"the model has no parameter {_shorten(unknown)}; use names of the manifest")
-        if self._digest is None or self._digest[0] != wanted:  # offsets are fixed: tables are made once
+            raise ValueError(
+                f"the model has no parameter {_shorten(unknown)}; use names of the manifest"
+            )
+        if (
+            self._digest is None or self._digest[0] != wanted
+        ):  # offsets are fixed: tables are made once
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
             segments = [segment for piece in pieces for segment in _segments(piece, self._base)]
             self._digest = wanted, BytesDigest(segments, self._arena.device)
@@ -206,10 +251,14 @@ class WeightStore:
 
 
 def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
-    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from byte `base`."""
+    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from
+    byte `base`.
+    """
     dtype: torch.dtype = getattr(torch, piece.dtype)
     numbers = row_major(piece.global_shape)
-    first = piece.index_base + sum(start * stride for start, stride in zip(piece.start, numbers, strict=True))
+    first = piece.index_base + sum(
+        start * stride for start, stride in zip(piece.start, numbers, strict=True)
+    )
     for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
         yield Segment(
             dtype=dtype,
@@ -225,4 +274,6 @@ def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
 def _shorten(names: list[str], limit: int = 5) -> str:
     if not names:
         return "nothing"
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )

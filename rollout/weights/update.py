@@ -1,4 +1,5 @@
-"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the trainer's pages.
+"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the
+trainer's pages.
 
     state      begin      verify                    commit            adopt        abort        sleep of the weights
     closed     open       -                         -                 borrowed     closed       closed
@@ -6,15 +7,17 @@
     verified   open       -                         closed, defined   borrowed     closed       closed
     borrowed   - [2]      -                         -                 borrowed     closed [3]   closed [3]
 
-"-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says; no second try.
-[2] a StateError. [3] The pages go back to the trainer, and the weights sleep, undefined. [4] `write`
-is legal here only, for writers that cannot map the pages.
+"-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says;
+no second try. [2] a StateError. [3] The pages go back to the trainer, and the weights sleep,
+undefined. [4] `write` is legal here only, for writers that cannot map the pages.
 
-What the engine serves when an update is closed without a commit depends on what was offered. The pages that are served:
-nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old version, all the time.
+What the engine serves when an update is closed without a commit depends on what was offered. The
+pages that are served: nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old
+version, all the time.
 
-An abort with no update open poisons, too, unless the last one was to be a shadow update and was not committed: an abort
-that goes to all engines, also to those that refused or rolled back by themselves, leaves them the old version.
+An abort with no update open poisons, too, unless the last one was to be a shadow update and was not
+committed: an abort that goes to all engines, also to those that refused or rolled back by
+themselves, leaves them the old version.
 """
 
 import contextlib
@@ -29,7 +32,14 @@ from torch import Tensor
 
 from memsaver import LeaseError, StateError
 from rollout.errors import WeightUpdateError
-from rollout.types import CommitReceipt, PackedBox, ParamSlice, VerifyReceipt, WeightOffer, WriteReceipt
+from rollout.types import (
+    CommitReceipt,
+    PackedBox,
+    ParamSlice,
+    VerifyReceipt,
+    WeightOffer,
+    WriteReceipt,
+)
 from rollout.weights.alias_pages import BorrowedPages
 from rollout.weights.double_buffer import ShadowPages
 from rollout.weights.message_writer import write_boxes
@@ -41,7 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Open:
-    """An update under way. nbytes: of the parameters to be written. digest: what was read back; None: not verified."""
+    """An update under way. nbytes: of the parameters to be written. digest: what was read back;
+    None: not verified.
+    """
 
     version: int
     shadow: bool
@@ -51,10 +63,16 @@ class _Open:
 
 
 class WeightUpdate:
-    """The states above. The caller sees to it that no forward runs at `begin` without shadow, `commit` or `adopt`."""
+    """The states above. The caller sees to it that no forward runs at `begin` without shadow,
+    `commit` or `adopt`.
+    """
 
-    def __init__(self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]) -> None:
-        """on_new_weights: what was computed so far is of other weights than what will be, called when that is so."""
+    def __init__(
+        self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]
+    ) -> None:
+        """on_new_weights: what was computed so far is of other weights than what will be, called
+        when that is so.
+        """
         self._store = store
         self._saver = saver
         self._on_new_weights = on_new_weights
@@ -63,10 +81,13 @@ class WeightUpdate:
         self._open: _Open | None = None
         self._spared = False  # the last update was to be a shadow update, and was not committed
 
-    def begin(self, version: int, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+    def begin(
+        self, version: int, shadow: bool = False, names: Sequence[str] | None = None
+    ) -> WeightOffer:
         """Offer pages for `version`; replaces an open update. Where it raises, nothing changed.
 
-        ValueError: an older version, unknown or no names. StateError: the weights sleep; names of undefined weights.
+        ValueError: an older version, unknown or no names. StateError: the weights sleep; names of
+        undefined weights.
         OutOfMemory: no room for shadow pages.
         """
         if self._open is None:
@@ -77,37 +98,57 @@ class WeightUpdate:
         chosen = None if names is None else self._choose(names)
         if shadow:
             self._shadow.take()
-        ticket = self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
-        self._open, self._spared = None, shadow  # what was open is over; a shadow update takes its pages
+        ticket = (
+            self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
+        )
+        self._open, self._spared = (
+            None,
+            shadow,
+        )  # what was open is over; a shadow update takes its pages
         if not shadow:
             self._on_new_weights()
             self._poison(f"the update to version {version} has not been committed")
             self._free_shadow()
         elif chosen is not None:
             self._shadow.copy_all()
-        self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen))
-        return WeightOffer(version=version, manifest=self._store.manifest, ticket=ticket, shadow=shadow, names=chosen)
+        self._open = _Open(
+            version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen)
+        )
+        return WeightOffer(
+            version=version,
+            manifest=self._store.manifest,
+            ticket=ticket,
+            shadow=shadow,
+            names=chosen,
+        )
 
     def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
         """Put boxes of a message into the offered pages, for a writer that cannot map them.
 
-        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is outside of the weights
-        or of `data`. Nothing changed then.
+        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is
+        outside of the weights or of `data`. Nothing changed then.
         """
         require_active(self._saver, self._store.tag, "write into a weight update")
         update = self._required()
         if update.digest is not None:
-            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+            raise WeightUpdateError(
+                f"the update to version {update.version} is verified already; commit or abort it"
+            )
         pages = self._shadow.arena if update.shadow else self._store.arena
         write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
 
     def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
-        """Read back what was written, and compare. WeightUpdateError where it differs: the update is closed then."""
+        """Read back what was written, and compare.
+
+        WeightUpdateError where it differs: the update is closed then.
+        """
         started = time.perf_counter()
         require_active(self._saver, self._store.tag, "verify a weight update")
         update = self._required()
         if update.digest is not None:
-            raise WeightUpdateError(f"the update to version {update.version} is verified already; commit or abort it")
+            raise WeightUpdateError(
+                f"the update to version {update.version} is verified already; commit or abort it"
+            )
         digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
         claims = {
             "version": (receipt.version, update.version),
@@ -115,36 +156,53 @@ class WeightUpdate:
             "nbytes": (receipt.nbytes, update.nbytes),
             "digest": (receipt.digest, digest),
         }
-        if wrong := [f"{key} {theirs} is {ours} here" for key, (theirs, ours) in claims.items() if theirs != ours]:
+        if wrong := [
+            f"{key} {theirs} is {ours} here"
+            for key, (theirs, ours) in claims.items()
+            if theirs != ours
+        ]:
             reason = f"the update to version {update.version} failed verification: the writer's {', '.join(wrong)}"
             self._close(reason)
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
         self._open = replace(update, digest=digest)
-        return VerifyReceipt(version=update.version, digest=digest, seconds=time.perf_counter() - started)
+        return VerifyReceipt(
+            version=update.version, digest=digest, seconds=time.perf_counter() - started
+        )
 
     def commit(self, version: int) -> CommitReceipt:
-        """Serve the verified version. WeightUpdateError for any other; LeaseError where a process maps pages that are
-        to be exchanged. Nothing changed then, and a commit may be tried again."""
+        """Serve the verified version. WeightUpdateError for any other; LeaseError where a process
+        maps pages that are to be exchanged. Nothing changed then, and a commit may be tried again.
+        """
         started = time.perf_counter()
         require_active(self._saver, self._store.tag, "commit a weight update")
         update = self._required()
         if update.digest is None:
-            raise WeightUpdateError(f"the update to version {update.version} is not verified; call verify_update first")
+            raise WeightUpdateError(
+                f"the update to version {update.version} is not verified; call verify_update first"
+            )
         if version != update.version:
-            raise WeightUpdateError(f"version {version} was not verified, but version {update.version}; commit that")
+            raise WeightUpdateError(
+                f"version {version} was not verified, but version {update.version}; commit that"
+            )
         if update.shadow:
             self._shadow.exchange()
             self._on_new_weights()
         self._store.define(version)
         self._open, self._spared = None, False
         self._free_shadow()
-        return CommitReceipt(version=version, digest=update.digest, seconds=time.perf_counter() - started)
+        return CommitReceipt(
+            version=version, digest=update.digest, seconds=time.perf_counter() - started
+        )
 
-    def adopt(self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None) -> CommitReceipt:
-        """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes back.
+    def adopt(
+        self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None
+    ) -> CommitReceipt:
+        """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes
+        back.
 
-        ValueError (an older version, another layout), StateError (other tensors on the tag), LeaseError (a process maps
-        the weights): nothing changed. After any other error the engine is poisoned, and the pages are given back.
+        ValueError (an older version, another layout), StateError (other tensors on the tag),
+        LeaseError (a process maps the weights): nothing changed. After any other error the engine
+        is poisoned, and the pages are given back.
         """
         started = time.perf_counter()
         self._check_version(version)
@@ -176,18 +234,24 @@ class WeightUpdate:
         self._borrowed.require_own(action)
 
     def abort(self, reason: str) -> None:
-        """Close the update: see above what is served then. `reason` is what a poisoned engine gives."""
+        """Close the update: see above what is served then.
+
+        `reason` is what a poisoned engine gives.
+        """
         if self._open is not None or not self._spared:
             self._close(reason)
 
     @property
     def keepable(self) -> bool:
-        """Whether the weights are some version, in memory of the engine's own: a sleep can keep them."""
+        """Whether the weights are some version, in memory of the engine's own: a sleep can keep
+        them.
+        """
         return self._store.version is not None and not self._borrowed.held
 
     def before_sleep(self) -> None:
-        """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its pages; nothing
-        changed."""
+        """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its
+        pages; nothing changed.
+        """
         self._shadow.give_back()
         if self._open is not None and self._open.shadow:
             self._open, self._spared = None, True
@@ -220,7 +284,9 @@ class WeightUpdate:
             )
 
     def _free_shadow(self) -> None:
-        with contextlib.suppress(LeaseError):  # a writer that hangs; a sleep insists, other updates go on
+        with contextlib.suppress(
+            LeaseError
+        ):  # a writer that hangs; a sleep insists, other updates go on
             self._shadow.give_back()
 
     def _required(self) -> _Open:
@@ -238,9 +304,13 @@ class WeightUpdate:
         stored = [self._store.manifest.aliases.get(name, name) for name in names]
         known = self._store.parameters
         if unknown := [name for name, own in zip(names, stored, strict=True) if own not in known]:
-            raise ValueError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
+            raise ValueError(
+                f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)"
+            )
         if not stored:
-            raise ValueError("names is empty; name the parameters that will be written, or pass None for all")
+            raise ValueError(
+                "names is empty; name the parameters that will be written, or pass None for all"
+            )
         if self._store.version is None:
             raise StateError(
                 f"cannot update some parameters only: {self._store.undefined_reason}; update all of them first"
@@ -251,7 +321,9 @@ class WeightUpdate:
         if names is None:
             return self._store.param_nbytes
         chosen = frozenset(names)
-        return sum(_slice_nbytes(piece) for piece in self._store.manifest.slices if piece.name in chosen)
+        return sum(
+            _slice_nbytes(piece) for piece in self._store.manifest.slices if piece.name in chosen
+        )
 
 
 def _slice_nbytes(piece: ParamSlice) -> int:

@@ -1,4 +1,5 @@
-"""Kept content: to the host and back, clean tags, swap, disk; against torch_memory_saver and the copy rate itself.
+"""Kept content: to the host and back, clean tags, swap, disk; against torch_memory_saver and the
+copy rate itself.
 
 `make bench-backup`. Every case checks the content that comes back.
 """
@@ -30,7 +31,9 @@ def at_once(scale: Scale) -> None:
     return
 
 
-def cycles(scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = at_once) -> Times:
+def cycles(
+    scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = at_once
+) -> Times:
     times = Times(REPEATS)
     for _ in times.rounds:
         times("pause", pause)
@@ -87,13 +90,18 @@ def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) 
     """between: pause and resume. "first pause": with nothing pinned."""
     with tensors(scale) as (saver, _):
         saver.host_arena.trim()
-        pause, resume = partial(saver.pause, "params", release=release), partial(saver.resume, "params")
+        pause, resume = (
+            partial(saver.pause, "params", release=release),
+            partial(saver.resume, "params"),
+        )
         times = cycles(scale, pause, resume, between)
     return figures({"first pause": times.rows["pause"][0], **times.medians})
 
 
 def rival(*flags: str) -> Case:
-    return lambda scale: figures(in_its_process(scale, COUNT, TENSOR, "freed", "backup", *flags, repeats=REPEATS))
+    return lambda scale: figures(
+        in_its_process(scale, COUNT, TENSOR, "freed", "backup", *flags, repeats=REPEATS)
+    )
 
 
 def clean(scale: Scale) -> Figures:
@@ -136,7 +144,9 @@ def many_cycles(scale: Scale) -> Figures:
 
 
 def swap(scale: Scale) -> Figures:
-    """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled during more swaps."""
+    """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled
+    during more swaps.
+    """
     saver, nbytes = MemorySaver(scale.device), scale.choose(16 * GIB, 8 * MIB)
     one = saver.empty(nbytes, torch.uint8, tag="one", content="host").fill_(1)
     saver.pause("one")
@@ -152,8 +162,12 @@ def swap(scale: Scale) -> Figures:
     turns = [("two", "one"), ("one", "two")] * 3
     in_turn = [common.timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
     saver.trim()
-    swapped = [common.timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns]
-    rise = common.rise_of(scale.device, lambda: [saver.swap(pause=away, resume=back) for away, back in turns])
+    swapped = [
+        common.timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns
+    ]
+    rise = common.rise_of(
+        scale.device, lambda: [saver.swap(pause=away, resume=back) for away, back in turns]
+    )
     assert int(two[0]) == int(two[-1]) == 2 and bool((two[::MIB] == 2).all())
     saver.swap(pause="two", resume="one")
     assert bool((one[::MIB] == 1).all())
@@ -168,11 +182,19 @@ def swap(scale: Scale) -> Figures:
 
 
 def disk(directory: Path, scale: Scale) -> Figures:
-    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to second."""
-    times, file, nbytes = Times(3, 1), directory / "memsaver-dd", scale.choose(COUNT * TENSOR, 4 * MIB)
+    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to
+    second.
+    """
+    times, file, nbytes = (
+        Times(3, 1),
+        directory / "memsaver-dd",
+        scale.choose(COUNT * TENSOR, 4 * MIB),
+    )
     block = scale.choose(15 * MIB, MIB)
     options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
-    out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])  # not every folder can do that
+    out, back = (
+        ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])
+    )  # not every folder can do that
     try:
         with tensors(scale, content="disk", disk_dir=directory) as (saver, _):
             for _ in times.rounds:
@@ -191,7 +213,10 @@ def dd(*options: str) -> None:
     subprocess.run(["dd", *options], check=True, capture_output=True)
 
 
-a_second, written = partial(common.others_write, nbytes=0), partial(common.others_write, nbytes=COUNT * TENSOR)
+a_second, written = (
+    partial(common.others_write, nbytes=0),
+    partial(common.others_write, nbytes=COUNT * TENSOR),
+)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
     "host, extents kept": partial(to_the_host, "keep", at_once),
@@ -217,11 +242,15 @@ def bar(name: str, figure: Figure) -> tuple[str, str] | None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = common.parser(__doc__, [*CASES, DISK])
-    options.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure")
+    options.add_argument(
+        "--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure"
+    )
     args = options.parse_args(arguments)
     cases, scale = {**CASES, DISK: partial(disk, args.disk)}, common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
-    common.run_cases("bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar)
+    common.run_cases(
+        "bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Generation at the Qwen2.5-0.5B shape against `transformers.generate`, same weights, same run. `make bench-rollout`.
+"""Generation at the Qwen2.5-0.5B shape against `transformers.generate`, same weights, same run.
+`make bench-rollout`.
 
-256 prompts of 128 tokens, 128 new tokens each, bf16, random weights. Before it is timed, the engine's log-probabilities
-are compared with a full forward of the same model.
+256 prompts of 128 tokens, 128 new tokens each, bf16, random weights. Before it is timed, the
+engine's log-probabilities are compared with a full forward of the same model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ COMPARED = 8  # samples
 def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> float:
     """Mean difference of the engine's log-probabilities from the model's."""
     completions = [group[0] for group in out[:COMPARED]]
-    ids = torch.tensor([given + list(each.token_ids) for given, each in zip(inputs, completions, strict=False)])
+    ids = torch.tensor(
+        [given + list(each.token_ids) for given, each in zip(inputs, completions, strict=False)]
+    )
     ids, prompt = ids.to(model.device), len(inputs[0])
     logp = torch.log_softmax(model(ids).logits[:, prompt - 1 : -1].float(), -1)
     theirs = logp.gather(-1, ids[:, prompt:, None]).squeeze(-1).cpu()
@@ -32,8 +35,13 @@ def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> f
     return gap
 
 
-def measure(scale: Scale, sizes: tuple[int, int, int], folder: Path) -> tuple[dict[str, float], float]:
-    """Milliseconds of each way, and the largest gap. sizes: prompts, and tokens of each and of its answer."""
+def measure(
+    scale: Scale, sizes: tuple[int, int, int], folder: Path
+) -> tuple[dict[str, float], float]:
+    """Milliseconds of each way, and the largest gap.
+
+    sizes: prompts, and tokens of each and of its answer.
+    """
     batch, prompt, answer = sizes
     milliseconds = partial(median_ms, repeats=scale.choose(3, 1), warmup=scale.choose(1, 0))
     model = random_model(scale, folder, "0.5b", torch.bfloat16)
@@ -48,16 +56,26 @@ def measure(scale: Scale, sizes: tuple[int, int, int], folder: Path) -> tuple[di
         )  # fmt: skip
         for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             generate = partial(
-                engine.generate, inputs, SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)
+                engine.generate,
+                inputs,
+                SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True),
             )
             gaps.append(check(model, inputs, generate()))
             ms[f"{name}, {kind}"] = milliseconds(generate)
         engine.saver.close()
         del engine, generate
     given = torch.tensor(inputs, device=scale.device)
-    options = {"max_new_tokens": answer, "min_new_tokens": answer, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": answer,
+        "min_new_tokens": answer,
+        "do_sample": True,
+        "top_k": 0,
+        "pad_token_id": 0,
+    }
     mask = torch.ones_like(given)
-    ms["transformers.generate, sampled"] = milliseconds(lambda: model.generate(given, attention_mask=mask, **options))
+    ms["transformers.generate, sampled"] = milliseconds(
+        lambda: model.generate(given, attention_mask=mask, **options)
+    )
     return ms, max(gaps)
 
 
@@ -69,8 +87,16 @@ def main(arguments: list[str] | None = None) -> None:
         ms, gap = measure(scale, sizes, Path(folder))
     rival = ms["transformers.generate, sampled"]
     print(f"log-probabilities against a full forward in bf16: mean difference at most {gap:.4f}")
-    rows = [[name, each, f"{1e3 * batch * answer / each:,.0f}", rival / each] for name, each in ms.items()]
-    head = [f"batch {batch}, {prompt} + {answer} tokens, bf16", "ms", "new tokens/s", "x transformers"]
+    rows = [
+        [name, each, f"{1e3 * batch * answer / each:,.0f}", rival / each]
+        for name, each in ms.items()
+    ]
+    head = [
+        f"batch {batch}, {prompt} + {answer} tokens, bf16",
+        "ms",
+        "new tokens/s",
+        "x transformers",
+    ]
     report("bench_generate", head, rows, {"ms": ms, "gap": gap}, args.out)
 
 

@@ -1,6 +1,8 @@
-"""Allocators, pools and tiers of the KV cache against copy rates, torch and the driver. `make bench-kvcache`.
+"""Allocators, pools and tiers of the KV cache against copy rates, torch and the driver. `make
+bench-kvcache`.
 
-Every case checks its results in the same run. Without a GPU only the host's bookkeeping is measured.
+Every case checks its results in the same run. Without a GPU only the host's bookkeeping is
+measured.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from functools import partial
 
 import torch
 
-from tests.benchmarks.common import Case, Figure, Figures, Scale, measured_copy_rate, parser, run_cases
+from tests.benchmarks.common import (
+    Case,
+    Figure,
+    Figures,
+    Scale,
+    measured_copy_rate,
+    parser,
+    run_cases,
+)
 from tests.benchmarks.kvcache import (
     blocks,
     engines,
@@ -41,9 +51,14 @@ GPU_CASES: dict[str, Case] = {
     "staging": staging.staging,
     "split transfer": transfer,
 }
-# on the host, and on the GPU too where there is one; first, as a lent host takes twice as long after work on the GPU
+# on the host, and on the GPU too where there is one; first, as a lent host takes twice as long
+# after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
-CPU_CASES: dict[str, Case] = {"radix": radix.radix, "disk tier": tiers.disk, **sharing.CASES}  # no device is involved
+CPU_CASES: dict[str, Case] = {
+    "radix": radix.radix,
+    "disk tier": tiers.disk,
+    **sharing.CASES,
+}  # no device is involved
 CASES = {**HOST_CASES, **GPU_CASES, **CPU_CASES}
 DRAWN = {  # units that are a share of a copy's rate
     "% of copy": "bytes read and written, % of the rate of one large copy",
@@ -52,7 +67,10 @@ DRAWN = {  # units that are a share of a copy's rate
 
 
 def bound(names: list[str], cpu: Scale, gpu: Scale | None) -> dict[str, Callable[[], Figures]]:
-    """The cases that this machine has devices for. Without a GPU its cases run on the CPU if all is tiny."""
+    """The cases that this machine has devices for.
+
+    Without a GPU its cases run on the CPU if all is tiny.
+    """
     chosen: dict[str, Callable[[], Figures]] = {}
     for name in names:
         if gpu is not None and name not in CPU_CASES:
@@ -73,10 +91,15 @@ def main(arguments: list[str] | None = None) -> None:
     if torch.cuda.is_available():
         gpu = replace(cpu, device=torch.device("cuda:0"))
         gpu = replace(gpu, copy_rate=measured_copy_rate(gpu))
-        print("% of copy: of the rate of a 4 GiB device-to-device copy in the same run, bytes read and written counted")
+        print(
+            "% of copy: of the rate of a 4 GiB device-to-device copy in the same run, bytes read and written counted"
+        )
         print("% of pinned copy: of one of as many bytes in the same direction, by turns with it")
     cases = bound(args.cases, cpu, gpu)
-    print("skipped, they need a GPU:", [name for name in args.cases if not {name, f"{name}, CPU"} & cases.keys()])
+    print(
+        "skipped, they need a GPU:",
+        [name for name in args.cases if not {name, f"{name}, CPU"} & cases.keys()],
+    )
     run_cases("bench_kvcache", cases, args.out, bar)
 
 

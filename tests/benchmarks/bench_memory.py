@@ -1,6 +1,8 @@
-"""Pause and resume against torch_memory_saver and the driver's own floor, on one GPU. `make bench-memory`.
+"""Pause and resume against torch_memory_saver and the driver's own floor, on one GPU. `make
+bench-memory`.
 
-Every case checks content where content is kept, and that freed memory was really another's in between.
+Every case checks content where content is kept, and that freed memory was really another's in
+between.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def kept(scale: Scale) -> Figures:
         other.fill_(100 + i)
         saver.pause("other", release="keep")
         times("resume", lambda: saver.resume("kv"))
-        assert all(bool((tensor == 100 + i).all()) for tensor in tensors), "not the overwritten pages"
+        assert all(bool((tensor == 100 + i).all()) for tensor in tensors), (
+            "not the overwritten pages"
+        )
         tensors[0].fill_(1)
     saver.check_integrity()
     del tensors, other
@@ -70,7 +74,9 @@ def to_the_driver(written: int | None, scale: Scale) -> Figures:
 def driver_floor(written: int | None, scale: Scale) -> Figures:
     count, nbytes = _sizes(scale)
     between = partial(common.others_write, scale, written)
-    return figures(common.extent_by_driver(scale.device, count * nbytes, "resume", "pause", between))
+    return figures(
+        common.extent_by_driver(scale.device, count * nbytes, "resume", "pause", between)
+    )
 
 
 def rival(written: str, scale: Scale) -> Figures:
@@ -135,12 +141,16 @@ def allocating(scale: Scale) -> Figures:
     saver = MemorySaver(scale.device)
 
     def measured() -> float:  # a millisecond each: the host's other work shows in few
-        return common.median_ms(lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0))
+        return common.median_ms(
+            lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0)
+        )
 
     before = measured()
     with saver.region("kv"):
         inside = measured()
-    return figures({"plain torch before": before, "in a region": inside, "plain torch after": measured()})
+    return figures(
+        {"plain torch before": before, "in a region": inside, "plain torch after": measured()}
+    )
 
 
 CASES: dict[str, Case] = {
@@ -168,7 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = common.parser(__doc__, CASES).parse_args(arguments)
     scale = common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB, no backup, unless said otherwise")
-    common.run_cases("bench_memory", {name: partial(CASES[name], scale) for name in args.cases}, args.out, bar)
+    common.run_cases(
+        "bench_memory", {name: partial(CASES[name], scale) for name in args.cases}, args.out, bar
+    )
 
 
 if __name__ == "__main__":

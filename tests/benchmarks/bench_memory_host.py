@@ -1,6 +1,8 @@
-"""Pause and resume of the host backend against the kernel's own unmap, without a GPU. `make bench-memory-host`.
+"""Pause and resume of the host backend against the kernel's own unmap, without a GPU. `make
+bench-memory-host`.
 
-Every page is written before each pause, and read back as zero after a resume from the kernel: it was really gone.
+Every page is written before each pause, and read back as zero after a resume from the kernel: it
+was really gone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def saver(release: str, nbytes: int) -> Figures:
         times("pause", lambda: owner.pause("kv", release=release))
         times("resume", lambda: owner.resume("kv"))
         expected = 0 if release == "driver" else 7
-        assert bool((tensor[:: mmap.PAGESIZE] == expected).all()), "not the pages that were expected"
+        assert bool((tensor[:: mmap.PAGESIZE] == expected).all()), (
+            "not the pages that were expected"
+        )
     owner.close()
     return figures(times.medians)
 
@@ -61,7 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
         "memsaver, driver": partial(saver, "driver"),
         "memsaver, keep": partial(saver, "keep"),
     }
-    run_cases("bench_memory_host", {name: partial(case, nbytes) for name, case in cases.items()}, args.out)
+    run_cases(
+        "bench_memory_host", {name: partial(case, nbytes) for name, case in cases.items()}, args.out
+    )
 
 
 if __name__ == "__main__":

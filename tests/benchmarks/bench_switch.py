@@ -1,7 +1,9 @@
-"""Train -> rollout -> train at the Qwen2.5-0.5B shape, stage by stage, inside real GRPO steps. `make bench-switch`.
+"""Train -> rollout -> train at the Qwen2.5-0.5B shape, stage by stage, inside real GRPO steps.
+`make bench-switch`.
 
-The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512 tokens, two Ray
-actors) is run twice: once with everything staying on the device, which 80 GB allow, once with everything parked.
+The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
+tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
+once with everything parked.
 """
 
 from __future__ import annotations
@@ -18,16 +20,24 @@ SYNC = ("sync_weights",)
 TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
 TO_TRAIN = ("sleep", "restore_params", "restore_optim")
 WORK = ("generate_sequences", "compute_log_prob", "update_actor")
-CASES = {"everything stays": "[params,optim,weights,kv_cache,cuda_graph]", "everything is parked": "[]"}
+CASES = {
+    "everything stays": "[params,optim,weights,kv_cache,cuda_graph]",
+    "everything is parked": "[]",
+}
 
 
 def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]:
-    """Milliseconds of every stage, the median over all steps but the first two, and of the whole step."""
+    """Milliseconds of every stage, the median over all steps but the first two, and of the whole
+    step.
+    """
     start_run(recipe, settings, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "train"][2:]
     names = {name for row in rows for name in row["stages"]}
-    out = {name: statistics.median(row["stages"].get(name, 0.0) for row in rows) * 1e3 for name in names}
+    out = {
+        name: statistics.median(row["stages"].get(name, 0.0) for row in rows) * 1e3
+        for name in names
+    }
     return {**out, "step": statistics.median(row["step_seconds"] for row in rows) * 1e3}
 
 
@@ -37,7 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = options.parse_args(arguments)
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
     if args.tiny:
-        recipe, settings = "tiny", ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4", "eval.every=0"]
+        recipe, settings = (
+            "tiny",
+            ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4", "eval.every=0"],
+        )
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], Path(folder) / str(i))
@@ -50,7 +63,11 @@ def main(arguments: list[str] | None = None) -> None:
     def total(label: str, stages: tuple[str, ...], share: bool = False) -> None:
         sums = [sum(run.get(stage, 0.0) for stage in stages) for run in runs.values()]
         steps = [run["step"] for run in runs.values()]
-        cells = [f"{100 * part / step:.1f} %" for part, step in zip(sums, steps, strict=True)] if share else sums
+        cells = (
+            [f"{100 * part / step:.1f} %" for part, step in zip(sums, steps, strict=True)]
+            if share
+            else sums
+        )
         rows.append([label, *cells])
 
     total("to_rollout, without the sync", tuple(stage for stage in TO_ROLLOUT if stage not in SYNC))

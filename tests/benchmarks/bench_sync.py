@@ -1,8 +1,9 @@
 """The weight sync against floors of the same run and against what people use. `make bench-sync`.
 
-On one GPU, trainer and engine share it: bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at half its layers, as
-a trainer's masters, gradients and moments in fp32 do not fit beside it otherwise. On two, FSDP2 over both: all layers.
-Every case checks what arrived. "one" and "two" stand for all cases of so many GPUs.
+On one GPU, trainer and engine share it: bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at
+half its layers, as a trainer's masters, gradients and moments in fp32 do not fit beside it
+otherwise. On two, FSDP2 over both: all layers. Every case checks what arrived. "one" and "two"
+stand for all cases of so many GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from functools import partial
 import torch
 
 from tests.benchmarks.common import Figures, make_scale, parser, run_cases
-from tests.benchmarks.sync import floors, ours, rival_checkpoint_engine, rivals_ipc, rivals_one, rivals_two
+from tests.benchmarks.sync import (
+    floors,
+    ours,
+    rival_checkpoint_engine,
+    rivals_ipc,
+    rivals_one,
+    rivals_two,
+)
 from tests.benchmarks.sync.base import SyncScale, sync_scale
 
 Case = Callable[[SyncScale], Figures]
@@ -46,7 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
         gpus = 1 if group == "one" else 2
         if torch.cuda.device_count() == 1 < gpus:
             raise SystemExit("the cases of two GPUs need two")
-        scale, found = floors.with_rates(sync_scale(make_scale(args), LAYERS[group], args.repeats), gpus)
+        scale, found = floors.with_rates(
+            sync_scale(make_scale(args), LAYERS[group], args.repeats), gpus
+        )
         if found:
             cases["floors"] = lambda found=found: found
         cases |= {name: partial(case, scale) for name, case in chosen.items()}

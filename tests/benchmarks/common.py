@@ -1,4 +1,6 @@
-"""The harness of all benchmarks: where and how large they run, clocks, floors, figures and how they come out."""
+"""The harness of all benchmarks: where and how large they run, clocks, floors, figures and how they
+come out.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Where and how large the cases run. tiny: sizes for a test of the scripts, which a CPU gets through; times mean
-    nothing.
+    """Where and how large the cases run. tiny: sizes for a test of the scripts, which a CPU gets
+    through; times mean nothing.
 
-    copy_rate: bytes a second of a large copy on the device in the same run, read and written bytes both counted.
-    link_rate: of the link between two devices, in each of both directions at once; 0: there is none.
+    copy_rate: bytes a second of a large copy on the device in the same run, read and written bytes
+    both counted.
+    link_rate: of the link between two devices, in each of both directions at once; 0: there is
+    none.
     out: folder for what a case keeps beside its figures.
     """
 
@@ -73,7 +77,13 @@ def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> 
 
 
 def _shape(*sizes: int, tied: bool) -> dict[str, Any]:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     return {**dict(zip((*names, "vocab_size"), sizes, strict=True)), "tie_word_embeddings": tied}
 
 
@@ -85,7 +95,11 @@ QWEN25 = {
 
 
 def qwen_config(size: str, **changes: Any) -> Qwen2Config:
-    shape = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "architectures": ["Qwen2ForCausalLM"]}
+    shape = {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "architectures": ["Qwen2ForCausalLM"],
+    }
     ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     return Qwen2Config(**{**shape, **ids, **rope, **QWEN25[size], **changes})
@@ -99,8 +113,12 @@ def write_config(directory: Path, size: str, **changes: Any) -> Path:
 
 
 def random_model(scale: Scale, directory: Path, size: str, dtype: torch.dtype) -> Any:
-    """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in eval mode."""
-    config = AutoConfig.from_pretrained(write_config(directory, size, **(TINY if scale.tiny else {})))
+    """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in
+    eval mode.
+    """
+    config = AutoConfig.from_pretrained(
+        write_config(directory, size, **(TINY if scale.tiny else {}))
+    )
     torch.manual_seed(0)
     with scale.device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -126,7 +144,9 @@ def timed(run: Run, device: torch.device | None = None) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def median_ms(run: Run, repeats: int = 10, warmup: int = 3, device: torch.device | None = None) -> float:
+def median_ms(
+    run: Run, repeats: int = 10, warmup: int = 3, device: torch.device | None = None
+) -> float:
     return statistics.median([timed(run, device) for _ in range(warmup + repeats)][warmup:])
 
 
@@ -142,7 +162,9 @@ class Times:
 
     @property
     def medians(self) -> dict[str, float]:
-        return {name: statistics.median(values[self._warmup :]) for name, values in self.rows.items()}
+        return {
+            name: statistics.median(values[self._warmup :]) for name, values in self.rows.items()
+        }
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -151,7 +173,9 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def host_us(run: Run, before: Run = lambda: None, repeats: int = 50) -> float:
-    """Median time of `run` on the host in microseconds; `before` is called before each and not counted."""
+    """Median time of `run` on the host in microseconds; `before` is called before each and not
+    counted.
+    """
     times = []
     for _ in range(repeats + 5):
         before()
@@ -162,10 +186,12 @@ def host_us(run: Run, before: Run = lambda: None, repeats: int = 50) -> float:
 
 
 def device_us(scale: Scale, run: Run, launches: int = 25) -> float:
-    """Time that one `run` takes on the device in microseconds, the median of several rounds of `launches` runs.
+    """Time that one `run` takes on the device in microseconds, the median of several rounds of
+    `launches` runs.
 
-    The runs queue up behind a sleeping kernel, so that no time of the host lies between them. RuntimeError if they
-    never queue up: `run` waits for the device, or launches more than the queue holds.
+    The runs queue up behind a sleeping kernel, so that no time of the host lies between them.
+    RuntimeError if they never queue up: `run` waits for the device, or launches more than the queue
+    holds.
     """
     if not scale.on_gpu:
         return timed(run) * 1e3  # once: the interpreter is slow, and its times mean nothing
@@ -186,7 +212,9 @@ def device_us(scale: Scale, run: Run, launches: int = 25) -> float:
         if queued:
             times.append(start.elapsed_time(end) * 1e3 / launches)
         elif (cycles := 2 * cycles) > 10_000_000_000:
-            raise RuntimeError("the runs do not queue up on the device: they wait for it, or are too many")
+            raise RuntimeError(
+                "the runs do not queue up on the device: they wait for it, or are too many"
+            )
     return statistics.median(times)
 
 
@@ -202,9 +230,13 @@ def measured_copy_rate(scale: Scale) -> float:
     return 2 * source.numel() / (ms / 1e3)
 
 
-def extent_by_driver(device: torch.device, nbytes: int, take: str, give: str, between: Run) -> dict[str, float]:
-    """Medians, under these names, of create and map, and of unmap and release, of one extent and nothing else.
-    between: after it was given."""
+def extent_by_driver(
+    device: torch.device, nbytes: int, take: str, give: str, between: Run
+) -> dict[str, float]:
+    """Medians, under these names, of create and map, and of unmap and release, of one extent and
+    nothing else.
+    between: after it was given.
+    """
     backend, times, handle = make_backend(device), Times(), 0
     nbytes = backend.round_up(nbytes)
     address = backend.reserve(nbytes)
@@ -233,13 +265,19 @@ def share(scale: Scale, what: str, nbytes: int, us: float, target: str = "") -> 
     """Time and share of the copy rate of an operation that reads and writes `nbytes` together."""
     return [
         Figure(what=what, value=us, unit="us"),
-        Figure(what=what, value=100 * nbytes / (us / 1e6) / scale.copy_rate, unit="% of copy", target=target),
+        Figure(
+            what=what,
+            value=100 * nbytes / (us / 1e6) / scale.copy_rate,
+            unit="% of copy",
+            target=target,
+        ),
     ]
 
 
 def others_write(scale: Scale, nbytes: int | None) -> None:
-    """What another engine would do with the memory meanwhile. None: with nearly all that is free; 0: nothing, and the
-    driver clears it."""
+    """What another engine would do with the memory meanwhile. None: with nearly all that is free;
+    0: nothing, and the driver clears it.
+    """
     if scale.tiny or not scale.on_gpu:
         return
     if nbytes == 0:
@@ -283,9 +321,13 @@ def rise_of(device: torch.device, run: Run) -> int:
 
 
 def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--out", type=Path, help="folder for full results as JSON, and for pictures")
-    made.add_argument("--tiny", action="store_true", help="sizes for a test of this script; times mean nothing")
+    made.add_argument(
+        "--tiny", action="store_true", help="sizes for a test of this script; times mean nothing"
+    )
     if names := list(cases):
         made.add_argument("--cases", nargs="+", choices=names, default=names)
     return made
@@ -304,10 +346,14 @@ Bar = Callable[[str, Figure], tuple[str, str] | None]
 
 
 def run_cases(
-    script: str, cases: Mapping[str, Callable[[], Figures]], out: Path | None, bar: Bar | None = None
+    script: str,
+    cases: Mapping[str, Callable[[], Figures]],
+    out: Path | None,
+    bar: Bar | None = None,
 ) -> None:
-    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails costs no other its
-    figures; SystemExit names it at the end."""
+    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails
+    costs no other its figures; SystemExit names it at the end.
+    """
     results: dict[str, Figures] = {}
     failed = []
     for name, case in cases.items():
@@ -321,13 +367,21 @@ def run_cases(
             traceback.print_exc()
             failed.append(name)
         else:
-            print(name, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[name]}, flush=True)
+            print(
+                name, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[name]}, flush=True
+            )
     both = [(name, figure) for name, case in results.items() for figure in case]
     head = ["case", "what", "value", "unit", "target"]
     saved = {name: [asdict(figure) for figure in case] for name, case in results.items()}
-    report(script, head, [[name, f.what, f.value, f.unit, f.target] for name, f in both], saved, out)
+    report(
+        script, head, [[name, f.what, f.value, f.unit, f.target] for name, f in both], saved, out
+    )
     if out is not None and bar is not None:
-        _draw(out / f"{script}.png", script, [(place, figure) for name, figure in both if (place := bar(name, figure))])
+        _draw(
+            out / f"{script}.png",
+            script,
+            [(place, figure) for name, figure in both if (place := bar(name, figure))],
+        )
     if failed:
         raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
@@ -343,21 +397,31 @@ def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure
 
 
 def report(
-    script: str, head: Sequence[str], rows: Sequence[Sequence[object]], results: Mapping[str, Any], out: Path | None
+    script: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    results: Mapping[str, Any],
+    out: Path | None,
 ) -> None:
-    """Conditions and a Markdown table, printed; full results as JSON under the folder that the caller named."""
+    """Conditions and a Markdown table, printed; full results as JSON under the folder that the
+    caller named.
+    """
     print(conditions())
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(_cell(value) for value in row) + " |", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{script}.json").write_text(json.dumps({"conditions": conditions(), **results}, indent=1))
+        (out / f"{script}.json").write_text(
+            json.dumps({"conditions": conditions(), **results}, indent=1)
+        )
 
 
 def conditions() -> str:
     """Date, hardware and versions, in one line."""
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
-    versions = [f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")]
+    versions = [
+        f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")
+    ]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{time.strftime('%Y-%m-%d')}; {name}, torch {torch.__version__}, {', '.join(versions)}"
 

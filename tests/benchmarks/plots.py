@@ -12,7 +12,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 
-def stacked_bars(path: Path, title: str, rows: Mapping[str, Mapping[str, float]], unit: str = "ms") -> None:
+def stacked_bars(
+    path: Path, title: str, rows: Mapping[str, Mapping[str, float]], unit: str = "ms"
+) -> None:
     """A bar for each row, the first on top, made of its parts, with their sum behind it."""
     figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.38 * len(rows)), layout="constrained")
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
@@ -20,7 +22,9 @@ def stacked_bars(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]
     for part in parts:
         widths = [row.get(part, 0.0) for row in rows.values()]
         axes.barh(list(rows), widths, left=list(starts.values()), label=part)
-        starts = {name: start + width for (name, start), width in zip(starts.items(), widths, strict=True)}
+        starts = {
+            name: start + width for (name, start), width in zip(starts.items(), widths, strict=True)
+        }
     for name, total in starts.items():
         axes.text(total, name, f" {total:.1f}", va="center", fontsize=8)
     axes.invert_yaxis()
@@ -32,14 +36,19 @@ def stacked_bars(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]
     pyplot.close(figure)
 
 
-def timeline(path: Path, title: str, lanes: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
-    """A lane for each row of (number, start, end) in ms, the first on top. A number has one colour in all lanes, and
-    stands in the middle of its bars."""
+def timeline(
+    path: Path, title: str, lanes: Mapping[str, Sequence[tuple[int, float, float]]]
+) -> None:
+    """A lane for each row of (number, start, end) in ms, the first on top. A number has one colour
+    in all lanes, and stands in the middle of its bars.
+    """
     figure, axes = pyplot.subplots(figsize=(13, 0.9 + 0.7 * len(lanes)), layout="constrained")
     colours = pyplot.get_cmap("tab10")
     for height, bars in enumerate(lanes.values()):
         spans = [(start, end - start) for _, start, end in bars]
-        axes.broken_barh(spans, (height - 0.4, 0.8), facecolors=[colours(number % 10) for number, _, _ in bars])
+        axes.broken_barh(
+            spans, (height - 0.4, 0.8), facecolors=[colours(number % 10) for number, _, _ in bars]
+        )
         for number in dict.fromkeys(number for number, _, _ in bars):
             mine = [(start, end) for each, start, end in bars if each == number]
             middle = (min(start for start, _ in mine) + max(end for _, end in mine)) / 2

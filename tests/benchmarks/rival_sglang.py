@@ -1,7 +1,8 @@
-"""SGLang's own RadixCache, from an installed `sglang` or its wheel on PYTHONPATH, without the rest of sglang.
+"""SGLang's own RadixCache, from an installed `sglang` or its wheel on PYTHONPATH, without the rest
+of sglang.
 
-The files that make the cache are executed as they are; every other module of sglang, which needs a GPU or dozens of
-packages, is an empty stand-in. The allocator that it frees to does nothing.
+The files that make the cache are executed as they are; every other module of sglang, which needs a
+GPU or dozens of packages, is an empty stand-in. The allocator that it frees to does nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class SGLangRadix:
         return found
 
     def _match(self, key: array[int]) -> Any:
-        return self.cache.match_prefix(self._params.MatchPrefixParams(key=self._module.RadixKey(token_ids=key)))
+        return self.cache.match_prefix(
+            self._params.MatchPrefixParams(key=self._module.RadixKey(token_ids=key))
+        )
 
     def insert(self, key: array[int], slots: torch.Tensor) -> int:
         given = self._params.InsertParams(key=self._module.RadixKey(token_ids=key), value=slots)

@@ -1,4 +1,7 @@
-"""torch_memory_saver in a process of its own (it aborts at exit in torch mode). Prints milliseconds as JSON."""
+"""torch_memory_saver in a process of its own (it aborts at exit in torch mode).
+
+Prints milliseconds as JSON.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from tests.benchmarks.common import REPEATS, Scale, Skipped, Times, others_write
 
 
 def main(count: int, nbytes: int, repeats: int, written: str, backup: bool, retain: bool) -> None:
-    """written: between pause and resume, "nothing", "freed" (as much as was freed) or "all" that is free."""
+    """written: between pause and resume, "nothing", "freed" (as much as was freed) or "all" that is
+    free.
+    """
     from torch_memory_saver import torch_memory_saver as tms
 
     tms.hook_mode = "torch"
@@ -40,7 +45,16 @@ def in_its_process(
     """What it prints. flags: "backup", "retain"; the rest as in ``main``."""
     if scale.tiny or importlib.util.find_spec("torch_memory_saver") is None:
         raise Skipped("it has no tiny form" if scale.tiny else "torch_memory_saver is absent")
-    command = [sys.executable, "-m", __name__, str(count), str(nbytes), str(repeats), written, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(count),
+        str(nbytes),
+        str(repeats),
+        written,
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -50,4 +64,9 @@ def in_its_process(
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), sys.argv[4], "backup" in sys.argv, "retain" in sys.argv)
+    main(
+        *(int(argument) for argument in sys.argv[1:4]),
+        sys.argv[4],
+        "backup" in sys.argv,
+        "retain" in sys.argv,
+    )

@@ -1,4 +1,6 @@
-"""Every benchmark at tiny sizes, once: each case runs through its own checks, and its figures come out."""
+"""Every benchmark at tiny sizes, once: each case runs through its own checks, and its figures come
+out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.benchmarks.kvcache import trace
 
 # Of each script: arguments; names in what it saves.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
-    "bench_memory": ([], {"memsaver, kept", "driver's floor, clean", "memsaver, 60 GiB handed over"}),
+    "bench_memory": (
+        [],
+        {"memsaver, kept", "driver's floor, clean", "memsaver, 60 GiB handed over"},
+    ),
     "bench_backup": ([], {"pinned copy", "marked clean", "swap 16 GiB", "disk"}),
     "bench_memory_host": ([], {"kernel's own", "memsaver, driver", "memsaver, keep"}),
     "bench_kvcache": ([], {f"{name}, CPU" for name in bench_kvcache.CASES}),
@@ -32,7 +37,8 @@ ON_GPU = {
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=pytest.mark.alone) if each in COUNTING else each for each in SCRIPTS]
+    "script",
+    [pytest.param(each, marks=pytest.mark.alone) if each in COUNTING else each for each in SCRIPTS],
 )
 def test_a_script_runs_prints_its_table_and_saves_it(
     script: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -43,7 +49,9 @@ def test_a_script_runs_prints_its_table_and_saves_it(
     if device != "cpu":
         names = ON_GPU.get(script, names)
         arguments = [each for each in arguments if each != "two"]
-    importlib.import_module(f"tests.benchmarks.{script}").main(["--tiny", "--out", str(tmp_path), *arguments])
+    importlib.import_module(f"tests.benchmarks.{script}").main(
+        ["--tiny", "--out", str(tmp_path), *arguments]
+    )
     assert "| --- | --- |" in capsys.readouterr().out
     saved = json.loads((tmp_path / f"{script}.json").read_text())
     assert names | {"conditions"} <= saved.keys()
@@ -65,10 +73,18 @@ def test_a_case_that_fails_or_is_skipped_costs_no_other_its_figures(tmp_path: Pa
 
 
 def test_layers_are_told_from_a_trace(tmp_path: Path) -> None:
-    """3 loads of 1 ms each from 0 on; a norm, and from 1 ms on for each layer two kernels with a norm behind each."""
+    """3 loads of 1 ms each from 0 on; a norm, and from 1 ms on for each layer two kernels with a
+    norm behind each.
+    """
 
     def kernel(name: str, start: float, duration: float, stream: int) -> dict[str, Any]:
-        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
+        return {
+            "cat": "kernel",
+            "name": name,
+            "ts": start,
+            "dur": duration,
+            "args": {"stream": stream},
+        }
 
     loads = [kernel("copy_rows_kernel", 1000 * layer, 1000, 20) for layer in range(3)]
     computes = [kernel("_rms_norm", 10, 5, 7), kernel("other", 20, 5000, 9)]

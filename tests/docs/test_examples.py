@@ -26,7 +26,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("loop", [plain_loop, plain_loop_with_cycle])
-def test_the_loop_learns_before_and_after(loop: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_learns_before_and_after(
+    loop: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     savers: list[memsaver.MemorySaver] = []
 
     class Seen(memsaver.MemorySaver):
@@ -44,7 +46,9 @@ def test_the_loop_learns_before_and_after(loop: Any, path: str, monkeypatch: pyt
 
 
 def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
-    """After the cycle's sync the rollout's greedy tokens are transformers' with the model that learns."""
+    """After the cycle's sync the rollout's greedy tokens are transformers' with the model that
+    learns.
+    """
     model = plain_loop.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight.mul_(-1)  # other weights than the directory's
@@ -53,7 +57,9 @@ def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     side = plain_loop_with_cycle.Side(model, optimizer, engine)
     cycle = plain_loop_with_cycle.Cycle(side, engine)
-    wanted = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 3:]
+    wanted = model.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )[0, 3:]
     held = side.saver.report().committed_bytes
     cycle.to_rollout(version=1)
     greedy = plain_loop_with_cycle.SamplingParams(max_tokens=6, temperature=0)
@@ -65,20 +71,27 @@ def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
 
 def test_the_cycle_takes_about_35_lines_which_the_page_marks() -> None:
     before, after = (
-        (EXAMPLES / f"{name}.py").read_text().splitlines() for name in ("plain_loop", "plain_loop_with_cycle")
+        (EXAMPLES / f"{name}.py").read_text().splitlines()
+        for name in ("plain_loop", "plain_loop_with_cycle")
     )
     changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     new = [(start + 1, end) for kind, *_, start, end in changes if kind in ("insert", "replace")]
     assert sum(bool(line.strip()) for start, end in new for line in after[start - 1 : end]) <= 40
     marks = " ".join(f"{start}-{end}" if end > start else str(end) for start, end in new)
-    shown = {block.snippet: block.options for block in blocks(ROOT / "docs" / "how-to" / "own-loop.md")}
+    shown = {
+        block.snippet: block.options for block in blocks(ROOT / "docs" / "how-to" / "own-loop.md")
+    }
     assert shown["examples/plain_loop_with_cycle.py"] == f'hl_lines="{marks}"'
 
 
 def test_memsaver_around_another_engine(path: str) -> None:
     seen = own_engine.main(path)
-    assert seen["bytes held while paused"] == 0 < seen["bytes held"] == seen["bytes held afterwards"]
-    assert seen["addresses are the same"] and seen["weights were kept"] and seen["answer is the same"]
+    assert (
+        seen["bytes held while paused"] == 0 < seen["bytes held"] == seen["bytes held afterwards"]
+    )
+    assert (
+        seen["addresses are the same"] and seen["weights were kept"] and seen["answer is the same"]
+    )
 
 
 def test_content_that_is_discarded_is_gone_and_costs_no_copy(path: str) -> None:

@@ -1,4 +1,6 @@
-"""What the pages show: Python runs, commands and make targets exist, public names are in the reference."""
+"""What the pages show: Python runs, commands and make targets exist, public names are in the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 from tests.helpers.docs.preludes import PRELUDES, prelude
 
 RUNNABLE = {
-    page: [block for block in blocks(page, "python") if block.not_run is None and block.snippet is None]
+    page: [
+        block for block in blocks(page, "python") if block.not_run is None and block.snippet is None
+    ]
     for page in PAGES
 }
 MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor)\b.*)$")
@@ -26,7 +30,9 @@ PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 
 
 @pytest.mark.parametrize("page", [page for page, found in RUNNABLE.items() if found], ids=name_of)
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the order of the page and in one namespace."""
     monkeypatch.chdir(tmp_path)
     with prelude(name_of(page), tmp_path) as names:
@@ -39,7 +45,9 @@ def test_what_is_not_run_is_little_and_python_all_the_same_and_has_a_reason() ->
     left_out = 0
     for block in (block for page in PAGES for block in blocks(page, "python")):
         if block.snippet is not None:
-            assert (ROOT / block.snippet).is_file(), f"{name_of(block.page)}:{block.line} shows {block.snippet}"
+            assert (ROOT / block.snippet).is_file(), (
+                f"{name_of(block.page)}:{block.line} shows {block.snippet}"
+            )
         elif block.not_run is not None:
             assert len(block.not_run.split()) >= 3
             block.compile()
@@ -49,16 +57,22 @@ def test_what_is_not_run_is_little_and_python_all_the_same_and_has_a_reason() ->
 
 
 def lines(page: Path) -> list[tuple[int, str]]:
-    """(line number, text) of the lines of blocks that are shells' or of no language, without what follows `#`."""
+    """(line number, text) of the lines of blocks that are shells' or of no language, without what
+    follows `#`.
+    """
     found = []
     for block in blocks(page):
         if block.language in ("", "bash", "sh"):
-            found += [(block.line + i, line.strip()) for i, line in enumerate(block.text.splitlines())]
+            found += [
+                (block.line + i, line.strip()) for i, line in enumerate(block.text.splitlines())
+            ]
     return found
 
 
 def commands(page: Path) -> list[tuple[int, list[str]]]:
-    """Words of `memsaver` commands that are meant to be typed: not a synopsis, which has brackets or bars."""
+    """Words of `memsaver` commands that are meant to be typed: not a synopsis, which has brackets
+    or bars.
+    """
     found = []
     for number, line in lines(page):
         command = MEMSAVER.match(re.split(r"\s+#|\s{3,}", line)[0])
@@ -80,14 +94,22 @@ def test_memsaver_commands_parse() -> None:
         try:
             parsed = parse(words)
         except SystemExit:
-            pytest.fail(f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version")
-        named = [word for word in getattr(parsed, "words", [])[:1] if "=" not in word and not word.isupper()]
+            pytest.fail(
+                f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version"
+            )
+        named = [
+            word
+            for word in getattr(parsed, "words", [])[:1]
+            if "=" not in word and not word.isupper()
+        ]
         for recipe in named:
             known = recipe in saved(page) or (ROOT / recipe).is_file() or find_recipe(recipe)
             assert known, f"{name_of(page)}:{number}: {recipe}"
 
 
-def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = ROOT / "docs" / "first-steps.md"
     ((name, text),) = saved(page).items()
     (tmp_path / name).write_text(text)
@@ -112,7 +134,11 @@ def test_public_names_are_in_the_reference(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
     entries = re.findall(r"^::: ([\w.]+)$", page, re.M)
     assert len(entries) == len(set(entries))
-    assert set(importlib.import_module(package).__all__) <= {entry.rpartition(".")[2] for entry in entries}
+    assert set(importlib.import_module(package).__all__) <= {
+        entry.rpartition(".")[2] for entry in entries
+    }
     for entry in entries:
         module, _, name = entry.rpartition(".")
-        assert hasattr(importlib.import_module(module), name) or importlib.import_module(entry), entry
+        assert hasattr(importlib.import_module(module), name) or importlib.import_module(entry), (
+            entry
+        )

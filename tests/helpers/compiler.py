@@ -1,4 +1,6 @@
-"""Triton's compiler, which needs no GPU, in a process without the interpreter that the tests run kernels by."""
+"""Triton's compiler, which needs no GPU, in a process without the interpreter that the tests run
+kernels by.
+"""
 
 import subprocess
 import sys
@@ -10,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 def compile_alone(code: str) -> str:
     """What a piece of Python that compiles kernels prints."""
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -18,7 +18,9 @@ def element(i: int, bits: int) -> int:
 
 
 def by_definition(tensor: torch.Tensor, base: int, pitch: int | None = None) -> int:
-    """Digest of a tensor numbered from `base`; pitch: of one [rows, width], numbers from a row to the next."""
+    """Digest of a tensor numbered from `base`; pitch: of one [rows, width], numbers from a row to
+    the next.
+    """
     width = tensor.element_size()
     rows = tensor.reshape(1, -1) if pitch is None else tensor.contiguous()
     mask = (1 << 8 * width) - 1

@@ -13,8 +13,9 @@ _WRITES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 def read_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """What changes files below a folder fails as on a file system that has become read-only; a superuser's rights would
-    let a mode of the folder pass."""
+    """What changes files below a folder fails as on a file system that has become read-only; a
+    superuser's rights would let a mode of the folder pass.
+    """
     opened = os.open
 
     def refuse(path: Any) -> None:

@@ -1,5 +1,6 @@
-"""How much of what a test could try it does try: `make test` a covering part, `make test-all` and a GPU the whole,
-`make soak` full counts."""
+"""How much of what a test could try it does try: `make test` a covering part, `make test-all` and a
+GPU the whole, `make soak` full counts.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +19,23 @@ def choose(*, soak: bool, whole: bool) -> None:
 
 
 def rounds(short: int, full: int) -> int:
-    """How often a test marked `soak` goes round: `full` with --soak (make soak), `short` everywhere else."""
+    """How often a test marked `soak` goes round: `full` with --soak (make soak), `short` everywhere
+    else.
+    """
     return full if _soak else short
 
 
 def some(*cases: Any, whole: Sequence[Any]) -> list[Any]:
-    """`cases` in `make test`, those and `whole` in `make test-all` and on a GPU: two shapes of a kernel, say, under the
-    interpreter, and its full matrix on the GPU."""
+    """`cases` in `make test`, those and `whole` in `make test-all` and on a GPU: two shapes of a
+    kernel, say, under the interpreter, and its full matrix on the GPU.
+    """
     return [*cases, *whole] if _whole else list(cases)
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows in which every two values of different axes meet at least once; the whole product in `make test-all` and on
-    a GPU. Greedy, in a fixed order: the same rows in every run."""
+    """Rows in which every two values of different axes meet at least once; the whole product in
+    `make test-all` and on a GPU. Greedy, in a fixed order: the same rows in every run.
+    """
     columns = [list(axis) for axis in axes]
     rows = list(product(*columns))
     if _whole or len(columns) < 3:

@@ -12,8 +12,9 @@ from trainer_bridge.sync.weight_sync import SyncReceipt
 
 
 def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
-    """Kills its own process when half of the copies are written, if it is that rank, in a version from `first` on.
-    (Made here, so that it is pickled by value.)"""
+    """Kills its own process when half of the copies are written, if it is that rank, in a version
+    from `first` on. (Made here, so that it is pickled by value.)
+    """
 
     class Dying(TrainerActor):
         def sync_weights(self, version: int) -> SyncReceipt:

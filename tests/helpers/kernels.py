@@ -1,4 +1,6 @@
-"""Triton kernels for tests: one that writes memory behind everybody's back, one around what other kernels call."""
+"""Triton kernels for tests: one that writes memory behind everybody's back, one around what other
+kernels call.
+"""
 
 import triton
 import triton.language as tl

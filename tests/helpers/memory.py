@@ -43,8 +43,8 @@ def machine_bytes(device: str) -> int:
 def memfd_bytes(pids: list[int]) -> int:
     """Bytes of all memfds of memsaver that these processes have open or mapped, each counted once.
 
-    Unlike what the machine's kernel counts, this is not disturbed by others. Savers of earlier tests that only cycles
-    keep go first.
+    Unlike what the machine's kernel counts, this is not disturbed by others. Savers of earlier
+    tests that only cycles keep go first.
     """
     gc.collect()
     sizes: dict[str, int] = {}
@@ -62,7 +62,9 @@ def memfd_bytes(pids: list[int]) -> int:
 
 
 def family_bytes(device: str) -> int:
-    """Memfds of memsaver that this process and its descendants hold (host), or the device's used memory (GPU)."""
+    """Memfds of memsaver that this process and its descendants hold (host), or the device's used
+    memory (GPU).
+    """
     if device != "cpu":
         return process_bytes(device)
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -74,8 +76,9 @@ def open_fds() -> int:
 
 
 def settled_fds(patience: float = 2.0) -> int:
-    """`open_fds()` when what earlier tests left is gone: cycles (process groups of gloo among them), and connections
-    that threads close."""
+    """`open_fds()` when what earlier tests left is gone: cycles (process groups of gloo among
+    them), and connections that threads close.
+    """
     gc.collect()
     count, since = open_fds(), time.monotonic()
     end = since + patience
@@ -87,7 +90,9 @@ def settled_fds(patience: float = 2.0) -> int:
 
 
 def open_files_in(directory: Path) -> int:
-    """Files below a directory that this process has open, nameless ones too; a test runner's own don't count."""
+    """Files below a directory that this process has open, nameless ones too; a test runner's own
+    don't count.
+    """
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own

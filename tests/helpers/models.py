@@ -1,4 +1,7 @@
-"""Tiny random models in Hugging Face layout. Large initial weights, so that greedy choices are never near ties."""
+"""Tiny random models in Hugging Face layout.
+
+Large initial weights, so that greedy choices are never near ties.
+"""
 
 from functools import partial
 from hashlib import blake2b
@@ -59,7 +62,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-MLA: dict[str, Any] = {  # for deepseek_v2 and deepseek_v3: dense layers, a latent row of 16 + 8 elements
+MLA: dict[
+    str, Any
+] = {  # for deepseek_v2 and deepseek_v3: dense layers, a latent row of 16 + 8 elements
     "num_key_value_heads": 4,
     "first_k_dense_replace": 2,
     "kv_lora_rank": 16,
@@ -78,11 +83,15 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(noise + parameter if "norm" in name else noise)  # a norm begins with gain 1
+            parameter.copy_(
+                noise + parameter if "norm" in name else noise
+            )  # a norm begins with gain 1
     return model
 
 
-def save_tiny(path: str | Path, kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def save_tiny(
+    path: str | Path, kind: str = "llama", seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
     """build_tiny, saved to `path`."""
     model = build_tiny(kind, seed, **overrides)
     model.save_pretrained(str(path))
@@ -93,8 +102,9 @@ _answers: dict[tuple[bytes, tuple[int, ...], int], list[int]] = {}
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """transformers' own greedy answer, its end token included if it gives one. Many tests ask the same of equal models:
-    each answer is computed once."""
+    """transformers' own greedy answer, its end token included if it gives one. Many tests ask the
+    same of equal models: each answer is computed once.
+    """
     if model.num_parameters() > 1e6:
         return _greedy(model, prompt, max_tokens)
     key = _digest(model), tuple(prompt), max_tokens
@@ -105,7 +115,9 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
 
 def _digest(model: PreTrainedModel) -> bytes:
     """Of all that decides an answer: settings, device, every bit of every weight."""
-    made = blake2b(repr((model.config.to_dict(), model.generation_config.to_dict(), model.device)).encode())
+    made = blake2b(
+        repr((model.config.to_dict(), model.generation_config.to_dict(), model.device)).encode()
+    )
     for name, weight in model.state_dict().items():
         made.update(name.encode() + weight.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.digest()
@@ -115,7 +127,11 @@ def _digest(model: PreTrainedModel) -> bytes:
 def _greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -126,4 +142,9 @@ def forward_logprobs(
     """fp32 [len(answer)], on the CPU: the answer in one full forward, as a trainer computes it."""
     ids = torch.tensor([prompt + answer], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+    return (
+        torch.log_softmax(logits / temperature, -1)
+        .gather(1, ids[0, len(prompt) :, None])
+        .squeeze(1)
+        .cpu()
+    )

@@ -8,7 +8,10 @@ import torch
 
 
 def check_no_wait(run: Callable[[], object]) -> None:
-    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile. Warm it up before."""
+    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile.
+
+    Warm it up before.
+    """
     if not torch.cuda.is_available():  # nobody to wait for
         run()
         return

@@ -1,4 +1,6 @@
-"""Other processes for tests, forked from a clean one that has imported what they need: one begins after 20 ms."""
+"""Other processes for tests, forked from a clean one that has imported what they need: one begins
+after 20 ms.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ import memsaver
 
 PATIENCE = 7.0  # seconds for an operation: one that waits for what does not come takes 8 or 10
 
-# The server imports these once, in 6 s of a core; a child that needs engines and trainers would take 4 s of its own.
-# Importing leaves CUDA alone, so that its children may use it.
+# The server imports these once, in 6 s of a core; a child that needs engines and trainers would
+# take 4 s of its own. Importing leaves CUDA alone, so that its children may use it.
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
-    ["pytest", "hypothesis", "tests.helpers.trainer_bridge.sync_pair", "transformers.models.auto.modeling_auto"]
+    [
+        "pytest",
+        "hypothesis",
+        "tests.helpers.trainer_bridge.sync_pair",
+        "transformers.models.auto.modeling_auto",
+    ]
 )
 
 
@@ -41,7 +48,10 @@ class Failed(Exception):
 
 
 class Peer:
-    """A process that runs ``target(pipe, *args)``. What is asked of it has an end: it answers, fails, or is gone."""
+    """A process that runs ``target(pipe, *args)``.
+
+    What is asked of it has an end: it answers, fails, or is gone.
+    """
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         self.pipe, theirs = server.Pipe()
@@ -61,7 +71,9 @@ class Peer:
             answer = self.pipe.recv()
         except (EOFError, ConnectionError) as error:
             self.process.join(1)
-            raise Gone(f"process {self.pid} has ended, exit code {self.process.exitcode}") from error
+            raise Gone(
+                f"process {self.pid} has ended, exit code {self.process.exitcode}"
+            ) from error
         if isinstance(answer, Failed):
             raise answer
         return answer
@@ -79,7 +91,9 @@ class Peer:
         return self.process.exitcode is not None
 
     def bury(self) -> None:
-        """End it if it has not ended, and let go of what this process has of it; raises ``Failed`` if it had failed."""
+        """End it if it has not ended, and let go of what this process has of it; raises ``Failed``
+        if it had failed.
+        """
         self.kill()
         assert self.dies_within(30)
         try:
@@ -94,7 +108,8 @@ class Peer:
 
 def _run(target: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the server imported: a collection need not go through it, and its pages stay shared
+    # what the server imported: a collection need not go through it, and its pages stay shared
+    gc.freeze()
     faulthandler.enable()  # where it was, should a signal end it
     try:
         target(pipe, *args)

@@ -1,4 +1,6 @@
-"""Several processes joined by gloo or NCCL, for tests: each runs one function, and what it returns comes back."""
+"""Several processes joined by gloo or NCCL, for tests: each runs one function, and what it returns
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ class Joined(NamedTuple):
 def start_ranks(
     run: Run, count: int, meet: Path, *args: Any, seconds: float = 60.0, backend: str = "gloo"
 ) -> list[Peer]:
-    """Processes that call `run(rank, *args)` in a default group with a time-out of `seconds`; meet: a new file. On NCCL
-    each has a GPU of its own."""
+    """Processes that call `run(rank, *args)` in a default group with a time-out of `seconds`; meet:
+    a new file. On NCCL each has a GPU of its own.
+    """
     joined = Joined(count=count, meet=str(meet), seconds=seconds, backend=backend)
     return [Peer(_enter, run, rank, joined, args) for rank in range(count)]
 
 
 def results(ranks: Sequence[Peer], seconds: float = 120.0) -> list[Any]:
-    """What each returned; `peers.Failed` with its traceback for one that raised. All have ended afterwards."""
+    """What each returned; `peers.Failed` with its traceback for one that raised.
+
+    All have ended afterwards.
+    """
     try:
         return [rank.hear(seconds) for rank in ranks]
     finally:

@@ -1,7 +1,7 @@
 """The one local Ray cluster of a test run: all tests marked `ray` use it, one after the other.
 
-It is below this process, which stays connected to it until the last of those tests has ended: calls that would start a
-cluster of their own join it. Jobs can be submitted to it.
+It is below this process, which stays connected to it until the last of those tests has ended: calls
+that would start a cluster of their own join it. Jobs can be submitted to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ SETTINGS = {  # read by the processes that ray.init starts
     "RAY_idle_worker_killing_time_threshold_ms": "200",
     "RAY_worker_niceness": "0",  # 15 otherwise: beside busy processes an actor starts in minutes
 }
-SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing")  # how processes of either side are called
+SIDES = (
+    "ray::Rollout",
+    "ray::Trainer",
+    "ray::Dying",
+    "ray::Killing",
+)  # how processes of either side are called
 
 
 class RayCluster:
@@ -43,7 +48,8 @@ class RayCluster:
         made = ray.init(
             address="local",
             num_cpus=CPUS,
-            include_dashboard=None,  # jobs need it; where Ray lacks what it takes, all else runs without
+            # jobs need it; where Ray lacks what it takes, all else runs without
+            include_dashboard=None,
             dashboard_port=0,
             log_to_driver=False,
             logging_level="ERROR",
@@ -60,7 +66,10 @@ class RayCluster:
             self._url = None
 
     def submit(self, entrypoint: str, environment: dict[str, Any]) -> tuple[Any, str]:
-        """A client for jobs, and the id of this one. The node's agent that starts jobs comes up after the cluster."""
+        """A client for jobs, and the id of this one.
+
+        The node's agent that starts jobs comes up after the cluster.
+        """
         from ray.job_submission import JobSubmissionClient
 
         client, job = JobSubmissionClient(self._url), ""
@@ -68,7 +77,9 @@ class RayCluster:
         def submitted() -> bool:
             nonlocal job
             try:
-                job = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": environment})
+                job = client.submit_job(
+                    entrypoint=entrypoint, runtime_env={"env_vars": environment}
+                )
             except RuntimeError as error:
                 if "No available agent" not in str(error):
                     raise
@@ -98,7 +109,9 @@ class RayCluster:
         until(lambda: ray.available_resources().get("CPU") == CPUS and not self.actors(), left)
 
 
-def until(ready: Callable[[], bool], what: Callable[[], str] = lambda: "", seconds: float = 120.0) -> None:
+def until(
+    ready: Callable[[], bool], what: Callable[[], str] = lambda: "", seconds: float = 120.0
+) -> None:
     """seconds: after which something is wrong; not how long it should take."""
     deadline = time.monotonic() + seconds
     while not ready():

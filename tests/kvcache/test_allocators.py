@@ -1,5 +1,7 @@
-"""Page ledgers of one pool, and of the two pools of a sliding-window model: against a plain dict page -> number of
-owners, where either side may be exhausted at any moment; then mistakes, failing devices, error texts."""
+"""Page ledgers of one pool, and of the two pools of a sliding-window model: against a plain dict
+page -> number of owners, where either side may be exhausted at any moment; then mistakes, failing
+devices, error texts.
+"""
 
 import time
 from collections import Counter
@@ -30,7 +32,11 @@ from tests.helpers.no_wait import check_no_wait
 
 PAGES = 9
 SOME = st.lists(st.integers(1, PAGES), max_size=6)
-IDS = [list, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids, dtype=torch.int64, device=DEVICE)]
+IDS = [
+    list,
+    lambda ids: np.array(ids, np.int32),
+    lambda ids: torch.tensor(ids, dtype=torch.int64, device=DEVICE),
+]
 STARVED = st.sampled_from([None, None, "full", "swa"])
 
 
@@ -42,14 +48,20 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 7]))
     def build(self, page_size: int) -> None:
         one = TokenToKVPoolAllocator(PAGES, DEVICE)
-        self.start(one if page_size == 1 else PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, DEVICE))
+        self.start(
+            one
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(PAGES * page_size, page_size, DEVICE)
+        )
 
     def start(self, real: KVAllocator) -> None:
         self.real, self.ps = real, real.page_size
         self.owners: Counter[int] = Counter()
         self.held: set[int] | None = None  # pages that the open group holds back
         self.sequences: list[list[int]] = []  # token ids of each
-        self.issued: list[tuple[Int64Array, list[int]]] = []  # arrays that were handed out, and what was in them
+        self.issued: list[
+            tuple[Int64Array, list[int]]
+        ] = []  # arrays that were handed out, and what was in them
 
     def left(self, side: str | None) -> int:
         """Pages that can be taken."""
@@ -149,7 +161,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ledger_state(self.real) == before
 
     @rule(data=st.data(), kind=st.sampled_from(IDS), whole=st.booleans())
-    def free_sequence(self, data: st.DataObject, kind: Callable[[list[int]], Any], whole: bool) -> None:
+    def free_sequence(
+        self, data: st.DataObject, kind: Callable[[list[int]], Any], whole: bool
+    ) -> None:
         if not self.sequences:
             return
         ids = data.draw(st.sampled_from(self.sequences))
@@ -194,7 +208,9 @@ class SWAMachine(LedgerMachine):
         self.window: Counter[int] = Counter()  # owners that have the page in their window
         self.slot: dict[int, int] = {}  # window page of each page, as seen when it was issued
         self.held_swa: set[int] = set()  # window pages that the open group holds back
-        self.start(SWATokenToKVPoolAllocator(PAGES * page_size, swa_pages * page_size, page_size, DEVICE))
+        self.start(
+            SWATokenToKVPoolAllocator(PAGES * page_size, swa_pages * page_size, page_size, DEVICE)
+        )
 
     def sides(self) -> tuple[int, int]:
         return super().left(None), self.swa_pages - len(+self.window) - len(self.held_swa)
@@ -207,7 +223,9 @@ class SWAMachine(LedgerMachine):
         with pytest.MonkeyPatch.context() as patch:
             if side:
                 none = np.empty(0, dtype=np.int64)
-                patch.setattr(getattr(self.real, side), "next_pages", lambda count: None if count else none)
+                patch.setattr(
+                    getattr(self.real, side), "next_pages", lambda count: None if count else none
+                )
             yield
 
     def slots(self) -> dict[int, int]:
@@ -256,7 +274,9 @@ class SWAMachine(LedgerMachine):
         ids = [page * self.ps + at for page in pages for at in range(self.ps)]
         before = ledger_state(self.real)
         if not whole and self.ps > 1 and ids:
-            with pytest.raises(ValueError, match=r"names \d of the \d tokens of page .* the others would lose"):
+            with pytest.raises(
+                ValueError, match=r"names \d of the \d tokens of page .* the others would lose"
+            ):
                 self.real.free_swa(ids[1:])
         elif all(self.window[page] for page in pages):
             self.real.free_swa(ids)
@@ -325,22 +345,46 @@ MISTAKES: list[tuple[Callable[[], Any], Callable[[Any], object], str]] = [
     (three_pages, lambda a: a.alloc_extend([2], [1], [5], -1), "can't go from 2 to 1 tokens"),
     (three_pages, lambda a: a.alloc_extend([-4], [1], [-1], 5), "can't go from -4"),
     (three_pages, lambda a: a.alloc_extend([2], [3], [6], 1), "last_loc 6"),
-    (three_pages, lambda a: a.alloc_extend([2], [3], [5], 1), "last_loc is in page 1, which is free"),
-    (three_pages, lambda a: a.alloc_extend([0], [3], [-1], 2), "extend_num_tokens is 2, but the lengths grow by 3"),
+    (
+        three_pages,
+        lambda a: a.alloc_extend([2], [3], [5], 1),
+        "last_loc is in page 1, which is free",
+    ),
+    (
+        three_pages,
+        lambda a: a.alloc_extend([0], [3], [-1], 2),
+        "extend_num_tokens is 2, but the lengths grow by 3",
+    ),
     (three_pages, lambda a: a.alloc_extend([0, 0], [3], [-1], 3), "2 prefix_lens, 1 seq_lens"),
-    (three_pages, lambda a: a.alloc_extend([0.5], [3], [-1], 3), "prefix_lens must be one-dimensional integers"),
+    (
+        three_pages,
+        lambda a: a.alloc_extend([0.5], [3], [-1], 3),
+        "prefix_lens must be one-dimensional integers",
+    ),
     (three_pages, lambda a: a.alloc_decode([[1]], [-1]), "one-dimensional"),
     (three_pages, lambda a: a.alloc_decode([0], [-1]), "can't go from -1"),
-    (three_pages, lambda a: a.alloc_decode(torch.empty(1, device="meta"), [-1]), "the ledger is on the CPU"),
+    (
+        three_pages,
+        lambda a: a.alloc_decode(torch.empty(1, device="meta"), [-1]),
+        "the ledger is on the CPU",
+    ),
     (three_pages, lambda a: a.share([0]), "page 0 was never issued"),
     (three_pages, lambda a: a.free([2]), "page 0 is padding"),
     (three_pages, lambda a: a.free([-1]), "never issued"),
     (three_pages, lambda a: a.free_pages([4]), "page 4 was never issued: pages are 1..3"),
     (three_of_four_pages, lambda a: a.free_swa([4, 5, 4]), "double free of token 4"),
-    (three_of_four_pages, lambda a: a.free_swa_pages([2, 3, 2]), "double free of the window slots of page 2: 1 owner"),
+    (
+        three_of_four_pages,
+        lambda a: a.free_swa_pages([2, 3, 2]),
+        "double free of the window slots of page 2: 1 owner",
+    ),
     (three_of_four_pages, lambda a: a.free_swa([0, 1]), "page 0 was never issued"),
     (three_of_four_pages, lambda a: a.free_swa([8, 9]), "window slots of page 4"),
-    (three_of_four_pages, lambda a: a.alloc_decode([2], [2]), "page 1, whose window slots were freed"),
+    (
+        three_of_four_pages,
+        lambda a: a.alloc_decode([2], [2]),
+        "page 1, whose window slots were freed",
+    ),
     (three_of_four_pages, lambda a: a.alloc_decode([2], [8]), "page 4, which is free"),
 ]
 
@@ -361,7 +405,11 @@ def test_mistakes_raise_and_change_nothing(grouped: bool) -> None:
 @pytest.mark.parametrize(("size", "page_size"), [(0, 4), (7, 4), (8, 0), (4, 8)])
 def test_sizes_must_be_whole_pages(size: int, page_size: int) -> None:
     two_pools = SWATokenToKVPoolAllocator
-    for kind, sizes in ((PagedTokenToKVPoolAllocator, (size,)), (two_pools, (size, 8)), (two_pools, (8, size))):
+    for kind, sizes in (
+        (PagedTokenToKVPoolAllocator, (size,)),
+        (two_pools, (size, 8)),
+        (two_pools, (8, size)),
+    ):
         with pytest.raises(ValueError, match="multiple of page_size"):
             kind(*sizes, page_size, DEVICE)  # type: ignore[arg-type]
 
@@ -424,7 +472,9 @@ def drop(page: int, times: int) -> Callable[[PagedTokenToKVPoolAllocator], None]
         (lambda: two(3, 3, 2), lambda a: a.swa.share([1])),  # more window owners than owners
     ],
 )
-def test_check_integrity_sees_damage(make: Callable[[], KVAllocator], harm: Callable[[KVAllocator], object]) -> None:
+def test_check_integrity_sees_damage(
+    make: Callable[[], KVAllocator], harm: Callable[[KVAllocator], object]
+) -> None:
     allocator = make()
     allocator.alloc(4)
     allocator.check_integrity()
@@ -434,15 +484,20 @@ def test_check_integrity_sees_damage(make: Callable[[], KVAllocator], harm: Call
 
 
 def test_freeing_does_not_look_at_the_whole_pool() -> None:
-    """The same frees in a pool 4,096 times as large: reading all of it once a free would take over 1,000 times as
-    long as a free does."""
+    """The same frees in a pool 4,096 times as large: reading all of it once a free would take over
+    1,000 times as long as a free does.
+    """
 
     def seconds(size: int) -> float:
         allocator = TokenToKVPoolAllocator(size, DEVICE)
         allocator.alloc_pages(512)
         tokens = iter(range(1, 513))
         # of this thread's CPU: others may be busy
-        return min(repeat(lambda: allocator.free([next(tokens)]), timer=time.thread_time, number=128, repeat=4))
+        return min(
+            repeat(
+                lambda: allocator.free([next(tokens)]), timer=time.thread_time, number=128, repeat=4
+            )
+        )
 
     assert seconds(2**22) < 20 * seconds(2**10)
 
@@ -457,13 +512,16 @@ def test_shortage_names_the_request_and_what_is_missing() -> None:
     allocator = two(4, 2, 3)
     allocator.alloc(3)
     text = allocator.shortage("request 7", 3)
-    assert text.startswith("sliding-window attention: request 7 needs 3 more page(s) of 3 tokens, 1 of 2 are free")
+    assert text.startswith(
+        "sliding-window attention: request 7 needs 3 more page(s) of 3 tokens, 1 of 2 are free"
+    )
     assert "2 page(s) (6 tokens) are missing" in text
     assert "full attention" not in text
     assert "full attention: request 7 needs 9" in allocator.shortage("request 7", 9)
 
 
-# ---------------------------------------------------------------- nothing waits for the kernels under way
+# ---------------------------------------------------------------- nothing waits for the kernels
+# under way
 
 TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
 

@@ -1,4 +1,6 @@
-"""Sequences over pages and rows of the request table, by worked examples; against a model: test_forest.py."""
+"""Sequences over pages and rows of the request table, by worked examples; against a model:
+test_forest.py.
+"""
 
 import time
 from collections.abc import Callable
@@ -53,14 +55,22 @@ def test_mistakes_raise_and_change_nothing() -> None:
         with pytest.raises(ValueError, match=f"has 3 tokens and can't be cut to {length}"):
             blocks.manager.truncate(a, length)
     manager = blocks.manager
-    for use in (manager.seq_len, manager.release, manager.fork, manager.pages, lambda each: manager.truncate(each, 0)):
+    for use in (
+        manager.seq_len,
+        manager.release,
+        manager.fork,
+        manager.pages,
+        lambda each: manager.truncate(each, 0),
+    ):
         with pytest.raises(ValueError, match="stale"):
             use(gone)
     assert blocks.state([a, b]) == before
     assert blocks.manager.extend([a], [20]) is not None
     assert blocks.manager.token_ids(a, 4, 4).tolist() == []
     with pytest.raises(ValueError, match="use one device"):
-        BlockManager(ReqToTokenPool(2, 8, "meta"), PagedTokenToKVPoolAllocator(8, 4, DEVICE), make_pool(8, 4))
+        BlockManager(
+            ReqToTokenPool(2, 8, "meta"), PagedTokenToKVPoolAllocator(8, 4, DEVICE), make_pool(8, 4)
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,9 @@ def test_without_a_window_the_caller_frees_window_halves() -> None:
     a = blocks.admit()
     blocks.append(a, *range(6))
     b = blocks.fork(a)
-    assert blocks.append(a, 6) and blocks.append(b, 7)  # a copies the partial page in both pools, b keeps it
+    assert blocks.append(a, 6) and blocks.append(
+        b, 7
+    )  # a copies the partial page in both pools, b keeps it
     assert (blocks.values(a), blocks.values(b)) == ([*range(7)], [*range(6), 7])
     allocator = blocks.allocator
     assert allocator.swa_ref_counts(blocks.pages(a)).tolist() == [2, 1]  # type: ignore[attr-defined]
@@ -137,7 +149,12 @@ def test_stale_and_forged_handles_raise() -> None:
     (new,) = table.alloc([None]) or []
     assert new.row == old.row
     for wrong in (old, ReqHandle(0, 0), ReqHandle(-1, 0), ReqHandle(2, 0), ReqHandle(1, 9)):
-        uses = (table.row, wrong), (table.free, wrong), (table.rows, [new, wrong]), (table.alloc, [wrong])
+        uses = (
+            (table.row, wrong),
+            (table.free, wrong),
+            (table.rows, [new, wrong]),
+            (table.alloc, [wrong]),
+        )
         for use, handles in uses:
             with pytest.raises(ValueError, match="stale"):
                 use(handles)
@@ -149,11 +166,16 @@ def test_writes_and_shortages() -> None:
     assert (table.req_to_token.shape, table.req_to_token.dtype) == ((3, 4), torch.int32)
     table.write((1, slice(0, 3)), torch.tensor([7, 8, 9], device=DEVICE))
     table.write((torch.tensor([2, 1]), torch.tensor([0, 3])), torch.tensor([5, 6], device=DEVICE))
-    table.write_flat(torch.tensor([9, 11], device=DEVICE), torch.tensor([40, 41], dtype=torch.int32, device=DEVICE))
+    table.write_flat(
+        torch.tensor([9, 11], device=DEVICE),
+        torch.tensor([40, 41], dtype=torch.int32, device=DEVICE),
+    )
     assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
     table.alloc([None])
     shortage = table.shortage("request 5", 3)
-    assert "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in shortage
+    assert (
+        "request 5 needs 3 row(s) of the request table, 1 of 2 are free: 2 are missing" in shortage
+    )
     for size, length in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match="at least one row"):
             ReqToTokenPool(size, length, DEVICE)

@@ -1,5 +1,6 @@
-"""Block tables against plain lists: copy on write without a window, and giving back what left one, over one ledger and
-over two."""
+"""Block tables against plain lists: copy on write without a window, and giving back what left one,
+over one ledger and over two.
+"""
 
 import random
 from collections import Counter
@@ -31,14 +32,23 @@ class Sequence:
 
 
 class Forest:
-    """Every operation on the real thing and on plain lists, with the outcome that the lists ask for."""
+    """Every operation on the real thing and on plain lists, with the outcome that the lists ask
+    for.
+    """
 
     def __init__(self, page_size: int, window: int | None, two: bool) -> None:
         self.two, self.ps, self.window = two, page_size, window
-        self.pages = (40 if window and not two else 48) // page_size  # fewer than ROWS sequences of LONGEST tokens take
+        self.pages = (
+            40 if window and not two else 48
+        ) // page_size  # fewer than ROWS sequences of LONGEST tokens take
         self.window_pages = 40 // page_size if two else self.pages
         self.real = make_blocks(
-            self.pages, page_size, ROWS, LONGEST, window=window, window_pages=self.window_pages if two else None
+            self.pages,
+            page_size,
+            ROWS,
+            LONGEST,
+            window=window,
+            window_pages=self.window_pages if two else None,
         )
         self.model: dict[ReqHandle, Sequence] = {}
         self.next_value = 1
@@ -64,7 +74,11 @@ class Forest:
             parent = dice.choice(live)
             for _ in range(dice.randint(1, 3)):
                 self.fork(parent)
-            family = [handle for handle in self.model if self.model[handle].blocks == self.model[parent].blocks]
+            family = [
+                handle
+                for handle in self.model
+                if self.model[handle].blocks == self.model[parent].blocks
+            ]
             self.extend(family, [dice.randint(0, 1)] * len(family))
         self.check()
 
@@ -110,7 +124,9 @@ class Forest:
         sequence.behind = sequence.behind if length else 0
 
     def extend(self, handles: list[ReqHandle], gains: list[int]) -> None:
-        gains = [min(g, LONGEST - len(self.model[h].tokens)) for h, g in zip(handles, gains, strict=True)]
+        gains = [
+            min(g, LONGEST - len(self.model[h].tokens)) for h, g in zip(handles, gains, strict=True)
+        ]
         lens = [len(self.model[h].tokens) + g for h, g in zip(handles, gains, strict=True)]
         values = [float(self.next_value + i) for i in range(sum(gains))]
         self.next_value += len(values)
@@ -164,11 +180,16 @@ class Forest:
         return len({id(b) for s in self.model.values() for b in self._holds(s, full)})
 
     def _grow(self, sequence: Sequence, values: list[float]) -> tuple[int, list[int]]:
-        """Appends to the model; returns how many blocks were taken and the tokens of each copied block."""
+        """Appends to the model; returns how many blocks were taken and the tokens of each copied
+        block.
+        """
         taken, copied = 0, []
         partial = len(sequence.tokens) % self.ps
         if values and partial:
-            owners = sum(any(b is sequence.blocks[-1] for b in self._holds(s, full=True)) for s in self.model.values())
+            owners = sum(
+                any(b is sequence.blocks[-1] for b in self._holds(s, full=True))
+                for s in self.model.values()
+            )
             if owners > 1:
                 sequence.blocks[-1] = Block()
                 taken, copied = 1, [partial]
@@ -196,7 +217,9 @@ def test_a_long_random_walk(page_size: int, window: int | None, two: bool) -> No
         forest.step(dice, [1, 2, 2, 1, 5, 6] if window else [1, 2, 3, 1, 0, 6])
     assert forest.seen["refused"] >= 5, forest.seen
     assert page_size == 1 or forest.seen["1 copies"] + forest.seen["2 copies"] >= 5, forest.seen
-    assert page_size == 1 or window or forest.seen["2 copies"] >= 5, forest.seen  # two or more in one call
+    assert page_size == 1 or window or forest.seen["2 copies"] >= 5, (
+        forest.seen
+    )  # two or more in one call
     assert not window or min(forest.seen["left"], forest.seen["no cut"]) >= 1, forest.seen
 
 
@@ -206,7 +229,9 @@ def test_short_walks_of_any_mixture(two: bool) -> None:
     """What long walks rarely reach: rules left out of a run, and other page sizes and windows."""
     for seed in range(rounds(20, 3000)):
         dice = random.Random(seed)
-        forest = Forest(dice.randint(1, 5), dice.randint(1, 12) if two or dice.random() < 0.5 else None, two)
+        forest = Forest(
+            dice.randint(1, 5), dice.randint(1, 12) if two or dice.random() < 0.5 else None, two
+        )
         weights = [dice.choice([0, 0.3, 1, 3]) for _ in STEPS[:-1]]
         for _ in range(30):
             forest.step(dice, [*weights, 2])

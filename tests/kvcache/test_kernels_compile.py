@@ -1,5 +1,6 @@
-"""Kernels compile for a GPU: those over rows without fp8 hardware, into arithmetic that is rounded as the reference's;
-those that move bytes with accesses as wide as their unit and no spills."""
+"""Kernels compile for a GPU: those over rows without fp8 hardware, into arithmetic that is rounded
+as the reference's; those that move bytes with accesses as wide as their unit and no spills.
+"""
 
 from tests.helpers.compiler import compile_alone
 

@@ -1,6 +1,7 @@
 """Pools whose layers and slots lie past 2^31 elements, against small ones that hold the same rows.
 
-On the CPU the kernels are interpreted, and of a pool's addresses only the touched pages become real memory.
+On the CPU the kernels are interpreted, and of a pool's addresses only the touched pages become real
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from tests.helpers.kvcache import pools
 pytestmark = [
     pytest.mark.alone,  # on a GPU: a pool takes a large part of it
     # in Triton's interpreter: `tl.range`, and numpy
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim", "ignore:.*encountered in multiply"),
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array with ndim", "ignore:.*encountered in multiply"
+    ),
 ]
 
 PS, LAYERS, LIMIT = 16, 2, 2**31
@@ -61,7 +64,9 @@ def make(kind: str, size: int, device: str) -> TokenPool:
     dtype, dim, slot_major = KINDS[kind]
     fields: dict[str, Any] = {"page_size": PS, "device": device, "slot_major": slot_major}
     if not dim:
-        return pools.pool_of(pools.mla(dtype, LAYERS, size, kv_lora_rank=512, qk_rope_head_dim=64, **fields))
+        return pools.pool_of(
+            pools.mla(dtype, LAYERS, size, kv_lora_rank=512, qk_rope_head_dim=64, **fields)
+        )
     fields |= {"num_kv_heads": 8, "head_dim": dim, "v_head_dim": 16 if device == "cpu" else dim}
     return pools.pool_of(pools.mha(dtype, LAYERS, size, **fields))
 
@@ -70,7 +75,9 @@ def check_room(nbytes: int, device: str) -> None:
     """Skips where so much can't be had."""
     have = ADDRESSES if device == "cpu" else torch.cuda.mem_get_info()[0] - (2 << 30)
     if nbytes > have:
-        pytest.skip(f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB may be used on {device}")
+        pytest.skip(
+            f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB may be used on {device}"
+        )
 
 
 @pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
@@ -120,7 +127,9 @@ def test_attention_reads_slots_past_2_to_the_31_elements(device: str) -> None:
     )
     where = torch.cat([torch.arange(1, 31), torch.arange(slots - total + 30, slots)])
     where = where[torch.randperm(total, generator=generator)].to(device)
-    k_cache, v_cache = (torch.empty((slots, *rows.shape[1:]), dtype=rows.dtype, device=device) for rows in (k, v))
+    k_cache, v_cache = (
+        torch.empty((slots, *rows.shape[1:]), dtype=rows.dtype, device=device) for rows in (k, v)
+    )
     k_cache[where], v_cache[where] = k, v
     assert int((where * k_cache.stride(0)).max()) >= LIMIT
     shape = BatchShape(rows=[0, 1, 2], q_lens=[1, 1, 5], kv_lens=lens, num_decode=2)
@@ -129,6 +138,8 @@ def test_attention_reads_slots_past_2_to_the_31_elements(device: str) -> None:
         here[row, : len(part)], there[row, : len(part)] = part.int(), where[part].int()
     expected = paged_attention(q, k, v, plan_attention(shape, here, "triton"), dim**-0.5)
     got = paged_attention(q, k_cache, v_cache, plan_attention(shape, there, "triton"), dim**-0.5)
-    exact = paged_attention(q.float(), k.float(), v.float(), plan_attention(shape, here, "torch"), dim**-0.5)
+    exact = paged_attention(
+        q.float(), k.float(), v.float(), plan_attention(shape, here, "torch"), dim**-0.5
+    )
     assert torch.equal(got, expected)
     torch.testing.assert_close(got.float(), exact, atol=1e-2, rtol=2**-7)

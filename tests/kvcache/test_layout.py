@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPoolFP4, SWAKVPool, kv_dtype, layout
+from kvcache import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPoolFP4,
+    SWAKVPool,
+    kv_dtype,
+    layout,
+)
 from kvcache.config import FP4_DTYPE
 from tests.helpers.kvcache.blocks import DEVICE
 
@@ -17,15 +24,36 @@ QWEN = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
 OPT_13B = {"num_attention_heads": 40, "hidden_size": 5120, "dtype": "float16"}
 ALTERNATING = ("sliding", "full") * 2 + ("sliding",)
-MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int, int]] = [
-    # fields; kinds of layers, pool, heads and their width, window, bytes of a token and of one past the window
+MODELS: list[
+    tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int, int]
+] = [
+    # fields; kinds of layers, pool, heads and their width, window, bytes of a token and of one past
+    # the window
     ("LlamaConfig", {}, ("full",) * 4, "mha", (32, 128), None, 65_536, 65_536),
     ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200, 819_200),
     ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288, 12_288),  # Qwen2.5-0.5B
     ("Qwen2Config", SLIDING, ("full",) * 3 + ("sliding",), "swa", (32, 128), 64, 65_536, 49_152),
-    ("Qwen3Config", {"num_key_value_heads": 8, "head_dim": 96}, ("full",) * 2, "mha", (8, 96), None, 6144, 6144),
+    (
+        "Qwen3Config",
+        {"num_key_value_heads": 8, "head_dim": 96},
+        ("full",) * 2,
+        "mha",
+        (8, 96),
+        None,
+        6144,
+        6144,
+    ),
     ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288, 12_288),
-    ("MistralConfig", {"sliding_window": None}, ("full",) * 3, "mha", (8, 128), None, 12_288, 12_288),
+    (
+        "MistralConfig",
+        {"sliding_window": None},
+        ("full",) * 3,
+        "mha",
+        (8, 128),
+        None,
+        12_288,
+        12_288,
+    ),
     ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480, 8192),
     ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
     ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
@@ -35,7 +63,11 @@ MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], i
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
 def test_models(model: Any) -> None:
     name, fields, kinds, pool, heads, *wanted = model
-    got = layout(getattr(transformers, name)(**{"num_hidden_layers": len(kinds), "dtype": "bfloat16"} | fields))
+    got = layout(
+        getattr(transformers, name)(
+            **{"num_hidden_layers": len(kinds), "dtype": "bfloat16"} | fields
+        )
+    )
     assert (got.kinds, got.pool) == (kinds, pool)
     assert got.rows == dict.fromkeys(("kv",) if pool == "mla" else ("k", "v"), heads)
     assert [got.sliding_window, got.bytes_per_token, got.bytes_per_token_past_window] == wanted
@@ -44,7 +76,15 @@ def test_models(model: Any) -> None:
 
 def test_dtypes() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=4, dtype="bfloat16")
-    sizes = {"auto": 256, "bf16": 256, "fp16": 256, "fp32": 512, "fp8_e4m3": 128, "fp8_e5m2": 128, "fp4_e2m1": 72}
+    sizes = {
+        "auto": 256,
+        "bf16": 256,
+        "fp16": 256,
+        "fp32": 512,
+        "fp8_e4m3": 128,
+        "fp8_e5m2": 128,
+        "fp4_e2m1": 72,
+    }
     for name, head in sizes.items():
         assert layout(config, name).bytes_per_token == 4 * 2 * 32 * head
     assert layout(config, "fp8_e4m3").dtype == torch.float8_e4m3fn
@@ -64,7 +104,13 @@ def test_pools_are_built_from_them() -> None:
     pool = got.build(size=32, page_size=4, device=DEVICE, window_size=8)
     assert isinstance(pool, SWAKVPool)
     assert pool.nbytes == (36 * 2 + 12 * 3) * 4096  # bytes of a layer
-    assert [pool.route(i)[0] is pool.full_pool for i in range(5)] == [False, True, False, True, False]
+    assert [pool.route(i)[0] is pool.full_pool for i in range(5)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     fp4 = layout(transformers.DeepseekV3Config(num_hidden_layers=3, dtype="bfloat16"), "fp4_e2m1")
     latent = fp4.build(size=8, page_size=4, device=DEVICE)
     assert isinstance(latent, MLATokenToKVPoolFP4) and fp4.kv_lora_rank == 512
@@ -72,7 +118,12 @@ def test_pools_are_built_from_them() -> None:
 
 
 def tiny(name: str, **fields: Any) -> Any:
-    common = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     common |= {"vocab_size": 40, "intermediate_size": 16, "dtype": "float32"}
     return getattr(transformers, name)(**common | fields)
 
@@ -84,20 +135,38 @@ def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
     found: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
     for layer in cache.layers:
         states = getattr(layer, "conv_states", None)
-        found.append(states and (tuple(states[0].shape[1:]), tuple(layer.recurrent_states[0].shape[1:])))
+        found.append(
+            states and (tuple(states[0].shape[1:]), tuple(layer.recurrent_states[0].shape[1:]))
+        )
     return found
 
 
-QWEN3_NEXT = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2}
+QWEN3_NEXT = {
+    "head_dim": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+}
 QWEN3_NEXT |= {"linear_num_value_heads": 4, "num_experts": 2, "num_experts_per_tok": 1}
 QWEN3_NEXT |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-BAMBA = {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 4}
+BAMBA = {
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "fields", "kinds", "state_bytes"),
     [
-        ("Qwen3NextConfig", QWEN3_NEXT, ("linear",) * 3 + ("full",), 3 * (40 * 3 * 4 + 4 * 4 * 6 * 4)),
+        (
+            "Qwen3NextConfig",
+            QWEN3_NEXT,
+            ("linear",) * 3 + ("full",),
+            3 * (40 * 3 * 4 + 4 * 4 * 6 * 4),
+        ),
         ("BambaConfig", BAMBA, ("linear", "full") * 2, 2 * (80 * 3 * 4 + 4 * 16 * 8 * 4)),
     ],
 )
@@ -109,7 +178,9 @@ def test_linear_layers_and_their_states(
     assert (got.kinds, got.pool) == (kinds, "hybrid_linear")
     for kind, shapes, own in zip(kinds, got.layer_shapes, states_of(config), strict=True):
         assert (kind == "linear") == (own is not None)
-        if own is not None:  # transformers keeps one column more of the convolution, which the next token shifts out
+        if (
+            own is not None
+        ):  # transformers keeps one column more of the convolution, which the next token shifts out
             (channels, kernel), temporal = own
             assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
     assert got.layer_shapes[3] == {"k": (2, 8), "v": (2, 8)}
@@ -120,27 +191,47 @@ def test_linear_layers_and_their_states(
 
 
 def test_plain_objects_will_do() -> None:
-    """No transformers needed: attributes alone, older names included, the text side of a multimodal config."""
-    old = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "torch_dtype": "float16"}
+    """No transformers needed: attributes alone, older names included, the text side of a multimodal
+    config.
+    """
+    old = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "torch_dtype": "float16",
+    }
     old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
     old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}
     got = layout(SimpleNamespace(text_config=SimpleNamespace(**old)))
     assert (got.kinds, got.dtype, got.rows["k"]) == (("full", "linear"), torch.float16, (4, 16))
     assert got.temporal_shape == (8, 16, 8)
-    odd = SimpleNamespace(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, v_head_dim=8, head_dim=16)
+    odd = SimpleNamespace(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, v_head_dim=8, head_dim=16
+    )
     assert layout(odd, "bf16").rows == {"k": (4, 16), "v": (4, 8)}
     assert isinstance(layout(odd).build(size=4, page_size=4, device=DEVICE), MHATokenToKVPool)
 
 
 def test_unknown_models_are_refused() -> None:
     base = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    sizes = ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    sizes = (
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
     both = {"layer_types": ["sliding_attention", "linear_attention"]}
     for fields, message in (
-        ({"layer_types": ["full_attention", "conv"]}, r"layers of kind \['conv'\] are not supported"),
+        (
+            {"layer_types": ["full_attention", "conv"]},
+            r"layers of kind \['conv'\] are not supported",
+        ),
         ({"layer_types": ["full_attention"]}, "the kinds of 1 layers and has 2"),
         (both | {"mamba_d_state": None}, "states are not known"),
-        (both | dict.fromkeys((*sizes, "linear_conv_kernel_dim"), 2), r"kinds \['linear', 'sliding'\] together"),
+        (
+            both | dict.fromkeys((*sizes, "linear_conv_kernel_dim"), 2),
+            r"kinds \['linear', 'sliding'\] together",
+        ),
         ({"dtype": "float7"}, "'float7' is no torch dtype"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -6,13 +6,24 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import BlockManager, HybridReqToTokenPool, MambaConfig, MambaPool, PagedTokenToKVPoolAllocator, ReqHandle
+from kvcache import (
+    BlockManager,
+    HybridReqToTokenPool,
+    MambaConfig,
+    MambaPool,
+    PagedTokenToKVPoolAllocator,
+    ReqHandle,
+)
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 
 def make(size: int = 4, saver: MemorySaver | None = None, **changes: Any) -> MambaPool:
-    fields: dict[str, Any] = {"num_layers": 3, "conv_shapes": ((5, 3), (2, 3)), "temporal_shape": (2, 4, 3)}
+    fields: dict[str, Any] = {
+        "num_layers": 3,
+        "conv_shapes": ((5, 3), (2, 3)),
+        "temporal_shape": (2, 4, 3),
+    }
     fields["conv_dtype"] = torch.bfloat16
     return MambaPool(MambaConfig(size=size, device=DEVICE, **fields | changes), saver)
 
@@ -111,7 +122,9 @@ def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> 
             state.fill_(7)
         pool.on_resume()
         assert [values(pool, slot) for slot in (0, taken[1])] == [[0] * 3] * 2
-        assert values(pool, held) == values(pool, taken[0]) == [7] * 3  # nobody's, and the owner's to restore
+        assert (
+            values(pool, held) == values(pool, taken[0]) == [7] * 3
+        )  # nobody's, and the owner's to restore
         pool.free(taken[1:])
 
 
@@ -138,11 +151,14 @@ def hybrid(rows: int, slots: int) -> HybridReqToTokenPool:
 def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     table = hybrid(rows=4, slots=4)
 
-    # zeroing the states fails, then the map on the device, once: what was taken is mapped to nothing after that
+    # zeroing the states fails, then the map on the device, once: what was taken is mapped to
+    # nothing after that
     for operation in ("index_fill_", "index_copy_"):
         original, errors = getattr(torch.Tensor, operation), [torch.OutOfMemoryError("no room")]
 
-        def fail_once(*arguments: Any, original: Any = original, errors: Any = errors) -> torch.Tensor:
+        def fail_once(
+            *arguments: Any, original: Any = original, errors: Any = errors
+        ) -> torch.Tensor:
             if errors:
                 raise errors.pop()
             return original(*arguments)
@@ -204,7 +220,10 @@ def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
     with pytest.raises(ValueError, match="can't be copied while tag 'kv_cache' is paused"):
         blocks.fork(parent)
     blocks.check_integrity()
-    assert (table.available_size(), table.mamba.available_size()) == (2, 1)  # what the failed fork took is back
+    assert (table.available_size(), table.mamba.available_size()) == (
+        2,
+        1,
+    )  # what the failed fork took is back
     assert "1 state slot" not in table.shortage("request 7", 1)
     assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
     blocks.release(parent)

@@ -1,5 +1,7 @@
-"""Kernels beside their torch references, without a GPU in Triton's interpreter, and the references against plain
-arithmetic: writing and moving rows, expanding pages, fp8 and FP4."""
+"""Kernels beside their torch references, without a GPU in Triton's interpreter, and the references
+against plain
+arithmetic: writing and moving rows, expanding pages, fp8 and FP4.
+"""
 
 import bisect
 import itertools
@@ -32,14 +34,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Every bit pattern is fair: NaN, infinities, subnormals."""
     generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator
+    )
     return raw.to(DEVICE).view(dtype)
 
 
 def inputs(n: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """`[n, heads, dim]` of random bits, as a slice of a wider row (fused qkv), head-first or reversed in its heads."""
+    """`[n, heads, dim]` of random bits, as a slice of a wider row (fused qkv), head-first or
+    reversed in its heads.
+    """
     if layout == "fused":
-        return random_bits(n, 3 * heads * dim, dtype=dtype)[:, heads * dim : 2 * heads * dim].view(n, heads, dim)
+        return random_bits(n, 3 * heads * dim, dtype=dtype)[:, heads * dim : 2 * heads * dim].view(
+            n, heads, dim
+        )
     if layout == "head-first":
         return random_bits(heads, n, dim, dtype=dtype).transpose(0, 1)
     if layout == "dim-first":
@@ -64,12 +72,18 @@ LAYOUTS = ["contiguous", "fused", "head-first", "dim-first"]
 CASES = [("dim-first", shape) for shape in SHAPES] + [(layout, SHAPES[1]) for layout in LAYOUTS[:3]]
 
 
-@pytest.mark.parametrize(("layout", "shape"), some(*CASES, whole=list(itertools.product(LAYOUTS[:3], SHAPES))))
-def test_kv_write_equals_the_reference(layout: str, shape: tuple[int, int, int, torch.dtype]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shape"), some(*CASES, whole=list(itertools.product(LAYOUTS[:3], SHAPES)))
+)
+def test_kv_write_equals_the_reference(
+    layout: str, shape: tuple[int, int, int, torch.dtype]
+) -> None:
     heads, k_dim, v_dim, dtype = shape
     n, slots = 6, 20
     k, v = inputs(n, heads, k_dim, dtype, layout), inputs(n, heads, v_dim, dtype, layout)
-    loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[:, 0]  # strided
+    loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[
+        :, 0
+    ]  # strided
     assert not loc.is_contiguous()
     for impl in IMPLS:
         buffers = [poisoned(slots, heads, dim * dtype.itemsize) for dim in (k_dim, v_dim)]
@@ -88,16 +102,23 @@ def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
     expected = torch.zeros_like(buffer)
     expected[[3, 1], :, 2:5] = rows
     assert torch.equal(buffer, expected)
-    none, loc = torch.empty(0, 1, 16, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    none, loc = (
+        torch.empty(0, 1, 16, device=DEVICE),
+        torch.empty(0, dtype=torch.int64, device=DEVICE),
+    )
     set_rows(rows[:0], buffer[..., 2:5], loc, impl)
     set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], loc, impl)
     move_rows([buffer.transpose(0, 1)], loc, loc, impl)
     assert torch.equal(buffer, expected)
     codes = poisoned(2, 1, 16)
-    kv_write.set_kv_buffer_fp8(none, none, codes, codes, loc, torch.ones(2, device=DEVICE), FP8[0], impl)
+    kv_write.set_kv_buffer_fp8(
+        none, none, codes, codes, loc, torch.ones(2, device=DEVICE), FP8[0], impl
+    )
     kv_write.set_kv_buffer_fp4(none, none, [codes] * 2, [codes] * 2, loc, impl)
     assert (codes == POISON).all()
-    assert quant.read_fp8(codes, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl).shape == (0, 1, 16)
+    assert quant.read_fp8(
+        codes, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl
+    ).shape == (0, 1, 16)
     assert quant.read_fp4(codes, codes[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
 
 
@@ -116,11 +137,18 @@ LAYERS, SLOTS = 2, 20
 
 
 def parts(slot_major: bool) -> list[torch.Tensor]:
-    """[L, N, W] of three widths, one wider than a program's block; slot-major: slices of one buffer with gaps."""
+    """[L, N, W] of three widths, one wider than a program's block; slot-major: slices of one buffer
+    with gaps.
+    """
     widths, generator = (1, 5, 1030), torch.Generator().manual_seed(0)
     if not slot_major:
-        return [torch.randint(-(2**60), 2**60, (LAYERS, SLOTS, w), generator=generator).to(DEVICE) for w in widths]
-    rows = torch.randint(-(2**60), 2**60, (SLOTS, LAYERS * sum(widths) + 7), generator=generator).to(DEVICE)
+        return [
+            torch.randint(-(2**60), 2**60, (LAYERS, SLOTS, w), generator=generator).to(DEVICE)
+            for w in widths
+        ]
+    rows = torch.randint(
+        -(2**60), 2**60, (SLOTS, LAYERS * sum(widths) + 7), generator=generator
+    ).to(DEVICE)
     ends = [LAYERS * end for end in itertools.accumulate(widths)]
     return [
         rows[:, end - LAYERS * w : end].unflatten(1, (LAYERS, w)).transpose(0, 1)
@@ -139,7 +167,9 @@ def parts(slot_major: bool) -> list[torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("impl", IMPLS)
-def test_rows_move_as_if_all_were_read_first(impl: Any, tgt: list[int], src: list[int], slot_major: bool) -> None:
+def test_rows_move_as_if_all_were_read_first(
+    impl: Any, tgt: list[int], src: list[int], slot_major: bool
+) -> None:
     moved, expected = parts(slot_major), [part.clone() for part in parts(slot_major)]
     for part in expected:
         part[:, tgt] = part[:, src].clone()
@@ -149,7 +179,9 @@ def test_rows_move_as_if_all_were_read_first(impl: Any, tgt: list[int], src: lis
 
 
 def test_rows_move_past_2_to_the_31_elements() -> None:
-    """Of a part in bytes, which a pool moves as wider words; only the touched pages become real on the CPU."""
+    """Of a part in bytes, which a pool moves as wider words; only the touched pages become real on
+    the CPU.
+    """
     slots, width = 2**20 + 2, 1024
     part = torch.empty((2, slots, width), dtype=torch.uint8, device=DEVICE)
     assert (2 * slots - 2) * width > 2**31
@@ -175,7 +207,9 @@ FAR, MARGIN = -(2**60), 70
 def batch(
     lengths: list[tuple[int, int]], page_size: int, first_page: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, list[int]]:
-    """Arguments of expand_pages for requests (prefix, seq), and by plain arithmetic the ids it must give."""
+    """Arguments of expand_pages for requests (prefix, seq), and by plain arithmetic the ids it must
+    give.
+    """
     rows, pages, expected = [], [], []
     next_page = first_page + 40
     for r, (prefix, seq) in enumerate(lengths):
@@ -191,14 +225,26 @@ def batch(
             expected.append(page * page_size + position % page_size)
     meta = torch.tensor(rows, dtype=torch.int64, device=DEVICE).view(-1, 5).T.contiguous()
     largest = max((seq - prefix for prefix, seq in lengths), default=0)
-    return meta, torch.tensor(pages, dtype=torch.int64, device=DEVICE), len(expected), largest, expected
+    return (
+        meta,
+        torch.tensor(pages, dtype=torch.int64, device=DEVICE),
+        len(expected),
+        largest,
+        expected,
+    )
 
 
 def hidden(values: torch.Tensor) -> torch.Tensor:
     """The same values as every third element of a poisoned buffer: not contiguous in any dimension."""
     buffer = torch.full((*values.shape[:-1], 3 * values.shape[-1] + 2 * MARGIN), FAR, device=DEVICE)
-    rows = torch.full((2 * len(values), buffer.shape[-1]), FAR, device=DEVICE) if values.ndim == 2 else buffer
-    view = (rows[::2] if values.ndim == 2 else rows)[..., MARGIN : MARGIN + 3 * values.shape[-1] : 3]
+    rows = (
+        torch.full((2 * len(values), buffer.shape[-1]), FAR, device=DEVICE)
+        if values.ndim == 2
+        else buffer
+    )
+    view = (rows[::2] if values.ndim == 2 else rows)[
+        ..., MARGIN : MARGIN + 3 * values.shape[-1] : 3
+    ]
     view.copy_(values)
     return view
 
@@ -206,7 +252,11 @@ def hidden(values: torch.Tensor) -> torch.Tensor:
 def random_batch(seed: int) -> tuple[list[tuple[int, int]], int, int]:
     dice = random.Random(seed)
     prefixes = [dice.choice([0, 1, 5, dice.randint(0, 40)]) for _ in range(dice.randint(1, 6))]
-    return [(p, p + dice.choice([0, 1, 1, 3, dice.randint(0, 70)])) for p in prefixes], dice.choice([1, 2, 3, 8, 13]), 9
+    return (
+        [(p, p + dice.choice([0, 1, 1, 3, dice.randint(0, 70)])) for p in prefixes],
+        dice.choice([1, 2, 3, 8, 13]),
+        9,
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,10 +265,18 @@ def random_batch(seed: int) -> tuple[list[tuple[int, int]], int, int]:
         ([(0, 5)], 1, 10),
         ([(4, 5), (7, 8), (3, 4), (16, 17)], 4, 10),  # a decode step
         ([(3, 3), (0, 0)], 4, 10),
-        ([(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)], 24, 10),  # chunks beside decodes, more than a program's 32
+        (
+            [(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)],
+            24,
+            10,
+        ),  # chunks beside decodes, more than a program's 32
         *(random_batch(seed) for seed in range(12)),
-        # small tensors, large numbers: each factor and each product that an id is made of passes 2^31 somewhere
-        *(([(2**31 // size * size + size - 1, 2**31 // size * size + 3 * size)], size, 2**33) for size in (1, 3, 16)),
+        # small tensors, large numbers: each factor and each product that an id is made of passes
+        # 2^31 somewhere
+        *(
+            ([(2**31 // size * size + size - 1, 2**31 // size * size + 3 * size)], size, 2**33)
+            for size in (1, 3, 16)
+        ),
     ],
 )
 def test_pages_are_expanded_and_nothing_else_is_touched(
@@ -238,7 +296,9 @@ def test_pages_are_expanded_and_nothing_else_is_touched(
 
 
 def nearest(x: float, values: list[float]) -> int:
-    """Index of the value nearest to x among ascending ones, of two equally near the one with the even index."""
+    """Index of the value nearest to x among ascending ones, of two equally near the one with the
+    even index.
+    """
     i = min(max(bisect.bisect_left(values, x), 1), len(values) - 1)
     below, above = Fraction(x) - Fraction(values[i - 1]), Fraction(values[i]) - Fraction(x)
     return i - 1 if below < above or (below == above and (i - 1) % 2 == 0) else i
@@ -255,20 +315,32 @@ def test_fp8_is_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
     around = [m * factor for m in midpoints for factor in (1 - 2**-20, 1 + 2**-20)]
     xs = torch.tensor([*positive, *midpoints, *around, 1e30, float("inf"), 2.0**-140])
     got = quant.quantise_fp8(torch.cat((xs, -xs)), torch.ones(()), dtype).float()
-    expected = torch.tensor([positive[-1] if x > positive[-1] else positive[nearest(x, positive)] for x in xs.tolist()])
+    expected = torch.tensor(
+        [positive[-1] if x > positive[-1] else positive[nearest(x, positive)] for x in xs.tolist()]
+    )
     assert torch.equal(got, torch.cat((expected, -expected)))
-    assert quant.quantise_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(()), dtype).float().tolist() == [0, 0]
+    assert quant.quantise_fp8(
+        torch.tensor([torch.nan, -torch.nan]), torch.ones(()), dtype
+    ).float().tolist() == [0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")  # numpy, in the interpreter
-@pytest.mark.parametrize(("rows_dtype", "dtype"), some(*zip(FLOATS, FP8 + FP8, strict=False), whole=PAIRS))
+@pytest.mark.parametrize(
+    ("rows_dtype", "dtype"), some(*zip(FLOATS, FP8 + FP8, strict=False), whole=PAIRS)
+)
 def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """For 16-bit rows: every pattern there is."""
     if rows_dtype == torch.float32:
         k = random_bits(16, 2, 512, dtype=rows_dtype)
-        k[:8] = torch.ldexp(torch.randn_like(k[:8]), torch.randint(-20, 18, k[:8].shape, device=DEVICE))
+        k[:8] = torch.ldexp(
+            torch.randn_like(k[:8]), torch.randint(-20, 18, k[:8].shape, device=DEVICE)
+        )
     else:
-        k = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(rows_dtype).view(32, 2, 1024)
+        k = (
+            torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE)
+            .view(rows_dtype)
+            .view(32, 2, 1024)
+        )
     v = k.flip(0)[..., ::4]  # narrower, strided
     loc = torch.randperm(40, device=DEVICE)[: len(k)]
     scales = torch.tensor([1 / 0.37, 1.0], device=DEVICE)
@@ -287,10 +359,17 @@ def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.d
 
 
 def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
-    stored = torch.tensor([[[448.0, -448.0, 0.5, 0.0]]]).to(torch.float8_e4m3fn).view(torch.uint8).to(DEVICE)
+    stored = (
+        torch.tensor([[[448.0, -448.0, 0.5, 0.0]]])
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)
+        .to(DEVICE)
+    )
     loc = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     for dtype, large in ((torch.float16, 65504.0), (torch.float32, 448 * 400.0)):
-        got = quant.read_fp8(stored, loc, torch.tensor(400.0, device=DEVICE), torch.float8_e4m3fn, dtype)
+        got = quant.read_fp8(
+            stored, loc, torch.tensor(400.0, device=DEVICE), torch.float8_e4m3fn, dtype
+        )
         assert got.dtype == dtype
         assert got.tolist() == [[[large, -large, 200.0, 0.0]]] * 2
 
@@ -307,9 +386,12 @@ def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch
     loc = torch.tensor([7, 2, 7], device=DEVICE)
     for scale in (1.0, 0.37, 3e4, 1e-30):
         factor = torch.tensor(scale, device=DEVICE)
-        reference, kernel = (quant.read_fp8(buffer, loc, factor, stored, dtype, impl) for impl in IMPLS)
+        reference, kernel = (
+            quant.read_fp8(buffer, loc, factor, stored, dtype, impl) for impl in IMPLS
+        )
         assert kernel.dtype == dtype and kernel.shape == (3, 2, 128)
-        # the interpreter converts to bf16 by cutting off: up to one step, 2^-7, where rounding is needed
+        # the interpreter converts to bf16 by cutting off: up to one step, 2^-7, where rounding is
+        # needed
         rounding = 2**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" and scale != 1.0 else 0.0
         torch.testing.assert_close(kernel, reference, rtol=rounding, atol=0.0, equal_nan=True)
         zero = reference == 0
@@ -334,14 +416,19 @@ def test_every_code_tie_and_neighbour(e: int) -> None:
     values += [-value for value in values]
     codes, scales = quant.quantise_fp4(blocks_of(values, e))
     got = codes[:, 4] & 15  # element 8 is even: the low nibble
-    expected = [nearest(abs(v), list(quant.FP4_VALUES)) + (8 if v < 0 or str(v) == "-0.0" else 0) for v in values]
+    expected = [
+        nearest(abs(v), list(quant.FP4_VALUES)) + (8 if v < 0 or str(v) == "-0.0" else 0)
+        for v in values
+    ]
     assert got.tolist() == expected
     assert (codes[:, 1] >> 4 == 7).all()  # element 3 is odd: the high nibble
     assert (scales == e + 127).all()
     ties = {bound: quant.FP4_VALUES[expected[values.index(bound)]] for bound in quant.FP4_BOUNDS}
     assert ties == {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4}
     read = quant.dequantise_fp4(codes, scales, torch.float32)[:, 8]
-    assert read.tolist() == [(-1 if c > 7 else 1) * quant.FP4_VALUES[c & 7] * 2.0**e for c in expected]
+    assert read.tolist() == [
+        (-1 if c > 7 else 1) * quant.FP4_VALUES[c & 7] * 2.0**e for c in expected
+    ]
 
 
 def test_all_256_bytes_read_as_their_two_values() -> None:
@@ -356,7 +443,22 @@ def test_all_256_bytes_read_as_their_two_values() -> None:
 
 
 def test_the_exponent_is_the_least_that_fits() -> None:
-    amax = torch.tensor([1.0, 1.5, 1.5 + 2**-23, 2.0, 6.0, 6.1, 0.75, 2.0**-126, 2.0**-149, 3e38, torch.inf, 2.0**-130])
+    amax = torch.tensor(
+        [
+            1.0,
+            1.5,
+            1.5 + 2**-23,
+            2.0,
+            6.0,
+            6.1,
+            0.75,
+            2.0**-126,
+            2.0**-149,
+            3e38,
+            torch.inf,
+            2.0**-130,
+        ]
+    )
     blocks = torch.zeros(len(amax), 16)
     blocks[:, 5] = -amax
     _, scales = quant.quantise_fp4(blocks.to(DEVICE))
@@ -384,10 +486,17 @@ def test_zeros_nan_and_infinity() -> None:
 
 @pytest.mark.parametrize("rows_dtype", FLOATS)
 def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
-    rows = torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
+    rows = (
+        torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
+    )
     read = quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float32)
-    blocks, error = rows.float().unflatten(-1, (-1, 16)), (read - rows.float()).unflatten(-1, (-1, 16)).abs()
-    assert (error <= blocks.abs().amax(-1, keepdim=True) / 3).all()  # at most half of the widest gap, 4 to 6, of 3
+    blocks, error = (
+        rows.float().unflatten(-1, (-1, 16)),
+        (read - rows.float()).unflatten(-1, (-1, 16)).abs(),
+    )
+    assert (
+        error <= blocks.abs().amax(-1, keepdim=True) / 3
+    ).all()  # at most half of the widest gap, 4 to 6, of 3
     assert error.square().mean().sqrt() < 0.15 * rows.float().std()
 
 
@@ -395,7 +504,11 @@ def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
 def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     heads, k_dim, v_dim, slots = 2, 528, 32, 30  # a row wider than one program's blocks
     k = random_bits(12, heads, k_dim, dtype=dtype, seed=3)
-    k[:6] = torch.randn(6, heads, k_dim, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
+    k[:6] = (
+        torch.randn(6, heads, k_dim, generator=torch.Generator().manual_seed(4))
+        .to(dtype)
+        .to(DEVICE)
+    )
     k[6, 0, :16] = 0
     k[7, :, ::2] = -0.0
     ties = torch.tensor([*quant.FP4_BOUNDS, *quant.FP4_VALUES, 6.0], dtype=dtype, device=DEVICE)
@@ -408,7 +521,9 @@ def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     for impl in IMPLS:
         widths = (k_dim // 2, k_dim // 16, v_dim // 2, v_dim // 16)
         wide = [poisoned(slots, heads, w + 8) for w in widths]
-        parts = [t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)]  # rows inside of wider ones
+        parts = [
+            t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)
+        ]  # rows inside of wider ones
         kv_write.set_kv_buffer_fp4(k, v, parts[:2], parts[2:], loc, impl)
         for t, w in zip(wide, widths, strict=True):
             assert (t[..., :4] == POISON).all() and (t[..., 4 + w :] == POISON).all()
@@ -419,7 +534,9 @@ def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
 def test_fp4_reads_any_bytes_alike() -> None:
-    """Also what was never written: no byte reads as NaN or infinity, and both agree. Rows lie inside of wider ones."""
+    """Also what was never written: no byte reads as NaN or infinity, and both agree. Rows lie
+    inside of wider ones.
+    """
     codes, scales = (random_bits(9, 2, w, dtype=torch.uint8, seed=w)[..., 4:-4] for w in (272, 41))
     scales[8, :, 0], scales[3, :, 0] = 255, 254
     loc = torch.tensor([[8, 0, 3, 3]] * 2, device=DEVICE).T.contiguous()[:, 0]

@@ -45,8 +45,8 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
     k_rows, v_rows = pool.get_rows(1, at(6, 4, 9))
     assert torch.equal(k_rows, k_view * torch.tensor(0.1))
     assert torch.equal(v_rows, v_view * 4)
-    # half a step of 3 (2) mantissa bits: 2^-4 (2^-3) of a value, below the least normal value of half a subnormal step,
-    # 2^-10 (2^-17) x scale; scaling and unscaling in fp32 add a few 2^-24
+    # half a step of 3 (2) mantissa bits: 2^-4 (2^-3) of a value, below the least normal value of
+    # half a subnormal step, 2^-10 (2^-17) x scale; scaling and unscaling in fp32 add a few 2^-24
     half, least = {FP8: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17)}[dtype]
     assert ((k_rows - k).abs() <= (half + 2**-22) * k.abs() + 0.1 * least)[1:].all()
     ready = torch.full((1, 2, 32), 3.0, device=DEVICE).to(dtype)  # taken as scaled
@@ -59,8 +59,17 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
 def test_scales_are_checked_stay_at_one_address_and_travel_with_copies(saver: MemorySaver) -> None:
     pool = MHATokenToKVPool(mha(FP8), saver)
     seen = pool.device_scales(1)
-    for wrong in ((1.0,), (1.0, 0.0), (1.0, -1.0), (torch.inf, 1.0), (1.0, 1e-45), (torch.nan, 1.0)):
-        with pytest.raises(ValueError, match="of layer 1 must be one finite number > 0 for each of k, v"):
+    for wrong in (
+        (1.0,),
+        (1.0, 0.0),
+        (1.0, -1.0),
+        (torch.inf, 1.0),
+        (1.0, 1e-45),
+        (torch.nan, 1.0),
+    ):
+        with pytest.raises(
+            ValueError, match="of layer 1 must be one finite number > 0 for each of k, v"
+        ):
             pool.set_scales(1, *wrong)
     assert pool.scales(1) == (1.0, 1.0)
     copy = pool.get_cpu_copy(at(4))
@@ -103,10 +112,16 @@ def test_pools_and_configs_refuse_what_they_can_not_store() -> None:
         (lambda: MHATokenToKVPool(mha(FP4_DTYPE)), "FP4 has pools of its own"),
         (lambda: MLATokenToKVPoolFP4(mla()), "MLATokenToKVPoolFP4 can't store torch.bfloat16"),
         (lambda: mha(FP4_DTYPE, head_dim=24), "a multiple of 16 elements, 'k' has 24"),
-        (lambda: mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8), "kv_lora_rank of a multiple of 16, got 40"),
+        (
+            lambda: mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8),
+            "kv_lora_rank of a multiple of 16, got 40",
+        ),
         (lambda: mha(FP8, compute_dtype=torch.float8_e5m2), "compute_dtype"),
         (lambda: DoubleSparseTokenToKVPool(mha(), 33), "more than the head's 32 channels"),
-        (lambda: mha(size=33, page_size=16), "33 tokens, not a multiple of page_size 16; use 32 or 48"),
+        (
+            lambda: mha(size=33, page_size=16),
+            "33 tokens, not a multiple of page_size 16; use 32 or 48",
+        ),
         (lambda: mha(layers=0), "num_layers must be a whole number >= 1"),
         (lambda: mha(page_size=2.0), "page_size must be a whole number"),
         (lambda: mha(num_kv_heads=True), "num_kv_heads"),
@@ -144,13 +159,20 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         assert torch.equal(k, row)
     else:
-        # FP4: half of the widest gap, 4 to 6, of a block whose largest element is above 3. fp8: 2^-4,
-        # nothing saturates; reading as bf16 rounds by 2^-9 more.
+        # FP4: half of the widest gap, 4 to 6, of a block whose largest element is above 3. fp8:
+        # 2^-4, nothing saturates; reading as bf16 rounds by 2^-9 more.
         largest = row.abs().amax()
-        assert largest < 4.48 and ((k - row).abs() <= largest / (3 if dtype == FP4_DTYPE else 15)).all()
+        assert (
+            largest < 4.48
+            and ((k - row).abs() <= largest / (3 if dtype == FP4_DTYPE else 15)).all()
+        )
     if dtype != FP4_DTYPE:
         whole, value = pools[0].get_kv_buffer(1)
-        assert (whole.shape, value.shape, value.data_ptr()) == ((SLOTS, 1, 64), (SLOTS, 1, 48), whole.data_ptr())
+        assert (whole.shape, value.shape, value.data_ptr()) == (
+            (SLOTS, 1, 64),
+            (SLOTS, 1, 48),
+            whole.data_ptr(),
+        )
     with pytest.raises(ValueError, match=r"rope has shape \(3, 1, 48\), needed \(3, 1, 16\)"):
         pools[0].set_mla_kv_buffer(1, loc, row[..., :48], row[..., :48])
 
@@ -168,14 +190,18 @@ def test_labels_beside_keys_and_values() -> None:
     assert not buffer[:PS].any()
     pool.move_kv_cache(at(5), at(9))
     assert torch.equal(buffer[5], label[1])
-    for wrong, message in ((label.float(), "label is torch.float32"), (label[:1], r"label has shape \(1, 2, 5\)")):
+    for wrong, message in (
+        (label.float(), "label is torch.float32"),
+        (label[:1], r"label has shape \(1, 2, 5\)"),
+    ):
         with pytest.raises(ValueError, match=message):
             pool.set_label_buffer(1, at(4, 9), wrong)
     with pytest.raises(ValueError, match="layer 2"):
         pool.get_label_buffer(2)
 
 
-# ---------------------------------------------------------------- full and window side, full and linear layers
+# ---------------------------------------------------------------- full and window side, full and
+# linear layers
 
 
 def config(layers: int, size: int, dtype: torch.dtype = torch.float32) -> KVCacheConfig:
@@ -249,10 +275,16 @@ def test_wrong_sides_and_mappings() -> None:
         with pytest.raises(ValueError, match=message):
             SWAKVPool(*sides, *layers)
     pool = swa()
-    for wrong in (torch.zeros(36), torch.zeros(35, dtype=torch.int64), torch.zeros(6, 6, dtype=torch.int64)):
+    for wrong in (
+        torch.zeros(36),
+        torch.zeros(35, dtype=torch.int64),
+        torch.zeros(6, 6, dtype=torch.int64),
+    ):
         with pytest.raises(ValueError, match="full_to_swa_index_mapping"):
             pool.register_mapping(wrong.to(DEVICE))
-    with pytest.raises(ValueError, match="layer 5 is not in this pool; it holds layers 0, 1, 2, 3, 4"):
+    with pytest.raises(
+        ValueError, match="layer 5 is not in this pool; it holds layers 0, 1, 2, 3, 4"
+    ):
         pool.get_kv_buffer(5)
 
 
@@ -264,7 +296,9 @@ def test_only_full_layers_of_a_hybrid_keep_keys() -> None:
     assert pool.route(7) == (pool.full_pool, 1)
     assert pool.nbytes == 12 * pool.bytes_per_token == 12 * 2 * 2 * 9
     for layer in (0, 4, -1):
-        with pytest.raises(ValueError, match=rf"layer {layer} keeps no keys and values .* layers 3, 7 do"):
+        with pytest.raises(
+            ValueError, match=rf"layer {layer} keeps no keys and values .* layers 3, 7 do"
+        ):
             pool.set_kv_buffer(layer, at(5), rows(6), rows(-3))
     with pytest.raises(ValueError, match="the full pool is for 2 layers"):
         HybridLinearKVPool(config(2, 8), [3, 3])

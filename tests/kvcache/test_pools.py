@@ -1,4 +1,6 @@
-"""What every pool of token rows does: accounting, padding page, rows, copies, moves, pauses, mistakes."""
+"""What every pool of token rows does: accounting, padding page, rows, copies, moves, pauses,
+mistakes.
+"""
 
 from typing import Any
 
@@ -8,7 +10,19 @@ import torch
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
-from tests.helpers.kvcache.pools import BF16, FP8, POOLS, PS, SLOTS, at, make, mha, rows_for, stored, write
+from tests.helpers.kvcache.pools import (
+    BF16,
+    FP8,
+    POOLS,
+    PS,
+    SLOTS,
+    at,
+    make,
+    mha,
+    rows_for,
+    stored,
+    write,
+)
 
 
 @pytest.fixture(params=list(POOLS))
@@ -27,7 +41,9 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
     assert saver.tags == ["kv_cache"] and report.content == "discard"
     assert expected <= report.live_bytes <= expected + 4096
     page = saver.backend.granularity
-    assert report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"  # in whole extents there
+    assert (
+        report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"
+    )  # in whole extents there
     for part in stored(pool):
         assert 0 <= saver.offset_of(part) < report.committed_bytes
         part.zero_()
@@ -38,14 +54,25 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, FP8, torch.float8_e5m2])
 @pytest.mark.parametrize("slot_major", [False, True])
-def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype, slot_major: bool) -> None:
-    fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8, "dtype": dtype, "slot_major": slot_major}
+def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
+    dtype: torch.dtype, slot_major: bool
+) -> None:
+    fields: Any = {
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "v_head_dim": 8,
+        "dtype": dtype,
+        "slot_major": slot_major,
+    }
     pool = make_pool(size=8, page_size=2, **fields)
     assert pool.config.nbytes == pool.nbytes
     before = [part.fill_(7).clone() for part in stored(pool)]
     generator = torch.Generator().manual_seed(0)
     # every bit pattern is fair: NaN with payload, infinities, denormals
-    raw = [torch.randint(0, 256, (4, 3, w * dtype.itemsize), dtype=torch.uint8, generator=generator) for w in (4, 8)]
+    raw = [
+        torch.randint(0, 256, (4, 3, w * dtype.itemsize), dtype=torch.uint8, generator=generator)
+        for w in (4, 8)
+    ]
     k, v = (part.to(DEVICE).view(dtype) for part in raw)
     loc = [9, 2, 5, 3]
     pool.set_kv_buffer(1, at(*loc), k, v)
@@ -55,13 +82,17 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(dtype: torch.dtype
         assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "what was given is modified"
     for view, old in zip(pool.get_kv_buffer(1), before, strict=True):
         assert view.dtype == dtype and torch.equal(view.view(torch.uint8), old[1])
-        assert view.stride()[1:] == view[0].contiguous().stride()  # kernels take the stride between slots
+        assert (
+            view.stride()[1:] == view[0].contiguous().stride()
+        )  # kernels take the stride between slots
     other = make_pool(size=8, page_size=2, **fields | {"slot_major": not slot_major})
     assert pool.get_cpu_copy(at(2)).format == other.get_cpu_copy(at(2)).format
 
 
 def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
-    """Paused and resumed at any step: fresh, written, paused twice; rows written afterwards are right."""
+    """Paused and resumed at any step: fresh, written, paused twice; rows written afterwards are
+    right.
+    """
     pool = make(name, saver)
     assert not any(part[:, :PS].any() for part in stored(pool))
     addresses = [part.data_ptr() for part in stored(pool)]
@@ -165,8 +196,12 @@ def test_mistakes_write_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("window_pages", [None, 14])
-def test_sequences_come_go_and_go_on_through_pauses(window_pages: int | None, saver: MemorySaver) -> None:
-    """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause keeps all of it."""
+def test_sequences_come_go_and_go_on_through_pauses(
+    window_pages: int | None, saver: MemorySaver
+) -> None:
+    """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause
+    keeps all of it.
+    """
     blocks = make_blocks(pages=16, page_size=16, window_pages=window_pages, saver=saver)
     a, gone = blocks.admit(), blocks.admit()
     blocks.append(a, *range(20))
@@ -187,10 +222,15 @@ def test_sequences_come_go_and_go_on_through_pauses(window_pages: int | None, sa
         blocks.write(blocks.table.req_to_token[handle.row, :count].long(), range(count))
     assert blocks.append(a, 100)
     assert blocks.append(b, 200)
-    assert [blocks.values(each) for each in (a, b, c)] == [[*range(20), 100], [*range(20), 200], [*range(33)]]
+    assert [blocks.values(each) for each in (a, b, c)] == [
+        [*range(20), 100],
+        [*range(20), 200],
+        [*range(33)],
+    ]
 
 
-# ---------------------------------------------------------------- slots one after the other, whose end can move
+# ---------------------------------------------------------------- slots one after the other, whose
+# end can move
 
 
 def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
@@ -202,7 +242,11 @@ def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
     before, address = pool.get_rows(1, at(4, 900)), pool.get_kv_buffer(0)[0].data_ptr()
     assert pool.resize(1024) == pool.size
     assert 1024 <= pool.size <= 1024 + granularity // pool.bytes_per_token or DEVICE == "cuda"
-    assert pool.nbytes <= saver.report().tags["kv_cache"].committed_bytes <= pool.nbytes + granularity + 4096
+    assert (
+        pool.nbytes
+        <= saver.report().tags["kv_cache"].committed_bytes
+        <= pool.nbytes + granularity + 4096
+    )
     small = pool.size
     assert pool.resize(big) == pool.size == big
     assert pool.nbytes == full

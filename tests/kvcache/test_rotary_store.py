@@ -38,14 +38,17 @@ class Case:
         angles = torch.arange(1000.0)[:, None] / 10000.0 ** (torch.arange(0, rotated, 2) / rotated)
         self.tables = RotaryTables(cos=angles.cos().to(DEVICE), sin=angles.sin().to(DEVICE))
         self.caches = [
-            torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=DEVICE) for width in (dim, value_dim)
+            torch.full((SLOTS, kv_heads, width), 7.0, dtype=dtype, device=DEVICE)
+            for width in (dim, value_dim)
         ]
 
     def run(self, impl: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated q and the two caches afterwards."""
         k_cache, v_cache = (cache.clone() for cache in self.caches)
         tables = (self.tables.cos, self.tables.sin)
-        q = rotate_and_store(self.q, self.k, self.v, self.positions, self.slots, *tables, k_cache, v_cache, impl)  # type: ignore[arg-type]
+        q = rotate_and_store(
+            self.q, self.k, self.v, self.positions, self.slots, *tables, k_cache, v_cache, impl
+        )  # type: ignore[arg-type]
         return q, k_cache, v_cache
 
 
@@ -73,7 +76,9 @@ def test_bf16_rounds_where_torch_does(shape: tuple[int, ...]) -> None:
 def test_the_rest_of_a_head_stays() -> None:
     case = Case(CASES[4], torch.float32)
     q, k_cache, _ = case.run("torch")
-    assert torch.equal(q[..., 16:], case.q[..., 16:]) and torch.equal(k_cache[case.slots, :, 16:], case.k[..., 16:])
+    assert torch.equal(q[..., 16:], case.q[..., 16:]) and torch.equal(
+        k_cache[case.slots, :, 16:], case.k[..., 16:]
+    )
     cos, sin = case.tables.at(case.positions, torch.float32)
     assert torch.equal(q[..., :16], apply_rotary(case.q[..., :16], cos, sin))
 
@@ -103,7 +108,9 @@ def test_rotation_alone(heads: int, interleaved: bool) -> None:
     outs = [wide.clone(), wide.clone()]
     for out, impl in zip(outs, ("torch", "triton"), strict=True):
         tables = case.tables.cos, case.tables.sin
-        rotate_heads(case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl)  # type: ignore[arg-type]
+        rotate_heads(
+            case.q, case.positions, *tables, out[..., 16:], interleaved=interleaved, impl=impl
+        )  # type: ignore[arg-type]
     assert torch.equal(*outs) and (outs[0][..., :16] == 7).all()
     order = [*range(0, 24, 2), *range(1, 24, 2)] if interleaved else list(range(24))
     cos, sin = case.tables.at(case.positions, torch.float32)

@@ -1,5 +1,7 @@
-"""A tag shows another saver's pages: two tags, one memory; what it must not do with them, and that they go back however
-borrower or owner ends: counted exactly. (Driver calls that fail: test_fault_injection.)"""
+"""A tag shows another saver's pages: two tags, one memory; what it must not do with them, and that
+they go back however borrower or owner ends: counted exactly. (Driver calls that fail:
+test_fault_injection.)
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World:
-    """An owner whose tag "params" shows 0, 1, 2 ... at every MiB, a borrower whose paused tag "weights" is smaller."""
+    """An owner whose tag "params" shows 0, 1, 2 ...
+
+    at every MiB, a borrower whose paused tag "weights" is smaller.
+    """
 
     def __init__(self, device: str, content: str = "discard", **options: Any) -> None:
         self.owner, self.saver = MemorySaver(device), MemorySaver(device, **options)
@@ -50,7 +55,10 @@ class World:
         return self.owner.report().tags["params"].leases
 
     def seen(self) -> list[int]:
-        return [int(self.first[-1]), *(int(row[at]) for row in self.rest.view(3, -1) for at in (0, -1))]
+        return [
+            int(self.first[-1]),
+            *(int(row[at]) for row in self.rest.view(3, -1) for at in (0, -1)),
+        ]
 
     def check(self) -> None:
         self.owner.check_integrity()
@@ -78,7 +86,12 @@ def test_both_tags_show_the_same_memory(world: World, device: str) -> None:
         assert world.seen()[1:] == THEIRS[1:] and family_bytes(device) == held
         report = world.saver.report()
         tag = report.tags["weights"]
-        assert (tag.state, tag.borrowed_bytes, tag.committed_bytes, tag.live_bytes) == ("active", SIZE, 0, 4 * MIB)
+        assert (tag.state, tag.borrowed_bytes, tag.committed_bytes, tag.live_bytes) == (
+            "active",
+            SIZE,
+            0,
+            4 * MIB,
+        )
         assert report.committed_bytes == 0 and tag.last_resume_seconds > 0
         assert world.leases == 1 and world.owner.report().committed_bytes == SIZE
         assert torch.equal(world.saver.backed_view(world.rest), world.rest)
@@ -111,10 +124,30 @@ def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str
         ("nobody's", ticket, memsaver.TagError, "unknown tag"),
         ("active", ticket, memsaver.StateError, "the tag is active; pause it first"),
         ("weights", other_device, ValueError, "pages of GPU-1 cannot serve"),
-        ("weights", saver.share("active"), ValueError, "'active' is a tag of the same saver; use exchange"),
-        ("weights", memsaver.Ticket(**{**vars(ticket), "token": ""}), memsaver.LeaseError, "unknown ticket"),
-        ("weights", memsaver.Ticket(**{**vars(ticket), "socket_name": "x"}), memsaver.LeaseError, "not answer"),
-        ("weights", world.owner.share("small"), ValueError, "needs 4.0 MiB.*tag 'small' has 2.0 MiB"),
+        (
+            "weights",
+            saver.share("active"),
+            ValueError,
+            "'active' is a tag of the same saver; use exchange",
+        ),
+        (
+            "weights",
+            memsaver.Ticket(**{**vars(ticket), "token": ""}),
+            memsaver.LeaseError,
+            "unknown ticket",
+        ),
+        (
+            "weights",
+            memsaver.Ticket(**{**vars(ticket), "socket_name": "x"}),
+            memsaver.LeaseError,
+            "not answer",
+        ),
+        (
+            "weights",
+            world.owner.share("small"),
+            ValueError,
+            "needs 4.0 MiB.*tag 'small' has 2.0 MiB",
+        ),
     ]
     for tag, bad, kind, text in refusals:
         with pytest.raises(kind, match=text):
@@ -164,7 +197,9 @@ def test_what_a_borrowed_tag_refuses(world: World) -> None:
     ticket = world.saver.share("weights")
     world.borrow()
     for what, do in REFUSED.items():
-        with pytest.raises(memsaver.LeaseError, match=rf"{what}.*are borrowed.*another saver's tag 'params'"):
+        with pytest.raises(
+            memsaver.LeaseError, match=rf"{what}.*are borrowed.*another saver's tag 'params'"
+        ):
             do(world.saver)
         world.check()
         assert world.seen() == THEIRS
@@ -174,7 +209,10 @@ def test_what_a_borrowed_tag_refuses(world: World) -> None:
     world.saver.resume()
     assert world.seen() == THEIRS
     for end in (world.owner.pause, lambda: world.owner.resize("params", MIB), world.owner.close):
-        with pytest.raises(memsaver.LeaseError, match=f"'params' by process {os.getpid()}; .*what borrowed the pages"):
+        with pytest.raises(
+            memsaver.LeaseError,
+            match=f"'params' by process {os.getpid()}; .*what borrowed the pages",
+        ):
             end()
     world.check()
     assert world.seen() == THEIRS
@@ -261,7 +299,15 @@ def test_another_process_lends(fds: int, lender: RemoteSaver, borrower: Borrower
         saver.backend.synchronize()
         assert lender.look()[0] == value + 100 and lender.report().tags["t"].leases == 1
         saver.pause("weights")
-        resting.add((lender.report().tags["t"].leases, lender.exports(), lender.held(), open_fds(), len(imports)))
+        resting.add(
+            (
+                lender.report().tags["t"].leases,
+                lender.exports(),
+                lender.held(),
+                open_fds(),
+                len(imports),
+            )
+        )
         maps.append(memory_maps())
     assert len(resting) == 1 and resting.pop()[:2] == (0, 2), "exported or imported more than once"
     assert maps[-1] <= maps[0] + 8

@@ -1,5 +1,6 @@
-"""Debug mode: what touches paused memory raises before it runs, what does not passes; digests of kept content. (What a
-digest notices: ops/test_digest.)"""
+"""Debug mode: what touches paused memory raises before it runs, what does not passes; digests of
+kept content. (What a digest notices: ops/test_digest.)
+"""
 
 from __future__ import annotations
 
@@ -77,11 +78,17 @@ TOUCHING: dict[str, tuple[Operation, str]] = {
     "read": (lambda p, o: p + 1, "aten.add.Tensor uses argument 'self'"),
     "linear": (lambda p, o: torch.nn.functional.linear(o, p, o[0]), " uses "),
     "copy by reshape": (lambda p, o: p.t().reshape(-1), " uses "),
-    "through a view": (lambda p, o: p.view(-1)[2:6].exp(), r"exp.default uses argument 'self' \(\[4\], torch.float32"),
+    "through a view": (
+        lambda p, o: p.view(-1)[2:6].exp(),
+        r"exp.default uses argument 'self' \(\[4\], torch.float32",
+    ),
     "index": (lambda p, o: p[[0, 1]], "aten.index.Tensor uses argument 'self'"),
     "indexed by": (lambda p, o: o.view(-1)[p.view(torch.int32)[0]], "argument 'indices\\[0\\]'"),
     "list": (lambda p, o: torch.cat([o, p]), "aten.cat.default uses argument 'tensors\\[1\\]'"),
-    "foreach": (lambda p, o: torch._foreach_add_([o, p], 1), "_foreach_add_.Scalar uses argument 'self\\[1\\]'"),
+    "foreach": (
+        lambda p, o: torch._foreach_add_([o, p], 1),
+        "_foreach_add_.Scalar uses argument 'self\\[1\\]'",
+    ),
     "in place": (lambda p, o: p.add_(o), "aten.add_.Tensor uses argument 'self'"),
     "copy to": (lambda p, o: p.copy_(o), "aten.copy_.default uses argument 'self'"),
     "copy from": (lambda p, o: o.copy_(p), "aten.copy_.default uses argument 'src'"),
@@ -105,20 +112,58 @@ def test_what_touches_paused_memory_raises_before_it_runs(case: Case, name: str)
         other = case.other.clone()
         with mode(), pytest.raises(memsaver.StateError, match=said) as caught:
             operation(case.paused, other)
-        assert "on tag 'kv_cache', which is paused; call resume('kv_cache') first" in str(caught.value)
+        assert "on tag 'kv_cache', which is paused; call resume('kv_cache') first" in str(
+            caught.value
+        )
         assert torch.equal(other, case.other)
 
 
 NOT_TOUCHING: dict[str, Operation] = {
-    "metadata": lambda p, o: (p.shape, p.stride(), p.dtype, p.device, p.data_ptr(), p.is_contiguous(), len(p)),
-    "views": lambda p, o: (p.view(-1)[1:5], p.t().unsqueeze(0).squeeze(0).expand(4, 4), p.view(torch.uint8), p[:, ::2]),
-    "more views": lambda p, o: (p.reshape(2, 8), p.chunk(2), p.unbind(), p.flatten(), p.as_strided((2,), (1,))),
-    "same": lambda p, o: (p.contiguous(), p.to(p.dtype), p.detach(), p.data, p.view_as(o), p.requires_grad_(False)),
-    "factories": lambda p, o: (torch.empty_like(p), p.new_empty(3), torch.zeros_like(p), p.new_ones(2)),
+    "metadata": lambda p, o: (
+        p.shape,
+        p.stride(),
+        p.dtype,
+        p.device,
+        p.data_ptr(),
+        p.is_contiguous(),
+        len(p),
+    ),
+    "views": lambda p, o: (
+        p.view(-1)[1:5],
+        p.t().unsqueeze(0).squeeze(0).expand(4, 4),
+        p.view(torch.uint8),
+        p[:, ::2],
+    ),
+    "more views": lambda p, o: (
+        p.reshape(2, 8),
+        p.chunk(2),
+        p.unbind(),
+        p.flatten(),
+        p.as_strided((2,), (1,)),
+    ),
+    "same": lambda p, o: (
+        p.contiguous(),
+        p.to(p.dtype),
+        p.detach(),
+        p.data,
+        p.view_as(o),
+        p.requires_grad_(False),
+    ),
+    "factories": lambda p, o: (
+        torch.empty_like(p),
+        p.new_empty(3),
+        torch.zeros_like(p),
+        p.new_ones(2),
+    ),
     "in-place views": lambda p, o: p.detach().t_().unsqueeze_(0),
     "aliases": lambda p, o: (o.detach().set_(p), torch.as_tensor(p)),
     "identity": lambda p, o: (p.is_set_to(p), p.is_same_size(o), p.is_floating_point(), p is p),
-    "no elements": lambda p, o: (p[:0].sum(), p[:0].add_(1), torch.cat([p[:0], o]), p[2:2].tolist()),
+    "no elements": lambda p, o: (
+        p[:0].sum(),
+        p[:0].add_(1),
+        torch.cat([p[:0], o]),
+        p[2:2].tolist(),
+    ),
     "parameter": lambda p, o: torch.nn.Parameter(p).grad,
     "autograd": lambda p, o: p.detach().requires_grad_().view(-1)[0].grad_fn,
     "others": lambda p, o: repr((o @ o + 1).tolist()),
@@ -169,12 +214,16 @@ class _Deeper(torch.autograd.Function):
     """Goes backward inside backward; from a depth of 60 autograd does that on a thread of its own."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, depth: int, last: Callable) -> torch.Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, depth: int, last: Callable
+    ) -> torch.Tensor:
         ctx.depth, ctx.last = depth, last
         return x.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         if not ctx.depth:
             ctx.last()
         else:
@@ -202,7 +251,9 @@ class _Count(_python_dispatch.TorchDispatchMode):
         super().__init__()
         self.seen = 0
 
-    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         self.seen += 1
         return func(*args, **(kwargs or {}))
 
@@ -273,7 +324,9 @@ def test_a_saver_in_debug_mode(device: str) -> None:
     saver = MemorySaver(device, debug=True)
     kept = saver.empty(100, tag="kept", content="host").fill_(3)
     saver.pause()
-    with pytest.raises(memsaver.StateError, match=r"aten.sum.*'kept', which is paused; call resume\('kept'\) first"):
+    with pytest.raises(
+        memsaver.StateError, match=r"aten.sum.*'kept', which is paused; call resume\('kept'\) first"
+    ):
         kept.sum()
 
     def other() -> None:
@@ -299,7 +352,9 @@ def test_a_saver_in_debug_mode(device: str) -> None:
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "a bit": lambda data: data[len(data) // 2].bitwise_xor_(16),
     "the last bit": lambda data: data[-1].bitwise_xor_(128),
-    "two words swapped": lambda data: data[:32].view(2, 16).copy_(data[:32].view(2, 16).flip(0).clone()),
+    "two words swapped": lambda data: (
+        data[:32].view(2, 16).copy_(data[:32].view(2, 16).flip(0).clone())
+    ),
     "shifted": lambda data: data.copy_(data.roll(8)),
     "zeroed": torch.Tensor.zero_,
 }
@@ -319,5 +374,7 @@ def test_checksums_notice_a_change(device: str, change: str, nbytes: int) -> Non
     data[-1] ^= 1  # outside every range
     taken.verify(view, 1 << 40)
     CHANGES[change](view(64, nbytes))
-    with pytest.raises(memsaver.BackendError, match=f"'kv_cache'.*{nbytes} bytes at offset 64 differ.*of 3 ranges"):
+    with pytest.raises(
+        memsaver.BackendError, match=f"'kv_cache'.*{nbytes} bytes at offset 64 differ.*of 3 ranges"
+    ):
         taken.verify(view, 1 << 40)

@@ -71,7 +71,9 @@ def _count(pipe: Connection, key: str, counter: Path) -> None:
     pipe.send("done")
 
 
-def test_threads_of_three_processes_count_without_losing_one(key: str, tmp_path: Path, runtime: Path) -> None:
+def test_threads_of_three_processes_count_without_losing_one(
+    key: str, tmp_path: Path, runtime: Path
+) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
     with contextlib.ExitStack() as stack:
@@ -99,7 +101,9 @@ def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime:
         assert time.monotonic() - started >= 0.3
         message = str(caught.value)
         assert f"process {holder.pid} (python" in message and f"end process {holder.pid}" in message
-        assert key in message and "waited 0.3 s" in message and re.search(r" for \d+\.\d s", message)
+        assert (
+            key in message and "waited 0.3 s" in message and re.search(r" for \d+\.\d s", message)
+        )
         assert isinstance(caught.value, MemSaverError)
         with pytest.raises(LockTimeout), DeviceLock(key, timeout=0):
             pass
@@ -108,7 +112,11 @@ def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime:
             assert holder.dies_within(60) and holder.process.exitcode == -signal.SIGKILL
     (file,) = (runtime / "memsaver").iterdir()
     assert file.name == f"{key}.lock" and str(os.getpid()) in file.read_text()
-    (fd,) = [link.name for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and link.readlink() == file]
+    (fd,) = [
+        link.name
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink() and link.readlink() == file
+    ]
     assert not os.get_inheritable(int(fd))
     file.unlink()  # as a cleaner of /tmp does
     with peer(_hold, key), pytest.raises(LockTimeout), DeviceLock(key, timeout=0.1):
@@ -151,7 +159,9 @@ def test_reentrant_and_shared_by_the_instances_of_a_process(key: str) -> None:
 
 def _free_elsewhere(lock: DeviceLock) -> bool:
     """Whether another file description, as another process has it, could lock."""
-    fd = os.open(Path(os.environ["XDG_RUNTIME_DIR"]) / "memsaver" / f"{lock.device_key}.lock", os.O_RDWR)
+    fd = os.open(
+        Path(os.environ["XDG_RUNTIME_DIR"]) / "memsaver" / f"{lock.device_key}.lock", os.O_RDWR
+    )
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,7 +226,10 @@ UNSAFE: dict[str, tuple[Callable[[Path, str], object], str]] = {
     "symlink": (lambda folder, key: link(folder), "not a folder"),
     "file": (lambda folder, key: folder.touch(0o700), "not a folder"),
     "owner": (lambda folder, key: folder.mkdir(0o700), "belongs to user"),
-    "file is a symlink": (lambda folder, key: (folder.mkdir(0o700), link(folder / f"{key}.lock")), "cannot open"),
+    "file is a symlink": (
+        lambda folder, key: (folder.mkdir(0o700), link(folder / f"{key}.lock")),
+        "cannot open",
+    ),
 }
 
 
@@ -261,11 +274,17 @@ def test_a_stranger_who_takes_the_temporary_name_stops_nobody(
 
     def lstat(path: Path) -> os.stat_result:
         found = looked(path)
-        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]]) if Path(path) == taken else found
+        return (
+            os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+            if Path(path) == taken
+            else found
+        )
 
     monkeypatch.setattr(os, "lstat", lstat)
     with DeviceLock(key):
-        assert [file.name for file in (tmp_path / "cache" / "memsaver" / "locks").iterdir()] == [f"{key}.lock"]
+        assert [file.name for file in (tmp_path / "cache" / "memsaver" / "locks").iterdir()] == [
+            f"{key}.lock"
+        ]
     assert not list(taken.iterdir())
 
 

@@ -95,10 +95,19 @@ def test_this_machine_is_told_as_it_is() -> None:
     examine("cpu")  # what is loaded once, is loaded
     before = process_bytes("cpu"), settled_fds()
     checks = named(examine("cpu"))
-    until(lambda: (process_bytes("cpu"), open_fds()) == before)  # connections are closed by their own threads
+    until(
+        lambda: (process_bytes("cpu"), open_fds()) == before
+    )  # connections are closed by their own threads
     assert list(checks) == [row.name for row in CHECKS]
     assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
-    must_work = ["Python", "torch", "memory shim", "regions on the CPU", "pause and resume on the CPU", "sharing a tag"]
+    must_work = [
+        "Python",
+        "torch",
+        "memory shim",
+        "regions on the CPU",
+        "pause and resume on the CPU",
+        "sharing a tag",
+    ]
     must_work += ["memory without a file", "passing files between processes"]
     assert [checks[name].status for name in must_work] == ["ok"] * len(must_work), checks
     assert torch.__version__ in checks["torch"].found
@@ -114,7 +123,12 @@ def test_a_gpu_is_tried_out_and_gets_everything_back() -> None:
     assert {check.status for check in checks.values()} <= {"ok", "warn"}, checks
     assert torch.cuda.get_device_properties(0).name in checks["GPUs"].found
     assert " free of " in checks["GPUs"].found
-    for name in ("exporting GPU memory", "pause and resume on the GPU", "regions on the GPU", "CUDA graphs"):
+    for name in (
+        "exporting GPU memory",
+        "pause and resume on the GPU",
+        "regions on the GPU",
+        "CUDA graphs",
+    ):
         assert checks[name].status == "ok", checks[name]
     assert "GB/s to the GPU" in checks["pinned memory"].found
     torch.cuda.empty_cache()
@@ -140,9 +154,15 @@ runpy.run_module("memsaver.doctor", run_name="__main__")
 
 def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = raises(RuntimeError("two\nlines"))
-    rows = [Row("one", "machine", broken, "do this"), Row("two", "cpu", answer(("ok", "fine")), "unused")]
+    rows = [
+        Row("one", "machine", broken, "do this"),
+        Row("two", "cpu", answer(("ok", "fine")), "unused"),
+    ]
     monkeypatch.setattr(doctor, "CHECKS", rows)
-    assert examine("cpu") == [Check("one", "fail", "RuntimeError: two lines", "do this"), Check("two", "ok", "fine")]
+    assert examine("cpu") == [
+        Check("one", "fail", "RuntimeError: two lines", "do this"),
+        Check("two", "ok", "fine"),
+    ]
 
 
 def test_every_check_has_a_name_of_its_own_and_a_remedy() -> None:
@@ -157,8 +177,14 @@ def test_a_device_that_cannot_be_tried_is_a_failed_check(device: str | torch.dev
     assert_tells(look("GPUs", choose_target(device)), "fail")
 
 
-def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [Check("one", "ok", "[fine]"), Check("two", "warn", "so so", "do this"), Check("three", "skip", "none")]
+def test_the_table_and_the_exit_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [
+        Check("one", "ok", "[fine]"),
+        Check("two", "warn", "so so", "do this"),
+        Check("three", "skip", "none"),
+    ]
     monkeypatch.setattr("memsaver.doctor.examine", lambda device: checks)
     assert report(None) == 0
     text = capsys.readouterr().out
@@ -186,9 +212,17 @@ def drop_descriptors(connection: socket.socket, text: list[bytes], fds: list[int
 
 BINDING, ALLOCATOR = "CUDA binding for Python", "torch's allocator settings"
 EITHER = (HERE, "warn"), (GPU, "fail")
-VERSION, IMPORT, LIMITS = "importlib.metadata.version", "importlib.import_module", "resource.getrlimit"
+VERSION, IMPORT, LIMITS = (
+    "importlib.metadata.version",
+    "importlib.import_module",
+    "resource.getrlimit",
+)
 NONE = resource.RLIM_INFINITY
-CUDA_CONF, CONF, UNCACHED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"
+CUDA_CONF, CONF, UNCACHED = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
 UNSET = {CUDA_CONF: None, CONF: None, UNCACHED: None}
 SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
@@ -196,16 +230,24 @@ UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
 REFILL = "memsaver.tag.refill.Refill.fill"
 HOOK = "memsaver.native.cpu_hook.allocate_from"
-MISSING, REFUSED = raises(ModuleNotFoundError("no such module")), raises(PermissionError("not permitted"))
+MISSING, REFUSED = (
+    raises(ModuleNotFoundError("no such module")),
+    raises(PermissionError("not permitted")),
+)
 DROPPED = {"socket.send_fds": drop_descriptors}
 NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
 NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
-"""The check; what it is asked about; what is different, of the process (dotted) or of the environment; what it says."""
+"""The check; what it is asked about; what is different, of the process (dotted) or of the
+environment; what it says.
+"""
 
 CASES: list[Case] = [
     ("torch", HERE, {"torch.__version__": "2.9.1+cu126"}, "fail", ("2.9.1", "torch>=2.11")),
-    *[("torch", HERE, {"torch.__version__": text}, "ok", ()) for text in ("2.11.0", "2.13.0+cpu", "3.0.0a0+git1")],
+    *[
+        ("torch", HERE, {"torch.__version__": text}, "ok", ())
+        for text in ("2.11.0", "2.13.0+cpu", "3.0.0a0+git1")
+    ],
     ("Python", HERE, {"sys.version_info": (3, 14, 0)}, "warn", ("3.11 to 3.13",)),
     ("Python", HERE, {"sys.version_info": (3, 10, 9)}, "fail", ("3.11 to 3.13",)),
     *[("Python", HERE, {"sys.version_info": (3, minor, 0)}, "ok", ()) for minor in (11, 13)],
@@ -216,32 +258,101 @@ CASES: list[Case] = [
         "fail",
         ("Python.h", "python3-dev"),
     ),
-    *[("Triton", on, {VERSION: answer("3.5.1")}, status, ("3.5.1, too old", "triton>=3.6")) for on, status in EITHER],
-    *[("Triton", on, {IMPORT: MISSING}, status, ("does not import: no such", "pip install")) for on, status in EITHER],
-    (BINDING, HERE, {VERSION: answer("12.9.1"), IMPORT: answer(None)}, "warn", ("12.9.1", "memsaver[cuda]")),
+    *[
+        ("Triton", on, {VERSION: answer("3.5.1")}, status, ("3.5.1, too old", "triton>=3.6"))
+        for on, status in EITHER
+    ],
+    *[
+        ("Triton", on, {IMPORT: MISSING}, status, ("does not import: no such", "pip install"))
+        for on, status in EITHER
+    ],
+    (
+        BINDING,
+        HERE,
+        {VERSION: answer("12.9.1"), IMPORT: answer(None)},
+        "warn",
+        ("12.9.1", "memsaver[cuda]"),
+    ),
     (BINDING, HERE, {IMPORT: MISSING}, "skip", ()),
     (BINDING, GPU, {IMPORT: MISSING}, "fail", ("does not import", "memsaver[cuda]")),
     (ALLOCATOR, HERE, SET, "ok", ()),
-    (ALLOCATOR, HERE, UNSET | {CUDA_CONF: "backend:cudaMallocAsync"}, "warn", ("cudaMallocAsync", CUDA_CONF)),
-    (ALLOCATOR, HERE, SET | {CONF: "max_split_size_mb:64,backend:cudaMallocAsync"}, "warn", (f"out of {CONF}",)),
+    (
+        ALLOCATOR,
+        HERE,
+        UNSET | {CUDA_CONF: "backend:cudaMallocAsync"},
+        "warn",
+        ("cudaMallocAsync", CUDA_CONF),
+    ),
+    (
+        ALLOCATOR,
+        HERE,
+        SET | {CONF: "max_split_size_mb:64,backend:cudaMallocAsync"},
+        "warn",
+        (f"out of {CONF}",),
+    ),
     (ALLOCATOR, HERE, SET | {UNCACHED: "0"}, "warn", (f"unset {UNCACHED}",)),
     ("preloaded libraries", HERE, {"LD_PRELOAD": "/x/libjemalloc.so"}, "ok", ()),
-    ("preloaded libraries", HERE, {"LD_PRELOAD": TMS}, "warn", ("torch_memory_saver", "LD_PRELOAD")),
+    (
+        "preloaded libraries",
+        HERE,
+        {"LD_PRELOAD": TMS},
+        "warn",
+        ("torch_memory_saver", "LD_PRELOAD"),
+    ),
     (REGISTERED, HERE, UNHOOKED, "ok", ("keeps them off its tags", "install turns it off")),
     (REGISTERED, HERE, UNHOOKED | {GRAPH_REGISTER: "0"}, "ok", ("registers no buffers",)),
     (REGISTERED, HERE, UNHOOKED | {GRAPH_REGISTER: "1"}, "warn", ("drop-ins", "or set it to 0")),
-    *[(REGISTERED, HERE, UNHOOKED | {name: "1"}, "warn", (f"unset {name}",)) for name in ALLOCATOR_HOOKS],
-    ("open files", HERE, {LIMITS: answer((4095, 1 << 20))}, "warn", ("up to 4095", "1048576", "ulimit -n 65536")),
-    ("open files", HERE, {LIMITS: answer((256, 1024))}, "warn", ("256", "hard limit 1024", "docker run --ulimit")),
-    ("open files", HERE, {LIMITS: answer((256, NONE))}, "warn", ("hard limit unlimited", "ulimit -n 65536")),
+    *[
+        (REGISTERED, HERE, UNHOOKED | {name: "1"}, "warn", (f"unset {name}",))
+        for name in ALLOCATOR_HOOKS
+    ],
+    (
+        "open files",
+        HERE,
+        {LIMITS: answer((4095, 1 << 20))},
+        "warn",
+        ("up to 4095", "1048576", "ulimit -n 65536"),
+    ),
+    (
+        "open files",
+        HERE,
+        {LIMITS: answer((256, 1024))},
+        "warn",
+        ("256", "hard limit 1024", "docker run --ulimit"),
+    ),
+    (
+        "open files",
+        HERE,
+        {LIMITS: answer((256, NONE))},
+        "warn",
+        ("hard limit unlimited", "ulimit -n 65536"),
+    ),
     ("open files", HERE, {LIMITS: answer((4096, 4096))}, "ok", ()),
     ("open files", HERE, {LIMITS: answer((NONE, NONE))}, "ok", ("up to unlimited",)),
     ("locked memory", GPU, {LIMITS: answer((NONE, NONE))}, "ok", ("unlimited",)),
-    ("memory without a file", HERE, {"os.memfd_create": REFUSED}, "fail", ("Error: not permitted", "seccomp")),
-    ("memory without a file", HERE, {"os.memfd_create": None}, "fail", ("no os.memfd_create", "Linux 3.17")),
+    (
+        "memory without a file",
+        HERE,
+        {"os.memfd_create": REFUSED},
+        "fail",
+        ("Error: not permitted", "seccomp"),
+    ),
+    (
+        "memory without a file",
+        HERE,
+        {"os.memfd_create": None},
+        "fail",
+        ("no os.memfd_create", "Linux 3.17"),
+    ),
     ("passing files between processes", HERE, DROPPED, "fail", ("did not arrive", "SCM_RIGHTS")),
     ("CUDA driver", HERE, NO_DEVICE, "skip", ("no NVIDIA driver",)),
-    ("CUDA driver", HERE, NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path(os.devnull)}, "fail", ("--gpus all",)),
+    (
+        "CUDA driver",
+        HERE,
+        NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path(os.devnull)},
+        "fail",
+        ("--gpus all",),
+    ),
     (
         "pause and resume on the CPU",
         HERE,
@@ -249,12 +360,20 @@ CASES: list[Case] = [
         "fail",
         ("back changed",),
     ),
-    ("regions on the CPU", HERE, {HOOK: lambda slot: contextlib.nullcontext()}, "fail", ("not on its tag",)),
+    (
+        "regions on the CPU",
+        HERE,
+        {HOOK: lambda slot: contextlib.nullcontext()},
+        "fail",
+        ("not on its tag",),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join((case[0], case[3], *case[4][:1])))
-def test_what_is_in_the_way_is_told_with_its_remedy(case: Case, monkeypatch: pytest.MonkeyPatch, fds: int) -> None:
+def test_what_is_in_the_way_is_told_with_its_remedy(
+    case: Case, monkeypatch: pytest.MonkeyPatch, fds: int
+) -> None:
     name, target, changes, status, words = case
     for place, value in changes.items():
         if "." in place and value is None:
@@ -271,7 +390,9 @@ def test_what_is_in_the_way_is_told_with_its_remedy(case: Case, monkeypatch: pyt
     until(lambda: open_fds() <= fds)  # connections are closed by their own threads
 
 
-def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", raises(RuntimeError("driver mismatch")))
     assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
 
@@ -293,15 +414,36 @@ def test_sharing_sees_other_memory(device: str, fds: int, monkeypatch: pytest.Mo
 
 Driver = tuple[dict[str, int], str | None, str, Target, str, tuple[str, ...]]
 DRIVERS: list[Driver] = [
-    ({"version": 12080}, None, "CUDA driver", HERE, "ok", ("serves CUDA 12.8, GPUs visible to it: 2",)),
+    (
+        {"version": 12080},
+        None,
+        "CUDA driver",
+        HERE,
+        "ok",
+        ("serves CUDA 12.8, GPUs visible to it: 2",),
+    ),
     ({"version": 12080}, None, "GPUs", HERE, "warn", ("driver: 2, but a test", "built for CUDA")),
     ({"version": 12080}, "12.9", "CUDA driver", HERE, "ok", ()),
-    ({"version": 12080}, "13.0", "CUDA driver", HERE, "fail", ("built for CUDA 13.0", "update NVIDIA's driver")),
+    (
+        {"version": 12080},
+        "13.0",
+        "CUDA driver",
+        HERE,
+        "fail",
+        ("built for CUDA 13.0", "update NVIDIA's driver"),
+    ),
     ({"version": 12080}, "13.0", "GPUs", HERE, "fail", ("driver: 2, but a test", "restart")),
     ({"version": 12080}, "13.0", "GPUs", choose_target("cpu"), "skip", ()),
     ({"init": 100}, "13.0", "CUDA driver", HERE, "ok", ()),
     ({"init": 100}, "13.0", "GPUs", HERE, "skip", ()),
-    ({"init": 803}, "13.0", "CUDA driver", HERE, "fail", ("cuInit failed with error 803", "restart")),
+    (
+        {"init": 803},
+        "13.0",
+        "CUDA driver",
+        HERE,
+        "fail",
+        ("cuInit failed with error 803", "restart"),
+    ),
     ({"init": 803}, "13.0", "GPUs", HERE, "skip", ()),
     ({}, "13.0", "GPU virtual memory", GPU, "ok", ()),
     ({}, "13.0", "GPU virtual memory", SECOND_GPU, "fail", ()),  # attributes are device 0's
@@ -356,10 +498,16 @@ def write_group(folder: Path, limit: str, used: int, cache: int, v1: bool) -> No
 
 @pytest.mark.parametrize("v1", [False, True])
 @pytest.mark.parametrize("seen", ["own", "outside"])
-def test_the_containers_limit(v1: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``outside``: the group's path is the host's, which a container does not see; its own group is the root there."""
+def test_the_containers_limit(
+    v1: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``outside``: the group's path is the host's, which a container does not see; its own group is
+    the root there.
+    """
     path = "/../pods/one" if seen == "outside" else "/pods/one"
-    (tmp_path / "self").write_text(f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n")
+    (tmp_path / "self").write_text(
+        f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n"
+    )
     (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
     for name, file in (("CGROUPS", "groups"), ("CGROUP_OF_SELF", "self"), ("MEMINFO", "meminfo")):
         monkeypatch.setattr(host_limits, name, tmp_path / file)
@@ -373,7 +521,12 @@ def test_the_containers_limit(v1: bool, seen: str, tmp_path: Path, monkeypatch: 
         assert look("container's memory limit").status == "ok"
     limited = root / "pods" if seen == "own" else root
     write_group(limited, str(4 << 30), 3 << 30, 2 << 30, v1)
-    assert_tells(look("container's memory limit"), "warn", "4.00 GiB of the machine's 16.00 GiB", "limit_bytes")
+    assert_tells(
+        look("container's memory limit"),
+        "warn",
+        "4.00 GiB of the machine's 16.00 GiB",
+        "limit_bytes",
+    )
     assert look("available memory") == Check("available memory", "ok", "3.00 GiB available")
     write_group(limited, str(4 << 30), 3 << 30, 0, v1)
     assert_tells(look("available memory"), "warn", "1.00 GiB available", "container's limit")
@@ -390,10 +543,14 @@ def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> N
     libcuda()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: asked.append(index) or (5 << 30, 0))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda index: asked.append(index) or (5 << 30, 0)
+    )
     lines = look("GPUs", GPU).found.splitlines()
     assert lines[0] == "cuda:0 NVIDIA H100, 3.00 GiB free of 80.00 GiB, GPU-00"
-    assert lines[2] == "cuda:2 NVIDIA H100, 80.00 GiB, GPU-aaaa"  # NVML does not know it, and torch is not asked
+    assert (
+        lines[2] == "cuda:2 NVIDIA H100, 80.00 GiB, GPU-aaaa"
+    )  # NVML does not know it, and torch is not asked
     assert not asked
     monkeypatch.setattr(gpu, "LIBNVML", "libno-such-library.so")
     lines = look("GPUs", SECOND_GPU).found.splitlines()

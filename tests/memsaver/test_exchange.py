@@ -1,5 +1,6 @@
-"""Two tags of one saver swap their memory: content goes over, addresses stay, and nothing is half done. (Driver calls
-that fail: test_fault_injection.)"""
+"""Two tags of one saver swap their memory: content goes over, addresses stay, and nothing is half
+done. (Driver calls that fail: test_fault_injection.)
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class World:
 
     def seen(self) -> list[int]:
         """Of "old", then of "new": the first and the last byte of either piece."""
-        return [int(tensor[at]) for tensor in (self.old, self.new) for at in (0, FIRST - 1, FIRST, -1)]
+        return [
+            int(tensor[at]) for tensor in (self.old, self.new) for at in (0, FIRST - 1, FIRST, -1)
+        ]
 
 
 @pytest.fixture
@@ -55,9 +58,15 @@ def test_content_goes_over_and_addresses_stay(world: World, device: str) -> None
         world.saver.drain_events()
         before = world.saver.statistics()
         world.saver.exchange("old", "new")
-        calls = {name for name, stats in world.saver.statistics().items() if stats != before.get(name)}
-        assert calls <= {"map", "unmap", "set_access", "synchronize"}, "nothing is copied, cleared or taken"
-        events = [(event.op, event.tag, event.committed_bytes) for event in world.saver.drain_events()]
+        calls = {
+            name for name, stats in world.saver.statistics().items() if stats != before.get(name)
+        }
+        assert calls <= {"map", "unmap", "set_access", "synchronize"}, (
+            "nothing is copied, cleared or taken"
+        )
+        events = [
+            (event.op, event.tag, event.committed_bytes) for event in world.saver.drain_events()
+        ]
         assert events == [("exchange", "old", SIZE), ("exchange", "new", SIZE)]
         assert world.seen() == seen and (world.old.data_ptr(), world.new.data_ptr()) == addresses
         world.saver.check_integrity()
@@ -71,7 +80,9 @@ def test_content_goes_over_and_addresses_stay(world: World, device: str) -> None
 
 
 @pytest.mark.parametrize("tag", ["old", "new"])
-def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_refuses_changes_nothing(
+    world: World, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
     saver = world.saver
     saver.empty(100, tag="small").zero_()
@@ -104,8 +115,9 @@ def test_what_refuses_changes_nothing(world: World, tag: str, monkeypatch: pytes
 
 
 def test_imports_stay_with_the_extents(fds: int, world: World) -> None:
-    """A peer that imported the old pages finds them behind the other tag, and imports nothing again. (Who leases
-    no more disconnects, and the other end is closed by a thread of its own.)"""
+    """A peer that imported the old pages finds them behind the other tag, and imports nothing
+    again. (Who leases no more disconnects, and the other end is closed by a thread of its own.)
+    """
     saver = world.saver
     tickets = {tag: saver.share(tag) for tag in ("old", "new")}
     for ticket in tickets.values():

@@ -1,4 +1,6 @@
-"""Every driver call of every operation fails once, in turn, on both sides of the shim; nothing is lost or half done."""
+"""Every driver call of every operation fails once, in turn, on both sides of the shim; nothing is
+lost or half done.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.alone
 
 
 class World:
-    """A saver with a tag of each kind: kept on the host, undefined after a pause, and of several extents."""
+    """A saver with a tag of each kind: kept on the host, undefined after a pause, and of several
+    extents.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -27,7 +31,9 @@ class World:
         self.theirs = self.receiver.empty(8 << 20, torch.uint8, tag="theirs")
         self.receiver.pause()
         self.kept = self.saver.empty(50_000, torch.uint8, tag="kept", content="host").fill_(7)
-        self.loose = [self.saver.empty(3 << 20, torch.uint8, tag="loose").fill_(value) for value in (1, 2)]
+        self.loose = [
+            self.saver.empty(3 << 20, torch.uint8, tag="loose").fill_(value) for value in (1, 2)
+        ]
 
     def backend_of(self, operation: str) -> Any:
         """Whose driver calls are to fail."""
@@ -47,11 +53,20 @@ class World:
 
     def state(self) -> tuple[Any, ...]:
         report = self.saver.report()
-        tags = [(name, tag.state, tag.committed_bytes, tag.backup_bytes) for name, tag in report.tags.items()]
-        return (*tags, self.saver.is_paused("loose") or [int(piece[at]) for piece in self.loose for at in (0, -1)])
+        tags = [
+            (name, tag.state, tag.committed_bytes, tag.backup_bytes)
+            for name, tag in report.tags.items()
+        ]
+        return (
+            *tags,
+            self.saver.is_paused("loose")
+            or [int(piece[at]) for piece in self.loose for at in (0, -1)],
+        )
 
     def settle(self) -> None:
-        """All of the saver's is active, and nothing of the receiver's, which nobody leases any longer."""
+        """All of the saver's is active, and nothing of the receiver's, which nobody leases any
+        longer.
+        """
         if self.saver.report().tags["loose"].borrowed_bytes:
             self.saver.pause(content="discard")
         self.receiver.pause()
@@ -180,7 +195,9 @@ def test_one_call_after_the_other(name: str, device: str, fds: int) -> None:
         world.receiver.close()
         world.saver.close()
         del world
-        until(lambda: connections() <= open_before)  # the next fault is not for the threads that close them
+        until(
+            lambda: connections() <= open_before
+        )  # the next fault is not for the threads that close them
     assert (raised > 0 or name == "trim") and fault.call >= 2
     gc.collect()
     until(lambda: device != "cpu" or (process_bytes(device) <= floor and open_fds() <= fds))

@@ -1,4 +1,6 @@
-"""Memory that changes its owner, and imports that are revoked: two processes, and two savers of one."""
+"""Memory that changes its owner, and imports that are revoked: two processes, and two savers of
+one.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_a_receiver_that_cannot_take_what_comes_keeps_no_descriptor(device: str)
         assert saver.report().pool_bytes == 3 * SIZE
 
 
-def test_what_another_process_made_can_be_leased_and_handed_to_a_third(device: str, other: RemoteSaver) -> None:
+def test_what_another_process_made_can_be_leased_and_handed_to_a_third(
+    device: str, other: RemoteSaver
+) -> None:
     """The CUDA driver does not export what was imported."""
     with remote_saver(device, nbytes=SIZE) as third:
         third.pause()
@@ -112,7 +116,9 @@ def test_bad_tickets(device: str) -> None:
     assert not saver.is_paused("kv") and bool((mine == 7).all())
 
 
-def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str, other: RemoteSaver) -> None:
+def test_an_import_that_a_peer_kept_is_revoked_before_the_release(
+    device: str, other: RemoteSaver
+) -> None:
     saver, _ = giver(device)
     assert other.attach(saver.share("kv")) == 7
     with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.pid}"):
@@ -133,7 +139,10 @@ def test_an_import_that_a_peer_kept_is_revoked_before_the_release(device: str, o
 
 def _has_stopped(pid: int) -> bool:
     """Each of its threads: one that has not may still answer."""
-    states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    states = [
+        file.read_text().rpartition(")")[2].split()[0]
+        for file in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
     return set(states) == {"T"}
 
 
@@ -147,7 +156,9 @@ def test_a_silent_peer_is_named_and_nothing_changes(
     until(lambda: _has_stopped(other.pid))
     with monkeypatch.context() as patch:
         patch.setattr("memsaver.sharing.server.REVOKE_SECONDS", 0.3)
-        with pytest.raises(memsaver.LeaseError, match=f"process {other.pid} does not let go of 1 extents"):
+        with pytest.raises(
+            memsaver.LeaseError, match=f"process {other.pid} does not let go of 1 extents"
+        ):
             saver.pause()
     assert not saver.is_paused("kv") and bool((mine == 7).all())
     os.kill(other.pid, signal.SIGCONT)
@@ -157,7 +168,9 @@ def test_a_silent_peer_is_named_and_nothing_changes(
 
 
 def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
-    """Extents that the tag got from the pool, one by one, as on a GPU from growing tensor by tensor."""
+    """Extents that the tag got from the pool, one by one, as on a GPU from growing tensor by
+    tensor.
+    """
     saver = MemorySaver(device)
     parts = [saver.empty(2 * MIB, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
     whole = saver.empty(80 * MIB, torch.uint8, tag="whole").fill_(1)
@@ -184,7 +197,10 @@ def test_an_allocation_takes_what_peers_have_imported(device: str) -> None:
     taker = memsaver.MemorySaver(device, limit_bytes=4 * MIB)
     giver.pause(release="hand_over", to=taker.pool_ticket())
     assert taker.report().pool_bytes == 4 * MIB
-    with pytest.raises(memsaver.OutOfMemory, match="page pool 4.0 MiB.*trim"), taker.region("a region"):
+    with (
+        pytest.raises(memsaver.OutOfMemory, match="page pool 4.0 MiB.*trim"),
+        taker.region("a region"),
+    ):
         torch.empty(6 * MIB, dtype=torch.uint8, device=device)
     assert taker.report().pool_bytes == 4 * MIB
     with pytest.raises(memsaver.OutOfMemory, match="missing under the limit of 4.0 MiB"):

@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment: every operation has happened or has not, nothing is lost, and the saver goes on."""
+"""Ctrl-C at any moment: every operation has happened or has not, nothing is lost, and the saver
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FILLS = {"kept": 7, "file": 5, "loose": 9, "other": 3}
 
 
 class World:
-    """Tags whose content a pause keeps on the host and in a file, and two of one size whose content it drops."""
+    """Tags whose content a pause keeps on the host and in a file, and two of one size whose content
+    it drops.
+    """
 
     def __init__(self, device: str, folder: Path) -> None:
         self.saver = MemorySaver(device, disk_dir=folder)
@@ -104,16 +108,25 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "pause discard": (nothing, paused("loose")),
     "pause all": (nothing, paused()),
     "pause keep": (nothing, paused("loose", "other", release="keep")),
-    "hand over": (another, lambda world: world.saver.pause("other", release="hand_over", to=world.guests[2])),
+    "hand over": (
+        another,
+        lambda world: world.saver.pause("other", release="hand_over", to=world.guests[2]),
+    ),
     "resume host": (paused("kept"), lambda world: world.saver.resume("kept")),
     "resume disk": (paused("file"), lambda world: world.saver.resume("file")),
-    "resume kept pages": (paused("loose", release="keep"), lambda world: world.saver.resume("loose")),
+    "resume kept pages": (
+        paused("loose", release="keep"),
+        lambda world: world.saver.resume("loose"),
+    ),
     "resume all": (paused(), lambda world: world.saver.resume()),
     "resize down": (nothing, lambda world: world.saver.resize("loose", world.unit)),
     "resize up": (nothing, lambda world: world.saver.resize("loose", 5 * world.unit)),
     "exchange": (nothing, lambda world: world.saver.exchange("loose", "other")),
     "swap": (paused("other"), lambda world: world.saver.swap(pause="kept", resume="other")),
-    "swap in turn": (paused("kept"), lambda world: world.saver.swap(pause="other", resume="kept", content="host")),
+    "swap in turn": (
+        paused("kept"),
+        lambda world: world.saver.swap(pause="other", resume="kept", content="host"),
+    ),
     "borrow": (another, lend),
     "attach": (shared, lambda world: memsaver.attach(world.guests[0]).close()),
     "kept lease": (shared, use),
@@ -181,7 +194,11 @@ def test_an_interrupt_at_any_moment(operation: str, device: str, tmp_path: Path)
         durations.append(time.perf_counter() - started)
         end(world)
     longest = 1.3 * statistics.median(durations)
-    held, fds, hits = family_bytes(device), settled_fds(), 0  # with what a process opens once, for CUDA above all
+    held, fds, hits = (
+        family_bytes(device),
+        settled_fds(),
+        0,
+    )  # with what a process opens once, for CUDA above all
     for _ in range(rounds(60, 4000)):
         if hits == rounds(25, 1000):
             break

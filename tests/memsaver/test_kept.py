@@ -1,5 +1,7 @@
-"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag has left; they end
-with their process, their owner, their keeper, and under threads. (Any order: test_stateful, test_processes.)"""
+"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag
+has left; they end with their process, their owner, their keeper, and under threads. (Any order:
+test_stateful, test_processes.)
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ SIZE = 4 * MIB
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a lease without need, or does not give an idle one back, is found out on any machine."""
+    """Who waits for a lease without need, or does not give an idle one back, is found out on any
+    machine.
+    """
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
 
 
 class World:
-    """A saver whose tag "weights" has one tensor, and leases of it that are kept in the same process."""
+    """A saver whose tag "weights" has one tensor, and leases of it that are kept in the same
+    process.
+    """
 
     def __init__(self, device: str) -> None:
         self.saver, self.kept = MemorySaver(device), LeaseCache()
@@ -101,7 +107,9 @@ MOVES: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_a_lease_is_mapped_once_until_something_moves_the_pages(how: str, world: World, device: str) -> None:
+def test_a_lease_is_mapped_once_until_something_moves_the_pages(
+    how: str, world: World, device: str
+) -> None:
     before = world.write(2)
     assert world.leases == 1 and world.write(2) is before
     MOVES[how](world)
@@ -118,7 +126,9 @@ def test_a_lease_is_mapped_once_until_something_moves_the_pages(how: str, world:
     world.saver.resume()
 
 
-def test_one_in_use_is_waited_for_and_then_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_in_use_is_waited_for_and_then_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with world.kept.use(world.ticket):
         pausing = threading.Thread(target=world.saver.pause)
         pausing.start()
@@ -134,7 +144,9 @@ def test_one_in_use_is_waited_for_and_then_ends(world: World, monkeypatch: pytes
             world.saver.pause("weights")
         assert not world.saver.is_paused("weights")
         lease.tensor((SIZE,), torch.uint8).fill_(7)
-        with world.kept.use(world.ticket) as again:  # the owner has given up, and may be asked for another
+        with world.kept.use(
+            world.ticket
+        ) as again:  # the owner has given up, and may be asked for another
             assert again is not lease and int(again.tensor((1,), torch.uint8)) == 7
     assert lease.closed and not again.closed and world.leases == 1
 
@@ -198,9 +210,14 @@ def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
     assert again.closed and world.leases == 0
 
 
-def test_a_recall_that_overtakes_the_lease_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recall_that_overtakes_the_lease_is_repeated(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The owner grants a lease, and pauses before it is mapped."""
-    original, pausing = memsaver.sharing.lease.import_all, threading.Thread(target=world.saver.pause)
+    original, pausing = (
+        memsaver.sharing.lease.import_all,
+        threading.Thread(target=world.saver.pause),
+    )
 
     def import_all(*arguments: Any) -> None:
         pausing.start()
@@ -303,7 +320,10 @@ def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
 
     def use() -> None:
         while not stop.is_set():
-            with contextlib.suppress(LeaseError), world.kept.use(world.ticket) as lease:  # paused now
+            with (
+                contextlib.suppress(LeaseError),
+                world.kept.use(world.ticket) as lease,
+            ):  # paused now
                 ends = lease.tensor((SIZE,), torch.uint8)[:: SIZE - 1].tolist()
                 assert ends[0] == ends[1] or 0 in ends, ends
                 seen.add(ends[0])
@@ -326,7 +346,9 @@ def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
 
 
 def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
-    """Each holds its lock and asks the other's thread, which needs none; a lease that is not given back is an error."""
+    """Each holds its lock and asks the other's thread, which needs none; a lease that is not given
+    back is an error.
+    """
     sides, kept = [World(device) for _ in range(2)], LeaseCache()
     for _ in range(5):
         for side in sides:

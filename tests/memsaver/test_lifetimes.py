@@ -1,4 +1,6 @@
-"""Threads, forks and a missing compiler: what must not crash a process. (Exits: compat/test_misuse.)"""
+"""Threads, forks and a missing compiler: what must not crash a process. (Exits:
+compat/test_misuse.)
+"""
 
 from __future__ import annotations
 
@@ -222,7 +224,9 @@ def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:
     assert sum(tag.live_bytes for tag in saver.report().tags.values()) == 0
 
 
-def test_no_host_memory_for_the_backup_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_memory_for_the_backup_changes_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(8 << 20, torch.uint8, tag="one", content="host").fill_(1)
     monkeypatch.setattr(saver.host_arena, "budget_bytes", saver.host_arena.committed_bytes)
@@ -231,7 +235,9 @@ def test_no_host_memory_for_the_backup_changes_nothing(device: str, monkeypatch:
     with pytest.raises(memsaver.HostMemoryError, match="budget.*nothing was changed") as caught:
         saver.pause()
     assert caught.value.missing_bytes > 0
-    assert not saver.is_paused("one") and not saver.is_paused("two") and int(tensor.sum()) == 8 << 20
+    assert (
+        not saver.is_paused("one") and not saver.is_paused("two") and int(tensor.sum()) == 8 << 20
+    )
     assert saver.host_arena.committed_bytes - saver.host_arena.used_bytes == free
     saver.empty(10, tag="one")
     saver.pause(content="discard")

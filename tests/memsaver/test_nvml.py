@@ -1,4 +1,6 @@
-"""Who holds a GPU's memory: against a stand-in for NVML, and against the real one where there is a GPU."""
+"""Who holds a GPU's memory: against a stand-in for NVML, and against the real one where there is a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class FakeNvml:
     """The functions of libnvidia-ml.so.1 that are used, with its protocol for lists."""
 
     def __init__(
-        self, compute: Sequence[Entry] = (), graphics: Sequence[Entry] = (), mps: Sequence[Entry] = ()
+        self,
+        compute: Sequence[Entry] = (),
+        graphics: Sequence[Entry] = (),
+        mps: Sequence[Entry] = (),
     ) -> None:
         self.init_code = 0
         self.inits = 0
@@ -85,7 +90,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.fixture
 def other() -> Any:
     """A process with a command line of its own."""
-    command = [sys.executable, "-c", "print(flush=True); input()", "/data/train.py", "--long=" + "x" * 100]
+    command = [
+        sys.executable,
+        "-c",
+        "print(flush=True); input()",
+        "/data/train.py",
+        "--long=" + "x" * 100,
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()  # past its exec
@@ -148,25 +159,45 @@ def test_processes_have_names(install: Install, other: subprocess.Popen[bytes]) 
     install(FakeNvml([(OWN, 10 * GIB), (other.pid, 3 * GIB)], [(2**22 + 1, GIB)]))
     found = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
     first, *rest = found
-    assert first.startswith(f"process {other.pid} (python") and first.endswith("...)") and len(first) < 70
+    assert (
+        first.startswith(f"process {other.pid} (python")
+        and first.endswith("...)")
+        and len(first) < 70
+    )
     assert rest == [ONE, nvml.OWN, nvml.HIDDEN]
     assert list(found.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
 
 
 ONE, TWO = f"process {2**22 + 1}", f"process {2**22 + 2}"  # gone, or another user's
-HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [  # listed, GiB unaccounted and accounted
+HOLDERS: list[
+    tuple[list[Entry], int, int, dict[str, int]]
+] = [  # listed, GiB unaccounted and accounted
     ([(OWN, 10 * GIB)], 1, 9, {nvml.OWN: 1}),
     ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
     ([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
     ([(OWN, 2 * GIB), (2**22 + 2, None)], 3, 1, {nvml.OWN: 1, nvml.HIDDEN: 2}),
-    ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),  # ids of the host: this process is not among them
-    ([(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)], 3, 40, {ONE: 2, TWO: 1}),  # a tag that is leased
+    (
+        [(1, 2 * GIB), (2, GIB)],
+        3,
+        1,
+        {nvml.UNKNOWN: 3},
+    ),  # ids of the host: this process is not among them
+    (
+        [(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)],
+        3,
+        40,
+        {ONE: 2, TWO: 1},
+    ),  # a tag that is leased
 ]
 
 
 @pytest.mark.parametrize(("listed", "unaccounted", "accounted", "expected"), HOLDERS)
 def test_bytes_are_counted_once_and_nobody_is_named_wrongly(
-    install: Install, listed: list[Entry], unaccounted: int, accounted: int, expected: dict[str, int]
+    install: Install,
+    listed: list[Entry],
+    unaccounted: int,
+    accounted: int,
+    expected: dict[str, int],
 ) -> None:
     install(FakeNvml(listed))
     found = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)

@@ -1,4 +1,6 @@
-"""Pages of another GPU, mapped for the current one: also of a hidden GPU, and without a context there."""
+"""Pages of another GPU, mapped for the current one: also of a hidden GPU, and without a context
+there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer
 
 SIZE = 8 * MIB
-CONTEXT = 64 * MIB  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
+CONTEXT = (
+    64 * MIB
+)  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
 
 
 def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
@@ -64,7 +68,9 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
         for _ in range(3):
             expected, last = digest(tensor, 0), tensor[SIZE // 2 :].clone()
             assert other.ask("work") == (expected, expected)
-            assert torch.equal(tensor[: SIZE // 2], last) and int(tensor.view(torch.int64)[-1]) == -7
+            assert (
+                torch.equal(tensor[: SIZE // 2], last) and int(tensor.view(torch.int64)[-1]) == -7
+            )
             assert saver.report().tags["t"].leases == 1
             saver.pause(content="host")  # recalls what is kept there
             saver.resume()
@@ -124,11 +130,15 @@ def test_pages_are_mapped_for_the_current_gpu(key: str, monkeypatch: pytest.Monk
 def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _gpus(monkeypatch, reach=False)
     peer.peer_backend("GPU-uuid0")
-    with pytest.raises(LeaseError, match=r"cuda:0 does not reach the memory of cuda:1 \(GPU-uuid1\); use GPUs"):
+    with pytest.raises(
+        LeaseError, match=r"cuda:0 does not reach the memory of cuda:1 \(GPU-uuid1\); use GPUs"
+    ):
         peer.peer_backend("GPU-uuid1")
     assert len(made) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LeaseError, match="GPU-uuid1 is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        LeaseError, match="GPU-uuid1 is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES"
+    ):
         peer.peer_backend("GPU-uuid1")
 
 
@@ -155,6 +165,9 @@ def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.Monke
             backend.inject_fault(0, 0)
         assert saver.report().tags["t"].leases == 0
     (message,) = said
-    assert "no lease of tag 't': cpu does not reach the memory of cpu (set access on cpu failed" in message
+    assert (
+        "no lease of tag 't': cpu does not reach the memory of cpu (set access on cpu failed"
+        in message
+    )
     saver.close()
     tensor.numel()

@@ -1,5 +1,6 @@
-"""Processes that share, lend and hand over memory at random: after any number of steps none holds more of anything;
-some are killed at random: the survivor goes on, and nothing of the dead stays."""
+"""Processes that share, lend and hand over memory at random: after any number of steps none holds
+more of anything; some are killed at random: the survivor goes on, and nothing of the dead stays.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +38,28 @@ from tests.helpers.memsaver.savers import at_once, not_in_vain, until
 from tests.helpers.peers import Address, Gone, Peer
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
-SIZES = (1 << 20, 1 << 19, 150_000)  # of each tag's tensors; the first, at the start of the tag, stays where it is
+SIZES = (
+    1 << 20,
+    1 << 19,
+    150_000,
+)  # of each tag's tensors; the first, at the start of the tag, stays where it is
 LIMIT = 28 << 20  # for the tags with their holes, and for some of what the others hand over
-# Bytes: glibc keeps the stack of an ended thread (8 MiB), the CUDA driver takes and returns 32 MiB now and then: seen
-# after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450 cycles: torch leaks two tuples a view.
-# A reservation is 4 MiB or more: left behind in each cycle, they show.
+# Bytes: glibc keeps the stack of an ended thread (8 MiB), the CUDA driver takes and returns 32 MiB
+# now and then: seen after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450
+# cycles: torch leaks two tuples a view. A reservation is 4 MiB or more: left behind in each cycle,
+# they show.
 SLACK_VMSIZE = 48 << 20
 M_ARENA_MAX = -8  # of malloc.h
 SLACK_FDS = 2  # for the test runner's own; what a kill leaves would be one a round
-SLACK_MAPS = 16  # Python's heaps are mapped one by one; one mapping left behind in each cycle would be 20 or more
+# Python's heaps are mapped one by one; one mapping left behind in each cycle would be 20 or more
+SLACK_MAPS = 16
 SLACK_MAPS_KILLS = 40  # stacks and heaps of ended threads, which glibc keeps for the next ones
 
 
 class Actor:
-    """A saver with tags whose content is kept and tags whose content is not, and random things to do with them and with
-    those of others. All processes do the same."""
+    """A saver with tags whose content is kept and tags whose content is not, and random things to
+    do with them and with those of others. All processes do the same.
+    """
 
     def __init__(self, device: str, seed: int) -> None:
         self.device, self.random = device, random.Random(seed)
@@ -59,7 +67,15 @@ class Actor:
         self.pattern = (torch.arange(SIZES[0], device=device) % 251).to(torch.uint8)
         self.others: list[Address] = []
         self.make_anew()
-        self.operations = [self.pause, self.pause, self.resume, self.resume, self.lease, self.lease, self.replace]
+        self.operations = [
+            self.pause,
+            self.pause,
+            self.resume,
+            self.resume,
+            self.lease,
+            self.lease,
+            self.replace,
+        ]
 
     def make_anew(self) -> None:
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
@@ -79,7 +95,9 @@ class Actor:
 
     @property
     def address(self) -> Address:
-        tickets = tuple(self.saver.share(tag, writable=content == "discard") for tag, content in TAGS.items())
+        tickets = tuple(
+            self.saver.share(tag, writable=content == "discard") for tag, content in TAGS.items()
+        )
         return Address(self.saver.pool_ticket(), tickets)
 
     def meet(self, others: Iterable[Address]) -> None:
@@ -90,7 +108,9 @@ class Actor:
                 memsaver.attach(address.tags[0]).close()
 
     def step(self) -> None:
-        """One operation. Others may be in its way, or die meanwhile: it fails cleanly then, and waits for nobody."""
+        """One operation. Others may be in its way, or die meanwhile: it fails cleanly then, and
+        waits for nobody.
+        """
         operation = self.random.choice(self.operations)
         with not_in_vain(memsaver.LeaseError, memsaver.OutOfMemory):
             operation()
@@ -140,12 +160,15 @@ class Actor:
             assert TAGS[tag] == "discard" or torch.equal(tensor, self.pattern[:size])
 
     def wake(self) -> tuple[int, int]:
-        """The same tensors in the same places as at the start, no memory behind the rest, and nothing kept."""
+        """The same tensors in the same places as at the start, no memory behind the rest, and
+        nothing kept.
+        """
         self.saver.resume()
         self.make_anew()
         self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
         self.saver.resume()
-        self.saver.host_arena.trim()  # to what the next rest needs; it had grown to what the worst cycle needed
+        # to what the next rest needs; it had grown to what the worst cycle needed
+        self.saver.host_arena.trim()
         return self.saver.report().committed_bytes, process_bytes(self.device)
 
     def let_go(self) -> None:
@@ -170,7 +193,11 @@ class Actor:
         """What the process holds at rest, mapped or not."""
         gc.collect()
         nbytes = memfd_bytes([os.getpid()]) if self.device == "cpu" else machine_bytes(self.device)
-        pinned = 0 if self.device == "cpu" else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        pinned = (
+            0
+            if self.device == "cpu"
+            else torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        )
         held = {"bytes": nbytes, "imports": len(imports), "owners": len(owners), "fds": open_fds()}
         held |= {"maps": memory_maps(), "threads": threading.active_count()}
         held |= {"pinned": self.saver.host_arena.committed_bytes + pinned}
@@ -178,7 +205,9 @@ class Actor:
 
 
 def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -> None:
-    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # else glibc reserves 64 MiB for one thread more, sooner or later
+    ctypes.CDLL(None).mallopt(
+        M_ARENA_MAX, 1
+    )  # else glibc reserves 64 MiB for one thread more, sooner or later
     actor = Actor(device, seed)
     pipe.send(actor.address)
     if die_at is not None:
@@ -192,7 +221,9 @@ def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -
 
 
 def _die_after(steps: int, backend: Any) -> None:
-    """Kill this process before or after one of its coming messages and driver calls: number ``steps`` of them."""
+    """Kill this process before or after one of its coming messages and driver calls: number
+    ``steps`` of them.
+    """
     count = itertools.count(1)
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,12 +307,16 @@ class Survivor:
         self._ask("meet", lambda own: [[address for address in everybody if address != own]])
         for peer in self.peers:
             peer.tell(("work",))
-        victims = self.random.sample(list(self.peers), min(len(self.peers), self.random.choice((1, 1, 2))))
+        victims = self.random.sample(
+            list(self.peers), min(len(self.peers), self.random.choice((1, 1, 2)))
+        )
         stop = threading.Event()
         at_once(lambda: self._work(stop), lambda: self._kill(victims, stop))
         self._ask("rest")
         self.actor.let_go()
-        until(lambda: not any(tag.leases for tag in self.actor.saver.report().tags.values()))  # of the dead
+        until(
+            lambda: not any(tag.leases for tag in self.actor.saver.report().tags.values())
+        )  # of the dead
         self.actor.rest()
         self._ask("rest")  # again, for the survivor had memory of theirs, and they had its
         pids = [os.getpid(), *(peer.pid for peer in self.peers)]

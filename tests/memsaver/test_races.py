@@ -1,4 +1,6 @@
-"""Interleavings that random tests meet rarely: a peer dies, revokes or hands over itself between two steps of ours."""
+"""Interleavings that random tests meet rarely: a peer dies, revokes or hands over itself between
+two steps of ours.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ SIZE = 4 * MIB
 
 
 def _around(
-    op: str, patch: pytest.MonkeyPatch, before: Callable[[], Any] = bool, after: Callable[[], Any] = bool
+    op: str,
+    patch: pytest.MonkeyPatch,
+    before: Callable[[], Any] = bool,
+    after: Callable[[], Any] = bool,
 ) -> None:
     """Do something just before, or just after, this process's first request of a kind."""
     original, first = rpc.Endpoint.call, iter([True])
@@ -84,7 +89,9 @@ def test_the_receiver_dies_when_it_has_answered(
     saver.resume()
 
 
-def test_the_receiver_releases_at_once(saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_receiver_releases_at_once(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It revokes what the giver has not even noted as imported."""
 
     before = len(imports)
@@ -108,7 +115,9 @@ def test_the_owner_dies_when_its_tag_is_imported(
     else:
         pin = imports.pin
         monkeypatch.setattr(imports, "pin", lambda ids: _dies(peer) or pin(ids))
-    with pytest.raises(memsaver.LeaseError, match="does not answer" if when == "before" else "owner has gone"):
+    with pytest.raises(
+        memsaver.LeaseError, match="does not answer" if when == "before" else "owner has gone"
+    ):
         memsaver.attach(peer.ticket)
 
 
@@ -117,7 +126,11 @@ def test_a_giver_dies_while_its_imports_are_taken_over(
 ) -> None:
     """Those of it that have been taken by then are not lost."""
     memsaver.attach(peer.ticket).close()
-    owner, missing, calls = lease.owner_of(peer.pool.socket_name), imports.missing, itertools.count(1)
+    owner, missing, calls = (
+        lease.owner_of(peer.pool.socket_name),
+        imports.missing,
+        itertools.count(1),
+    )
     dropping = threading.Thread(target=imports.drop_owner, args=[owner])
 
     def then_drop(ids: list[int]) -> list[int]:
@@ -133,8 +146,12 @@ def test_a_giver_dies_while_its_imports_are_taken_over(
     assert saver.report().pool_bytes == SIZE
 
 
-def test_two_threads_attach_at_once(saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is told nothing new, and so must wait until the first has imported what it was told."""
+def test_two_threads_attach_at_once(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is told nothing new, and so must wait until the first has imported what it was
+    told.
+    """
     import_all = lease.import_all
 
     def slow(extents: list[Any], *arguments: Any) -> None:
@@ -186,14 +203,21 @@ def test_two_savers_that_hand_over_to_each_other_at_once(
     other.close()
 
 
-def test_a_lease_that_comes_too_late_is_given_back(saver: MemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_comes_too_late_is_given_back(
+    saver: MemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticket = saver.share("kv")
     monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 0.1)
     with busy(saver), pytest.raises(memsaver.LeaseError, match=r"gave no answer for 0.1 s"):
         memsaver.attach(ticket)
     monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
-    monkeypatch.setattr("memsaver.sharing.server.BUSY_SECONDS", 0.1)  # it refuses before its peer gives up
-    with busy(saver), pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"):
+    monkeypatch.setattr(
+        "memsaver.sharing.server.BUSY_SECONDS", 0.1
+    )  # it refuses before its peer gives up
+    with (
+        busy(saver),
+        pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"),
+    ):
         memsaver.attach(ticket)
     with memsaver.attach(ticket) as again:  # its answer comes after the late one
         assert int(again.tensor((1,), torch.uint8)) == 2

@@ -53,7 +53,9 @@ def test_shrink_and_grow_keep_what_stays(device: str) -> None:
 
 def test_a_resized_tag_pauses_and_resumes_with_its_size(device: str) -> None:
     saver = MemorySaver(device)
-    tensor = saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", content="host", elastic=True).fill_(1)
+    tensor = saver.empty(
+        (ROWS, 2 * MIB), torch.uint8, tag="kv", content="host", elastic=True
+    ).fill_(1)
     number_rows(tensor)
     backed = saver.resize("kv", 16 * MIB)
     rows = backed // (2 * MIB)
@@ -78,7 +80,9 @@ def test_pieces_also_after_a_pause_to_the_driver(device: str) -> None:
 
 def test_no_room_for_pieces(device: str) -> None:
     saver = MemorySaver(device, limit_bytes=16 * MIB)
-    with pytest.raises(memsaver.OutOfMemory, match="empty on tag 'kv' needs 24.0 MiB: 8.0 MiB are missing"):
+    with pytest.raises(
+        memsaver.OutOfMemory, match="empty on tag 'kv' needs 24.0 MiB: 8.0 MiB are missing"
+    ):
         saver.empty(24 * MIB, torch.uint8, tag="kv", elastic=True)
     assert saver.report().committed_bytes == 0
     saver.empty(16 * MIB, torch.uint8, tag="kv", elastic=True).fill_(1)
@@ -98,7 +102,9 @@ def test_take_what_fits_now(device: str) -> None:
     view = saver.backed_view(tensor)
     assert len(view) == 14 and saver.report().committed_bytes == 64 * MIB
     number_rows(view)
-    with pytest.raises(memsaver.OutOfMemory, match=r"resize\('kv', 50331648\) needs 20.0 MiB: 20.0 MiB are missing"):
+    with pytest.raises(
+        memsaver.OutOfMemory, match=r"resize\('kv', 50331648\) needs 20.0 MiB: 20.0 MiB are missing"
+    ):
         saver.resize("kv", tensor.nbytes)
     assert [int(row[0]) for row in view] == list(range(1, 15))
     del other
@@ -163,7 +169,9 @@ def test_mistakes(device: str) -> None:
     assert bool((tensor == 1).all())
 
 
-def test_a_region_that_grows_the_tag_meanwhile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_grows_the_tag_meanwhile(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the look at its size and the freeze, as torch's allocator may in another thread."""
     saver = MemorySaver(device, reserve_bytes=64 * MIB)
     tensors, freeze = [saver.empty(2 * MIB, torch.uint8, tag="a")], Arena.freeze
@@ -197,7 +205,9 @@ def test_shapes_that_nothing_can_have(device: str) -> None:
 
 @pytest.mark.parametrize("release", ["driver", "keep"])
 @pytest.mark.parametrize("turn", [1, 2])
-def test_a_device_lock_that_times_out(turn: int, release: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_lock_that_times_out(
+    turn: int, release: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At whichever of its turns in a pause: either nothing has happened, or all of it."""
     turns, done = itertools.count(1), False
 

@@ -1,4 +1,6 @@
-"""Messages between two processes: what is late, malformed, unwanted or not read costs neither descriptors nor time."""
+"""Messages between two processes: what is late, malformed, unwanted or not read costs neither
+descriptors nor time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Ends:
         self.raw.settimeout(60)
         self.closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.late: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.end = rpc.Endpoint(self.ours, self.serve, lambda: self.closed.put(True), "test", self.late.put)
+        self.end = rpc.Endpoint(
+            self.ours, self.serve, lambda: self.closed.put(True), "test", self.late.put
+        )
         self.end.start()
 
     def serve(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:

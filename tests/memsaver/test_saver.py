@@ -1,4 +1,6 @@
-"""The contract of ``MemorySaver``: same semantics on every backend, and what it tells of its driver's calls."""
+"""The contract of ``MemorySaver``: same semantics on every backend, and what it tells of its
+driver's calls.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ pytestmark = pytest.mark.alone
 
 def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     saver = memsaver.MemorySaver(device)
-    tensors = [saver.empty((1 << n, 3), torch.float32, tag="kv_cache").fill_(1) for n in range(4, 21, 4)]
+    tensors = [
+        saver.empty((1 << n, 3), torch.float32, tag="kv_cache").fill_(1) for n in range(4, 21, 4)
+    ]
     saver.empty(5, tag="other").fill_(1)
     committed = saver.report().tags["kv_cache"].committed_bytes
     live = sum(tensor.nbytes for tensor in tensors)
     assert live <= committed < live + 2 * saver.backend.granularity + 64 * 1024
     before, held = process_bytes(device), family_bytes(device)
     saver.pause("kv_cache")
-    assert before - process_bytes(device) == held - family_bytes(device) == committed, "unmapped, and let go of"
+    assert before - process_bytes(device) == held - family_bytes(device) == committed, (
+        "unmapped, and let go of"
+    )
     assert saver.report().tags["kv_cache"].committed_bytes == 0
     saver.resume("kv_cache")
     for tensor in tensors:
@@ -50,7 +56,9 @@ def test_host_content_comes_back_bit_identical_at_the_same_addresses(device: str
     assert saver.report().backup_bytes == 0
     after = [*model.parameters(), noise]
     assert [tensor.data_ptr() for tensor in after] == addresses
-    assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(after, kept, strict=True))
+    assert all(
+        torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(after, kept, strict=True)
+    )
 
 
 def test_tags_are_separate_and_states_are_told(device: str) -> None:
@@ -111,7 +119,10 @@ def test_resume_is_all_or_nothing_under_a_limit(device: str) -> None:
 
 def test_a_full_region_raises_attributed_and_frees_what_it_took(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=32 << 20)
-    with pytest.raises(memsaver.OutOfMemory, match="region 'weights' needs"), saver.region("weights"):
+    with (
+        pytest.raises(memsaver.OutOfMemory, match="region 'weights' needs"),
+        saver.region("weights"),
+    ):
         kept = [torch.empty(12 << 20, dtype=torch.uint8, device=device) for _ in range(4)]
         del kept
     assert saver.report().committed_bytes <= 32 << 20
@@ -150,7 +161,9 @@ def test_innermost_region_wins_and_outside_is_plain(device: str) -> None:
         saver.pause("outer")
 
 
-@pytest.mark.parametrize("arguments", [{"limit_bytes": 0}, {"reserve_bytes": -1}, {"device": "meta"}])
+@pytest.mark.parametrize(
+    "arguments", [{"limit_bytes": 0}, {"reserve_bytes": -1}, {"device": "meta"}]
+)
 def test_bad_arguments_are_refused(arguments: dict) -> None:
     with pytest.raises(ValueError):
         memsaver.MemorySaver(**{"device": "cpu", **arguments})
@@ -164,7 +177,9 @@ def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
         del scratch
     tag = saver.report().tags["weights"]
     assert tag.live_bytes == sum(p.nbytes for layer in layers for p in layer.parameters())
-    slack = 1.02 if device == "cpu" else 1.3  # torch's 2 and 20 MiB segments round up a model this small
+    slack = (
+        1.02 if device == "cpu" else 1.3
+    )  # torch's 2 and 20 MiB segments round up a model this small
     assert tag.committed_bytes <= tag.live_bytes * slack
 
 
@@ -233,13 +248,16 @@ def test_calls_of_both_sides_are_counted(device: str) -> None:
         inside = torch.ones(3 * MIB, dtype=torch.uint8, device=device)
     third = saver.statistics()
     assert (
-        third["map"].nbytes - second["map"].nbytes >= inside.nbytes and third["create"].calls > second["create"].calls
+        third["map"].nbytes - second["map"].nbytes >= inside.nbytes
+        and third["create"].calls > second["create"].calls
     )
     assert all(stats.seconds > 0 for stats in second.values())
     tensor.fill_(1)
 
 
-def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(MIB, torch.uint8, tag="a")
     for _ in range(400):  # more calls than are remembered
@@ -254,7 +272,9 @@ def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(device: str, caplog: 
     del tensor
 
 
-def test_failures_are_counted_and_logged_and_their_bytes_are_not(device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_counted_and_logged_and_their_bytes_are_not(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = memsaver.MemorySaver(device)
     with caplog.at_level(logging.DEBUG, "memsaver"):
         tensor = saver.empty(4 * MIB, torch.uint8, tag="a")
@@ -274,6 +294,14 @@ def test_failures_are_counted_and_logged_and_their_bytes_are_not(device: str, ca
 
 @pytest.mark.parametrize("unit", [1, 3, 64, 4096, 2 << 20])
 def test_the_least_multiple_that_is_not_below(unit: int) -> None:
-    for nbytes in {0, 1, unit - 1, unit, unit + 1, 5 * unit - 1, (1 << 62) + 1}:  # the last: beyond what a float holds
+    for nbytes in {
+        0,
+        1,
+        unit - 1,
+        unit,
+        unit + 1,
+        5 * unit - 1,
+        (1 << 62) + 1,
+    }:  # the last: beyond what a float holds
         got = round_up(nbytes, unit)
         assert type(got) is int and got % unit == 0 and nbytes <= got < nbytes + unit

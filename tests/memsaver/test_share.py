@@ -26,7 +26,9 @@ from tests.helpers.peers import Peer
 pytestmark = pytest.mark.alone
 
 
-def test_a_peer_reads_and_writes_the_same_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_reads_and_writes_the_same_pages(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, tensor, _ = shared(device)
     with remote_saver(device) as peer:
         assert peer.attach(saver.share("t"), 8 * 77) == 77
@@ -56,7 +58,9 @@ def test_a_dead_peer_ends_its_lease(device: str) -> None:
         peer.kill()
         until(lambda: not saver.report().tags["t"].leases)
         saver.pause("t")
-        until(lambda: before - process_bytes(device) == committed)  # the driver clears up behind it, a while
+        until(
+            lambda: before - process_bytes(device) == committed
+        )  # the driver clears up behind it, a while
 
 
 def test_refusals_name_the_reason(device: str) -> None:
@@ -73,7 +77,9 @@ def test_refusals_name_the_reason(device: str) -> None:
 
 
 def test_closed_savers_take_no_slots(device: str) -> None:
-    """There are 256 in a process; one of a tag whose tensors outlive the saver is free when they die."""
+    """There are 256 in a process; one of a tag whose tensors outlive the saver is free when they
+    die.
+    """
     for _ in range(300):
         saver = memsaver.MemorySaver(device)
         tensor = saver.empty(10, tag="t")
@@ -93,7 +99,9 @@ def _connected(socket_name: str) -> socket.socket:
 
 
 def _ask_for_lease(ticket: memsaver.Ticket, token: str) -> tuple[dict[str, object] | None, int]:
-    """What comes back to a well-formed request (None: the connection is closed), and how many descriptors."""
+    """What comes back to a well-formed request (None: the connection is closed), and how many
+    descriptors.
+    """
     request = json.dumps({"op": "lease", "token": token}).encode()
     with _connected(ticket.socket_name) as connection:
         with contextlib.suppress(BrokenPipeError):

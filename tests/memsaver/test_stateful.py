@@ -1,4 +1,6 @@
-"""Any order of operations: content, addresses, bytes and states agree with a plain model after every step."""
+"""Any order of operations: content, addresses, bytes and states agree with a plain model after
+every step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 import memsaver
 from memsaver.tag import transaction as switch
@@ -22,7 +32,9 @@ sizes = st.integers(1, 90_000)
 
 
 class SaverMachine(RuleBasedStateMachine):
-    """The model: per tag whether it is paused or borrows its pages, and per tensor its value (None: undefined)."""
+    """The model: per tag whether it is paused or borrows its pages, and per tensor its value (None:
+    undefined).
+    """
 
     tensors = Bundle("tensors")
     device, page, scale, regions = "cpu", 4096, 1, True
@@ -31,11 +43,15 @@ class SaverMachine(RuleBasedStateMachine):
     def start(self, begun: bool) -> None:
         """begun: all tags are there, with a tensor that stays."""
         self.limit = self.scale << 20
-        assert bool((torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all())  # loads the kernels
+        assert bool(
+            (torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all()
+        )  # loads the kernels
         self.floor = self._used()
         self.saver = memsaver.MemorySaver(self.device, limit_bytes=self.limit)
         self.peer = memsaver.MemorySaver(self.device, limit_bytes=self.limit // 2)
-        self.theirs = self.peer.empty(100_000 * self.scale, torch.uint8, tag="theirs", content="host").fill_(77)
+        self.theirs = self.peer.empty(
+            100_000 * self.scale, torch.uint8, tag="theirs", content="host"
+        ).fill_(77)
         self.paused: dict[str, bool] = {}
         self.borrowed: set[str] = set()
         self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
@@ -54,7 +70,9 @@ class SaverMachine(RuleBasedStateMachine):
             del self.theirs
             self.peer.close()
             switch.LEASE_GRACE_SECONDS = self.grace
-            until(lambda: self._used() == self.floor)  # imports of a closed saver are let go of by a thread
+            until(
+                lambda: self._used() == self.floor
+            )  # imports of a closed saver are let go of by a thread
 
     def _used(self) -> int:
         gc.collect()
@@ -92,7 +110,12 @@ class SaverMachine(RuleBasedStateMachine):
         assert not self.paused.setdefault(tag, False)
         value = self.counter % 251
         tensor.fill_(value)
-        self.alive[self.counter] = {"tag": tag, "tensor": tensor, "address": tensor.data_ptr(), "value": value}
+        self.alive[self.counter] = {
+            "tag": tag,
+            "tensor": tensor,
+            "address": tensor.data_ptr(),
+            "value": value,
+        }
         return self.counter
 
     @rule(key=consumes(tensors))
@@ -190,7 +213,9 @@ class SaverMachine(RuleBasedStateMachine):
             try:
                 self.peer.pause(release=release, to=to)
             except memsaver.LeaseError as error:
-                assert "would pass the limit" in str(error) or (self.borrowed and "'theirs' by process" in str(error))
+                assert "would pass the limit" in str(error) or (
+                    self.borrowed and "'theirs' by process" in str(error)
+                )
 
     @rule()
     def peer_wakes(self) -> None:
@@ -203,7 +228,10 @@ class SaverMachine(RuleBasedStateMachine):
         before = saver.report()
         freed = saver.trim()
         after = saver.report()
-        assert before.committed_bytes - after.committed_bytes == freed >= before.pool_bytes and not after.pool_bytes
+        assert (
+            before.committed_bytes - after.committed_bytes == freed >= before.pool_bytes
+            and not after.pool_bytes
+        )
 
     @rule()
     def resume_all(self) -> None:
@@ -211,7 +239,11 @@ class SaverMachine(RuleBasedStateMachine):
             self.saver.resume()
             self.paused = dict.fromkeys(self.paused, False)
         except memsaver.OutOfMemory as error:
-            assert error.requested_bytes + self.saver.report().committed_bytes - self.limit == error.missing_bytes > 0
+            assert (
+                error.requested_bytes + self.saver.report().committed_bytes - self.limit
+                == error.missing_bytes
+                > 0
+            )
 
     @rule(tag=tags)
     def resume(self, tag: str) -> None:
@@ -225,7 +257,9 @@ class SaverMachine(RuleBasedStateMachine):
 
     @rule(tag=tags, value=st.integers(0, 250), anew=st.booleans())
     def use(self, tag: str, value: int, anew: bool) -> None:
-        """Through a lease that stays mapped (anew: until now): it shows the tag's pages, whichever they are by now."""
+        """Through a lease that stays mapped (anew: until now): it shows the tag's pages, whichever
+        they are by now.
+        """
         if anew:
             self.kept.close()
             self.kept = memsaver.LeaseCache()
@@ -263,7 +297,9 @@ class SaverMachine(RuleBasedStateMachine):
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
             assert report.tags[tag].live_bytes == self._held(tag)
             assert bool(report.tags[tag].borrowed_bytes) == (tag in self.borrowed)
-            assert report.tags[tag].leases <= (not paused and tag not in self.borrowed), "at most the one that is kept"
+            assert report.tags[tag].leases <= (not paused and tag not in self.borrowed), (
+                "at most the one that is kept"
+            )
         for item in self.alive.values():
             assert item["tensor"].data_ptr() == item["address"]
             if item["tag"] in self.borrowed:
@@ -280,4 +316,6 @@ class CudaMachine(SaverMachine):
 
 TestSaver = pytest.mark.soak(SaverMachine.TestCase)
 TestSaverOnGpu = pytest.mark.gpu(pytest.mark.alone(pytest.mark.soak(CudaMachine.TestCase)))
-TestSaver.settings = TestSaverOnGpu.settings = settings(max_examples=rounds(15, 400), stateful_step_count=25)
+TestSaver.settings = TestSaverOnGpu.settings = settings(
+    max_examples=rounds(15, 400), stateful_step_count=25
+)

@@ -1,4 +1,6 @@
-"""One tag out, another in: content of both right, addresses the same, nothing lost when it fails in the middle."""
+"""One tag out, another in: content of both right, addresses the same, nothing lost when it fails in
+the middle.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ def _numbers(count: int, step: int, first: int) -> torch.Tensor:
 class World:
     """Tag a is active, tag b paused; both keep their content, in pieces of different sizes."""
 
-    def __init__(self, device: str, a: tuple[int, ...], b: tuple[int, ...], limit: int | None = None) -> None:
+    def __init__(
+        self, device: str, a: tuple[int, ...], b: tuple[int, ...], limit: int | None = None
+    ) -> None:
         self.saver = memsaver.MemorySaver(device, limit_bytes=limit)
         self.expected: dict[str, list[torch.Tensor]] = {}
         self.tensors: dict[str, list[torch.Tensor]] = {}
         for tag, sizes in (("b", b), ("a", a)):
-            made = [self.saver.empty(size * MIB, torch.uint8, tag=tag, content="host") for size in sizes]
+            made = [
+                self.saver.empty(size * MIB, torch.uint8, tag=tag, content="host") for size in sizes
+            ]
             for number, tensor in enumerate(made):
                 tensor.copy_(_numbers(len(tensor), number + 3 + len(tag), ord(tag)))
             self.tensors[tag], self.expected[tag] = made, [tensor.clone() for tensor in made]
@@ -49,7 +55,10 @@ class World:
         self.saver.check_integrity()
         assert [tag for tag in ("a", "b") if self.saver.is_paused(tag)] == list(paused)
         for tag in {"a", "b"} - set(paused):
-            assert all(torch.equal(x, y) for x, y in zip(self.tensors[tag], self.expected[tag], strict=True))
+            assert all(
+                torch.equal(x, y)
+                for x, y in zip(self.tensors[tag], self.expected[tag], strict=True)
+            )
 
     def to_and_fro(self) -> None:
         for out, into in (("a", "b"), ("b", "a")):
@@ -92,7 +101,13 @@ def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.Mon
     assert world.saver.report().tags["a"].extents > 4, "in pieces, since the first time"
 
 
-SIZES = [([1] * 16, 16, True), ([16], 16, False), ([8, 8], 16, False), ([1] * 4, 16, True), ([16], 2, False)]
+SIZES = [
+    ([1] * 16, 16, True),
+    ([16], 16, False),
+    ([8, 8], 16, False),
+    ([1] * 4, 16, True),
+    ([16], 2, False),
+]
 
 
 @pytest.mark.parametrize(("sizes", "needed", "piecewise"), [*SIZES, ([16], 1, True)])
@@ -118,7 +133,9 @@ def test_what_is_refused_changes_nothing(device: str) -> None:
     world.check("b")
     keep = world.saver.empty(6 * MIB, torch.uint8, tag="d")
     before = process_bytes(device)
-    with pytest.raises(memsaver.OutOfMemory, match="swap.*needs 12.0 MiB: .* are missing.*nothing was changed"):
+    with pytest.raises(
+        memsaver.OutOfMemory, match="swap.*needs 12.0 MiB: .* are missing.*nothing was changed"
+    ):
         swap(pause="a", resume="b")
     world.check("b")
     assert process_bytes(device) == before
@@ -126,7 +143,9 @@ def test_what_is_refused_changes_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_every_driver_call_fails_once(in_turn: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_driver_call_fails_once(
+    in_turn: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if in_turn:
         monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
     raised = 0
@@ -165,7 +184,9 @@ def test_a_swap_that_is_refused_keeps_content_that_a_pause_would_drop(device: st
     """Memory that is short is found before anything moves, in pieces as in turn."""
     for sizes in ((4, 4), (8,)):
         saver = memsaver.MemorySaver(device, limit_bytes=20 * MIB)
-        weights = saver.empty(16 * MIB, torch.uint8, tag="weights", content="host", elastic=True).fill_(7)
+        weights = saver.empty(
+            16 * MIB, torch.uint8, tag="weights", content="host", elastic=True
+        ).fill_(7)
         saver.pause("weights")
         kv = [saver.empty(size * MIB, torch.uint8, tag="kv").fill_(5) for size in sizes]
         other = saver.empty(10 * MIB, torch.uint8, tag="other")

@@ -1,10 +1,11 @@
 """What users of other tools ran into, one test for each; the reports are named.
 
-Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR#87) or leaves a tag half mapped (vllm
-PR#34600): test_fault_injection, test_saver. A free while paused (torch_memory_saver#92), concurrent regions, forks:
-test_lifetimes. An exit with paused tags (torch_memory_saver#56): compat/test_misuse. Nested regions, buffers made with
-a module: test_saver. A second release of the same handles (vllm#36651): test_stateful. Addresses that every import
-takes anew (pytorch#186213): test_processes.
+Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR#87) or leaves a tag
+half mapped (vllm PR#34600): test_fault_injection, test_saver. A free while paused
+(torch_memory_saver#92), concurrent regions, forks: test_lifetimes. An exit with paused tags
+(torch_memory_saver#56): compat/test_misuse. Nested regions, buffers made with a module: test_saver.
+A second release of the same handles (vllm#36651): test_stateful. Addresses that every import takes
+anew (pytorch#186213): test_processes.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ pytestmark = pytest.mark.alone
 
 
 def test_a_freed_block_is_never_another_tags(device: str) -> None:
-    """torch_memory_saver#85: a block freed under one tag came back under another, and was paused with the wrong one."""
+    """torch_memory_saver#85: a block freed under one tag came back under another, and was paused
+    with the wrong one.
+    """
     saver = MemorySaver(device)
     seen: dict[str, set[int]] = {"a": set(), "b": set()}
     for step in range(20):
         for tag in seen:
             with saver.region(tag):
-                tensors = [torch.full((1000 * (step % 3 + 1),), 3.0, device=device) for _ in range(3)]
+                tensors = [
+                    torch.full((1000 * (step % 3 + 1),), 3.0, device=device) for _ in range(3)
+                ]
             seen[tag] |= {tensor.data_ptr() for tensor in tensors}
             del tensors
     assert not seen["a"] & seen["b"]
@@ -47,7 +52,9 @@ def test_a_freed_block_is_never_another_tags(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_blas_workspace_is_not_made_inside_a_region() -> None:
-    """cuBLAS keeps the workspace of a thread's first multiplication for ever: on a tag, a pause would take it away."""
+    """cuBLAS keeps the workspace of a thread's first multiplication for ever: on a tag, a pause
+    would take it away.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     saver = MemorySaver("cuda:0")
     a = torch.randn(512, 512, device="cuda:0", dtype=torch.bfloat16)
@@ -66,7 +73,9 @@ def test_a_blas_workspace_is_not_made_inside_a_region() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
 def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
-    """sglang PR#37932: unmapped while a stream was still writing: an illegal access that ends the context."""
+    """sglang PR#37932: unmapped while a stream was still writing: an illegal access that ends the
+    context.
+    """
     saver = MemorySaver("cuda:0")
     tensor = saver.empty(64 << 20, torch.uint8, tag="t", content="host").fill_(1)
     torch.cuda.synchronize()
@@ -168,8 +177,10 @@ def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() 
 
 @pytest.mark.soak
 def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> None:
-    """Tensors that outlive their region die later: torch keeps such blocks until something has it free them. (NeMo
-    RL#2619: some bytes stayed at every step until a long run ended for lack of memory.)"""
+    """Tensors that outlive their region die later: torch keeps such blocks until something has it
+    free them. (NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of
+    memory.)
+    """
     saver = MemorySaver(device)
     if device != "cpu":  # what earlier tests left there is not this one's
         gc.collect()
@@ -180,23 +191,32 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
     held, maps = set(), []
     for step in range(rounds(20, 2000)):
         with saver.region("kv"):
-            tensors = [torch.ones(3 << 20, device=device), *(torch.ones(1000 + step % 7, device=device) for _ in "abc")]
+            tensors = [
+                torch.ones(3 << 20, device=device),
+                *(torch.ones(1000 + step % 7, device=device) for _ in "abc"),
+            ]
         saver.pause("weights", release=("driver", "keep")[step % 2])
         saver.resume("weights")
         held.add((saver.report().committed_bytes, open_fds()))
         maps.append(memory_maps())
         del tensors
     assert len(held) == 1 and maps[-1] <= maps[10] + 4
-    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, "torch's own cache was emptied, too"
+    assert device == "cpu" or torch.cuda.memory_reserved() >= cached, (
+        "torch's own cache was emptied, too"
+    )
     saver.trim()
     report = saver.report()
-    assert report.committed_bytes == report.tags["weights"].committed_bytes and bool((weights == 1).all())
+    assert report.committed_bytes == report.tags["weights"].committed_bytes and bool(
+        (weights == 1).all()
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dies", ["inside", "after"])
 def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
-    """Freed with its region, which torch does without waiting, as it tells a pluggable allocator the stream."""
+    """Freed with its region, which torch does without waiting, as it tells a pluggable allocator
+    the stream.
+    """
     saver = MemorySaver("cuda:0")
     one, other, nbytes = torch.cuda.Stream(), torch.cuda.Stream(), 256 << 20
     with torch.cuda.stream(one):

@@ -1,4 +1,5 @@
-"""The sdist and the wheel that is built from it, tried out in an environment that has nothing else of this project.
+"""The sdist and the wheel that is built from it, tried out in an environment that has nothing else
+of this project.
 
 `make dist`, not part of `make test`. What they were built from is left in dist/.
 """
@@ -24,8 +25,12 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(
 
 def run(*words: object, cwd: Path) -> str:
     """What it prints; a failure shows both streams."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    done = subprocess.run(
+        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, f"{words}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -33,7 +38,9 @@ def run(*words: object, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
     """Files of the repository, uncommitted changes included."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    listed = run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines()
     return [name for name in listed if (ROOT / name).is_file()]
 
 
@@ -64,8 +71,10 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel. Its dependencies are found in the project's own, by a path file: .pth files
-    of a folder that was added this way are not read, so the project itself, installed there by one, is not found."""
+    """A virtual environment with the wheel. Its dependencies are found in the project's own, by a
+    path file: .pth files of a folder that was added this way are not read, so the project itself,
+    installed there by one, is not found.
+    """
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
@@ -78,14 +87,29 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sources(tracked: list[str]) -> set[str]:
     """What an installed memsaver is made of."""
     kept = (".py", ".c", ".cpp", ".h", ".yaml", ".css", ".html", ".js")
-    return {name for name in tracked if name.startswith(tuple(f"{p}/" for p in PACKAGES)) and name.endswith(kept)}
+    return {
+        name
+        for name in tracked
+        if name.startswith(tuple(f"{p}/" for p in PACKAGES)) and name.endswith(kept)
+    }
 
 
 def test_the_sdist_holds_the_sources_and_no_tests(sdist: Path, tracked: list[str]) -> None:
     with tarfile.open(sdist) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert names >= sources(tracked) | {"setup.py", "pyproject.toml", "README.md", "constraints.txt"}
-    assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/")) or name.endswith(".so")]
+        names = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
+    assert names >= sources(tracked) | {
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "constraints.txt",
+    }
+    assert not [
+        name
+        for name in names
+        if name.startswith(("tests/", "docs/", "examples/")) or name.endswith(".so")
+    ]
 
 
 def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: list[str]) -> None:
@@ -94,7 +118,11 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     (shim,) = names - sources(tracked)
     assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
     assert names >= sources(tracked)
-    assert {"recipes/tiny.yaml", "recipes/recipe/shapes.yaml", "memsaver/native/cpu_hook.cpp"} <= names
+    assert {
+        "recipes/tiny.yaml",
+        "recipes/recipe/shapes.yaml",
+        "memsaver/native/cpu_hook.cpp",
+    } <= names
 
 
 def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path) -> None:
@@ -104,7 +132,13 @@ def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path)
 
 
 def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:
-    words = ["tiny", "steps=1", "grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=0"]
+    words = [
+        "tiny",
+        "steps=1",
+        "grpo.prompts_per_step=8",
+        "grpo.samples_per_prompt=4",
+        "eval.every=0",
+    ]
     run(environment / "bin" / "memsaver", "run", *words, "--run-dir", "run", cwd=tmp_path)
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["gap_max"] < 5e-5

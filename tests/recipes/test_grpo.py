@@ -24,7 +24,9 @@ from rollout import Completion
 EXACT = settings(max_examples=100)
 rewards_of_groups = st.integers(2, 6).flatmap(
     lambda size: st.lists(
-        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size), min_size=1, max_size=5
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size),
+        min_size=1,
+        max_size=5,
     )
 )
 
@@ -39,19 +41,25 @@ def test_advantages_by_hand() -> None:
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 @pytest.mark.parametrize("parts", [[0.1, 0.2], [0.7, 0.1], [1 / 3, 1 / 7, 1e-3]])
 def test_rewards_that_differ_by_rounding_are_equal(parts: list[float], size: float) -> None:
-    """The same partial credits in another order, or summed in fp32; what differs by more is told apart."""
+    """The same partial credits in another order, or summed in fp32; what differs by more is told
+    apart.
+    """
     credits = [part * size for part in parts]
     exact, in_fp32 = math.fsum(credits), float(torch.tensor(credits).sum())
     group = [sum(credits), sum(credits[::-1]), exact, in_fp32]
     for normalize_std in (True, False):
         assert compute_advantages(group, 4, normalize_std) == [0.0] * 4
-    assert compute_advantages([exact, exact * 1.001], 2, normalize_std=True) == pytest.approx([-1, 1])
+    assert compute_advantages([exact, exact * 1.001], 2, normalize_std=True) == pytest.approx(
+        [-1, 1]
+    )
     assert whiten([group[:2], group[2:]]) == [[0.0] * 2] * 2
 
 
 @EXACT
 @given(rewards_of_groups, st.booleans())
-def test_every_group_is_centred_and_scaled_by_itself(groups: list[list[float]], normalize_std: bool) -> None:
+def test_every_group_is_centred_and_scaled_by_itself(
+    groups: list[list[float]], normalize_std: bool
+) -> None:
     size = len(groups[0])
     flat = [reward for group in groups for reward in group]
     advantages = compute_advantages(flat, size, normalize_std)
@@ -88,15 +96,26 @@ def test_prompts_are_a_function_of_seed_and_step() -> None:
 
 def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are() -> None:
     sizes = {"a": 9, "b": 50, "c": 3}
-    kinds = [[Problem(question=f"{kind} {n}", answer="") for n in range(size)] for kind, size in sizes.items()]
+    kinds = [
+        [Problem(question=f"{kind} {n}", answer="") for n in range(size)]
+        for kind, size in sizes.items()
+    ]
     for count, shares in ((9, (3, 3, 3)), (8, (3, 3, 2)), (7, (3, 2, 2)), (2, (1, 1, 0))):
         picked = pick_problems(kinds, count, seed=0, step=1)
         assert len(set(picked)) == count
-        assert tuple(sum(problem.question[0] == kind for problem in picked) for kind in "abc") == shares
+        assert (
+            tuple(sum(problem.question[0] == kind for problem in picked) for kind in "abc")
+            == shares
+        )
 
 
 def test_sampling_seeds_differ_and_fit_the_engine() -> None:
-    seeds = {sampling_seed(seed, step, index) for seed in range(3) for step in range(20) for index in range(16)}
+    seeds = {
+        sampling_seed(seed, step, index)
+        for seed in range(3)
+        for step in range(20)
+        for index in range(16)
+    }
     assert len(seeds) == 3 * 20 * 16
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -111,7 +130,9 @@ class Parrot:
 
 def completion(ids: list[int]) -> Completion:
     nothing = [0.0] * len(ids)
-    return Completion(token_ids=ids, logprobs=nothing, finish_reason="stop", weight_versions=[1] * len(ids))
+    return Completion(
+        token_ids=ids, logprobs=nothing, finish_reason="stop", weight_versions=[1] * len(ids)
+    )
 
 
 def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
@@ -125,8 +146,13 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         train=problems(("a", "a")),
         held_out=problems(("a", "a"), ("b", "a"), ("b", "b")),
         train_beside={"2_digits": problems(("a", "b"))},
-        beside={"2_digits": problems(("b", "b"), ("b", "b"), ("a", "b")), "3_digits": problems(("a", "b"))},
-        score=lambda problem, text, ended: Score(reward=0.0, exact=ended and text == problem.answer),
+        beside={
+            "2_digits": problems(("b", "b"), ("b", "b"), ("a", "b")),
+            "3_digits": problems(("a", "b")),
+        },
+        score=lambda problem, text, ended: Score(
+            reward=0.0, exact=ended and text == problem.answer
+        ),
     )
     setup = types.SimpleNamespace(
         recipe=recipes.load("tiny", ["eval.problems=2"]),
@@ -134,5 +160,10 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         tokenizer=tokenizer,
         prompt_ids=lambda problem: tokenizer.convert_tokens_to_ids([problem.question]),
     )
-    expected = {"exact_match": 0.5, "exact_match_2_digits": 1.0, "exact_match_3_digits": 0.0, "problems": 2}
+    expected = {
+        "exact_match": 0.5,
+        "exact_match_2_digits": 1.0,
+        "exact_match_3_digits": 0.0,
+        "problems": 2,
+    }
     assert evaluate(Parrot(), setup) == {**expected, "trained_beside": ["2_digits"]}

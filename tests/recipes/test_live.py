@@ -45,7 +45,9 @@ def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     view.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("step 3/9: reward 0.300") and lines[0].endswith("400 tok/s | 1.0 s | ETA 0:00:06")
+    assert lines[0].startswith("step 3/9: reward 0.300") and lines[0].endswith(
+        "400 tok/s | 1.0 s | ETA 0:00:06"
+    )
     assert "held-out exact match 0.500 of 16 after 2 updates" in lines[1]
 
 
@@ -56,7 +58,9 @@ def test_the_time_left_follows_the_last_ten_steps() -> None:
     assert time_left(run, 100) == "ETA 0:02:58"
 
 
-def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_stage_is_told_while_it_goes_on_and_nothing_after_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     view, seen, deadline = LogView(9, quiet_seconds=0.01), "", time.monotonic() + 20
 
     def wait_for(line: str) -> None:

@@ -1,4 +1,6 @@
-"""The packaged recipes: short, of the real shapes, and no smaller GPU than their training state needs."""
+"""The packaged recipes: short, of the real shapes, and no smaller GPU than their training state
+needs.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,20 @@ from rollout.model.loading import load_model_config
 
 GIB = 2**30
 NAMES = sorted(file.stem for file in PACKAGE.glob("*.yaml"))
-HAVE_RUN = {"tiny", "tiny-ppo", "smollm2-135m", "smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
-GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}  # what the driver calls total
+HAVE_RUN = {
+    "tiny",
+    "tiny-ppo",
+    "smollm2-135m",
+    "smollm2-135m-2digits",
+    "qwen2.5-0.5b",
+    "qwen2.5-1.5b",
+    "qwen2.5-7b",
+}
+GPU_BYTES = {
+    "h100-80gb": 79.6 * GIB,
+    "h200-141gb": 140.4 * GIB,
+    "b200-192gb": 179 * GIB,
+}  # what the driver calls total
 PUBLISHED = {  # parameters, and bytes of a token in the KV cache in bf16
     "smollm2-135m": (134_515_008, 23_040),
     "qwen2.5-0.5b": (494_032_768, 12_288),
@@ -63,26 +77,37 @@ def test_a_shape_is_the_published_one(name: str, described: Path) -> None:
     config = AutoConfig.from_pretrained(described / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    biases = [each for key, each in model.named_buffers() if key.endswith("e_score_correction_bias")]  # DeepSeek-V3's
+    biases = [
+        each for key, each in model.named_buffers() if key.endswith("e_score_correction_bias")
+    ]  # DeepSeek-V3's
     assert sum(each.numel() for each in [*model.parameters(), *biases]) == parameters
     assert layout(config, dtype=torch.bfloat16).bytes_per_token == kv_bytes
     if name not in MOE:
         groups = parameter_groups(load_model_config(described / name))
-        assert sum(torch.Size(each.shape).numel() for group in groups for each in group.params) == parameters
+        assert (
+            sum(torch.Size(each.shape).numel() for group in groups for each in group.params)
+            == parameters
+        )
 
 
-def test_every_shape_has_its_figures_and_what_was_never_run_says_so(packaged: dict[str, Recipe]) -> None:
+def test_every_shape_has_its_figures_and_what_was_never_run_says_so(
+    packaged: dict[str, Recipe],
+) -> None:
     assert set(shapes()) == set(PUBLISHED)
     assert {name for name, recipe in packaged.items() if recipe.status == "run"} == HAVE_RUN
 
 
-def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(packaged: dict[str, Recipe]) -> None:
+def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(
+    packaged: dict[str, Recipe],
+) -> None:
     for name, recipe in packaged.items():
         lines = (PACKAGE / f"{name}.yaml").read_text().splitlines()
         head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
         assert 2 <= head <= 9 and len(lines) - head <= 28, name
         verb = "plan" if recipe.model.shape in MOE else "run"
-        assert any(f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head]), name
+        assert any(
+            f"{line} ".startswith(f"#   memsaver {verb} {name} ") for line in lines[:head]
+        ), name
 
 
 def test_the_page_names_every_recipe_and_every_key() -> None:
@@ -113,7 +138,10 @@ def test_a_text_that_looks_like_a_reference_comes_back_as_it_is(tmp_path: Path) 
 
 
 def test_a_gpu_holds_what_no_plan_can_do_without(packaged: dict[str, Recipe]) -> None:
-    """Of trained state, and of trainer and engine at the sync. A lower bound; the planner reckons the rest."""
+    """Of trained state, and of trainer and engine at the sync.
+
+    A lower bound; the planner reckons the rest.
+    """
     for name, recipe in packaged.items():
         if recipe.model.config is None:
             parameters, _ = PUBLISHED[recipe.model.shape or recipe.model.path]
@@ -127,14 +155,19 @@ def test_a_gpu_holds_what_no_plan_can_do_without(packaged: dict[str, Recipe]) ->
 def test_the_pool_holds_all_requests_that_run_at_once(
     packaged: dict[str, Recipe], described: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs of the size it names; what the rollout does not compute is refused by one line. Nothing is fetched."""
+    """On GPUs of the size it names; what the rollout does not compute is refused by one line.
+    Nothing is fetched.
+    """
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("recipes.setup.preparation.find_model", lambda name: described / name)
     for name, recipe in packaged.items():
         gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
         if recipe.model.shape in MOE:
-            with pytest.raises(recipes.RecipeError, match=f"shape={recipe.model.shape}: is no model that the rollout"):
+            with pytest.raises(
+                recipes.RecipeError,
+                match=f"shape={recipe.model.shape}: is no model that the rollout",
+            ):
                 prepare(recipe, tmp_path)
         else:
             setup = prepare(recipe, tmp_path)
@@ -147,7 +180,11 @@ def test_the_pool_holds_all_requests_that_run_at_once(
 
 @pytest.mark.parametrize("status", ["run", "planned"])
 def test_a_run_of_a_planned_recipe_says_that_nobody_has_run_it(
-    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_pictures: None
+    status: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_pictures: None,
 ) -> None:
     def stop(setup: object) -> None:
         raise MemoryError("no memory left")

@@ -1,4 +1,6 @@
-"""Peaks per stage from what the sides report: before, after, torch's own peak, and what else is on the device."""
+"""Peaks per stage from what the sides report: before, after, torch's own peak, and what else is on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from recipes.watch.peaks import Peaks
 
 
 def usage(tags: dict[str, int], torch: int = 0, peak: int = 0, used: int | None = None) -> Usage:
-    return Usage(tags=tags, torch_bytes=torch, torch_peak_bytes=peak, device_used_bytes=used, host_bytes=0)
+    return Usage(
+        tags=tags, torch_bytes=torch, torch_peak_bytes=peak, device_used_bytes=used, host_bytes=0
+    )
 
 
 class Side:
@@ -30,7 +34,10 @@ def collect(stages: list[str], **sides: list[Usage]) -> dict[str, Any]:
 
 
 def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
-    found = collect(["train", "park"], trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)])
+    found = collect(
+        ["train", "park"],
+        trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)],
+    )
     assert found["train"] == {
         "processes": {"trainer": 17},
         "torch": {"trainer": 7},
@@ -55,12 +62,18 @@ def test_the_fullest_of_several_devices_counts() -> None:
 
 def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_gone() -> None:
     peaks = Peaks()
-    side = Side(usage({"kv_cache": 3}, 0, 9, 20), usage({"kv_cache": 8}, 0, 1, 30), usage({}, 0, 0, 5))
+    side = Side(
+        usage({"kv_cache": 3}, 0, 9, 20), usage({"kv_cache": 8}, 0, 1, 30), usage({}, 0, 0, 5)
+    )
     peaks.watch("rollout", side.take_usage)
     peaks.passed("generate")
     peaks.passed("generate")
     found = peaks.take()["generate"]
-    assert (found["tags"], found["torch"], found["device_bytes"]) == ({"kv_cache": 8}, {"rollout": 9}, 31)
+    assert (found["tags"], found["torch"], found["device_bytes"]) == (
+        {"kv_cache": 8},
+        {"rollout": 9},
+        31,
+    )
     peaks.passed("sleep")
     assert set(peaks.take()) == {"sleep"}
 

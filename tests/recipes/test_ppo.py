@@ -1,4 +1,6 @@
-"""The arithmetic of PPO against formulas written out, and that mini-batches depend on (seed, step) alone."""
+"""The arithmetic of PPO against formulas written out, and that mini-batches depend on (seed, step)
+alone.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ from trainer_bridge import SequenceBatch
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
-answers = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5)  # (reward, value) a token
+answers = st.lists(
+    st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5
+)  # (reward, value) a token
 
 
-def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """The weighted mean of all n-step advantages, each n written out; what is left over goes to the longest."""
+def by_definition(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
+    """The weighted mean of all n-step advantages, each n written out; what is left over goes to the
+    longest.
+    """
     found = []
     for t in range(len(rewards)):
         left = len(rewards) - t
@@ -40,7 +48,9 @@ def by_definition(rewards: list[float], values: list[float], gamma: float, lam: 
             after = gamma**n * values[t + n] if n < left else 0.0
             estimates.append(earned + after - values[t])
         weights = [(1 - lam) * lam**k for k in range(left - 1)] + [lam ** (left - 1)]
-        found.append(sum(weight * estimate for weight, estimate in zip(weights, estimates, strict=True)))
+        found.append(
+            sum(weight * estimate for weight, estimate in zip(weights, estimates, strict=True))
+        )
     return found
 
 
@@ -54,16 +64,22 @@ def test_advantages_are_the_weighted_n_step_ones(
     advantages, returns = compute_advantages(rewards, values, gamma, lam)
     for row, (mine, wanted) in enumerate(zip(advantages, returns, strict=True)):
         assert mine == pytest.approx(by_definition(rewards[row], values[row], gamma, lam), abs=1e-9)
-        assert wanted == pytest.approx([a + v for a, v in zip(mine, values[row], strict=True)], abs=1e-12)
+        assert wanted == pytest.approx(
+            [a + v for a, v in zip(mine, values[row], strict=True)], abs=1e-12
+        )
 
 
-def test_with_lambda_one_the_return_is_what_was_earned_and_an_answer_that_was_cut_off_earns_no_more() -> None:
+def test_with_lambda_one_the_return_is_what_was_earned_and_an_answer_that_was_cut_off_earns_no_more() -> (
+    None
+):
     _, returns = compute_advantages([[1.0, 2.0, 4.0]], [[0.3, -5.0, 7.0]], 0.5, 1.0)
     assert returns == [pytest.approx([3.0, 4.0, 4.0])]
 
 
 @EXACT
-@given(st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows)))
+@given(
+    st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows))
+)
 def test_whitened_over_all_tokens(rows: list[list[float]]) -> None:
     flat = [each for row in rows for each in row]
     white = [each for row in whiten(rows) for each in row]
@@ -72,19 +88,27 @@ def test_whitened_over_all_tokens(rows: list[list[float]]) -> None:
     if spread < 1e-8:
         assert white == [0.0] * len(flat)
         return
-    assert white == pytest.approx([(each - sum(flat) / len(flat)) / spread for each in flat], rel=1e-6, abs=1e-6)
+    assert white == pytest.approx(
+        [(each - sum(flat) / len(flat)) / spread for each in flat], rel=1e-6, abs=1e-6
+    )
 
 
 def test_a_token_pays_for_its_distance_and_the_last_one_gets_the_reward() -> None:
     logprobs, reference = [[-1.0, -2.0], [-3.0], []], [[-1.5, -1.0], [-3.0], []]
-    assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [pytest.approx([-0.05, 1.1]), [0.5], []]
+    assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [
+        pytest.approx([-0.05, 1.1]),
+        [0.5],
+        [],
+    ]
     assert token_rewards([1.0, 0.5, 9.0], logprobs, None, 0.1) == [[0.0, 1.0], [0.5], []]
 
 
 def test_the_divergence_is_over_tokens_and_never_negative() -> None:
     assert kl_to_reference([[-1.0], [-1.0, -2.0]], [[-1.0], [-1.0, -2.0]]) == 0
     apart = [[-1.0], [0.0, -3.0]]  # one token as likely, one e times more, one e times less
-    assert kl_to_reference([[-1.0], [-1.0, -2.0]], apart) == pytest.approx((math.e - 2 + 1 / math.e) / 3)
+    assert kl_to_reference([[-1.0], [-1.0, -2.0]], apart) == pytest.approx(
+        (math.e - 2 + 1 / math.e) / 3
+    )
 
 
 @EXACT
@@ -103,7 +127,10 @@ def test_the_order_is_a_function_of_seed_and_step() -> None:
     first = mini_batches(30, 2, 3, 0, 1)
     assert first == mini_batches(30, 2, 3, 0, 1)
     assert first[:3] != first[3:]
-    assert len({str(mini_batches(30, 1, 1, seed, step)) for seed in range(3) for step in range(3)}) == 9
+    assert (
+        len({str(mini_batches(30, 1, 1, seed, step)) for seed in range(3) for step in range(3)})
+        == 9
+    )
 
 
 def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
@@ -114,8 +141,13 @@ def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
             seen.append(batch)
             return {"value_loss": float(len(seen))}
 
-    fields: dict[str, Any] = {"values": [[1.0], [2.0, 3.0], [4.0]], "returns": [[0.0], [0.0, 0.0], [0.0]]}
-    batch = SequenceBatch(prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields)
+    fields: dict[str, Any] = {
+        "values": [[1.0], [2.0, 3.0], [4.0]],
+        "returns": [[0.0], [0.0, 0.0], [0.0]],
+    }
+    batch = SequenceBatch(
+        prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields
+    )
     assert update_critic(Trainer(), batch, [[2, 0], [1]]) == {"value_loss": 1.5}
     assert [each.prompt_ids for each in seen] == [[[3], [1]], [[2]]]
     assert [each.values for each in seen] == [[[4.0], [1.0]], [[2.0, 3.0]]]
@@ -134,12 +166,24 @@ def test_explained_variance() -> None:
 
 
 def test_what_the_algorithms_ask_of_the_trainer() -> None:
-    words = ["ppo.epochs=2", "ppo.mini_batches=3", "ppo.critic_warmup_steps=4", "steps=10", "ppo.value_clip=0.5"]
+    words = [
+        "ppo.epochs=2",
+        "ppo.mini_batches=3",
+        "ppo.critic_warmup_steps=4",
+        "steps=10",
+        "ppo.value_clip=0.5",
+    ]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))
     assert fields["decay_steps"] == 6 * 6 and fields["critic"].decay_steps == 10 * 6
-    assert fields["critic"].value_clip == 0.5 and fields["reference"] and "kl_loss_coef" not in fields
+    assert (
+        fields["critic"].value_clip == 0.5 and fields["reference"] and "kl_loss_coef" not in fields
+    )
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", ["ppo.kl_coef=0"]))
-    assert (fields["decay_steps"], fields["critic"].decay_steps, fields["reference"]) == (None, None, False)
+    assert (fields["decay_steps"], fields["critic"].decay_steps, fields["reference"]) == (
+        None,
+        None,
+        False,
+    )
     fields = GrpoLoop.trainer_fields(recipes.load("tiny", ["grpo.kl_coef=0.1"]))
     assert (fields["kl_loss_coef"], fields["reference"]) == (0.1, True) and "critic" not in fields
     assert not GrpoLoop.trainer_fields(recipes.load("tiny"))["reference"]

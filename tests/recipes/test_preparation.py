@@ -1,4 +1,6 @@
-"""From recipe to setup: the packaged shapes, what a random model leaves on the disk, and how large the pool becomes."""
+"""From recipe to setup: the packaged shapes, what a random model leaves on the disk, and how large
+the pool becomes.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,18 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     setup = prepare(recipes.load("tiny"), tmp_path / "run")
     assert setup.model_dir == tmp_path / "run" / "model"
     names = {file.name for file in setup.model_dir.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
     assert not [name for name in names if "safetensors" in name]
     config = json.loads((setup.model_dir / "config.json").read_text())
-    assert (config["architectures"], config["vocab_size"]) == (["Qwen3ForCausalLM"], len(setup.tokenizer))
+    assert (config["architectures"], config["vocab_size"]) == (
+        ["Qwen3ForCausalLM"],
+        len(setup.tokenizer),
+    )
     assert load_model_config(setup.model_dir).stop_token_ids == {setup.tokenizer.eos_token_id}
     again = prepare(recipes.load("tiny"), tmp_path / "run")
     assert again.model_dir == setup.model_dir
@@ -47,21 +57,35 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     assert load_model_config(wider.model_dir).vocab_size == 1000
 
 
-def test_the_recipe_reaches_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_reaches_trainer_and_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks of one engine preempt alike."""
-    words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "engine.cuda_graphs=false", "device=cpu", "driver=ray"]
+    words = [
+        "trainer.dtype=bfloat16",
+        "model.dtype=bfloat16",
+        "engine.cuda_graphs=false",
+        "device=cpu",
+        "driver=ray",
+    ]
     words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]
     two = ["engine.tensor_parallel_size=2", "cluster.n_gpus_per_node=2"]
     for more, preemption in ([], "cheapest"), (two, "swap"):
         setup = prepare(recipes.load("tiny", [*words, *more]), tmp_path)
         config, engine = trainer_config(setup), engine_arguments(setup)
-        assert (config.dtype, config.param_dtype, config.random_init) == ("bfloat16", "bfloat16", True)
+        assert (config.dtype, config.param_dtype, config.random_init) == (
+            "bfloat16",
+            "bfloat16",
+            True,
+        )
         assert engine["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
         assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
         assert engine["tensor_parallel_size"] == (2 if more else 1)
         EngineConfig(**{key: value for key, value in engine.items() if key != "dtype"})
     monkeypatch.setattr("recipes.run.open_ray", lambda *args, **words: words)
-    through_ray = open_pair(prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path))
+    through_ray = open_pair(
+        prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)
+    )
     assert through_ray == {"devices": 1, "nodes": 1, "address": None, "timeout": 7.0}
     plain = prepare(recipes.load("tiny"), tmp_path)
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
@@ -77,7 +101,10 @@ TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        *(("qwen2.5-7b", f"{TWO_RANKS} engine.kv_cache_dtype={stored}") for stored in ("auto", "fp8_e4m3")),
+        *(
+            ("qwen2.5-7b", f"{TWO_RANKS} engine.kv_cache_dtype={stored}")
+            for stored in ("auto", "fp8_e4m3")
+        ),
         *(("qwen2.5-0.5b", f"model.dtype={dtype}") for dtype in ("float32", "bfloat16")),
     ],
 )
@@ -91,12 +118,21 @@ def test_a_share_of_the_gpu_is_weights_and_pool(
 
 
 def check_share(setup: Setup) -> None:
-    """It holds the weights, the states and the pool, its padding page too, and one page more would be too many."""
+    """It holds the weights, the states and the pool, its padding page too, and one page more would
+    be too many.
+    """
     recipe, model = setup.recipe, load_model_config(setup.model_dir)
     dtype, ranks = getattr(torch, recipe.model.dtype), recipe.engine.tensor_parallel_size
     kept = layout(model.hf_config, dtype=dtype)
-    token = kept.bytes_per_token // ranks // (1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize)
-    used = arena_nbytes(rank_groups(model, 0, ranks), dtype) + (recipe.engine.max_running + 1) * kept.state_bytes
+    token = (
+        kept.bytes_per_token
+        // ranks
+        // (1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize)
+    )
+    used = (
+        arena_nbytes(rank_groups(model, 0, ranks), dtype)
+        + (recipe.engine.max_running + 1) * kept.state_bytes
+    )
     used += (setup.kv_tokens + 16) * token
     assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0
@@ -107,14 +143,19 @@ def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None
     setup = prepare(recipes.load("tiny", share), tmp_path)
     assert setup.recipe.engine.mem_fraction_static == 0.9
     check_share(setup)
-    with pytest.raises(recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"):
+    with pytest.raises(
+        recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"
+    ):
         prepare(recipes.load("tiny", [*share, "engine.max_running=80000"]), tmp_path / "more")
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["cluster.n_gpus_per_node=2"], ["cluster.n_gpus_per_node=2", "torch sees 1 GPUs", "n_gpus_per_node=1"]),
+        (
+            ["cluster.n_gpus_per_node=2"],
+            ["cluster.n_gpus_per_node=2", "torch sees 1 GPUs", "n_gpus_per_node=1"],
+        ),
         (
             ["cluster.n_gpus_per_node=8", "device=cpu", "engine.tensor_parallel_size=8"],
             ["engine.tensor_parallel_size=8", "cannot be shared", "tensor_parallel_size=1"],
@@ -135,7 +176,8 @@ def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> Non
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.1"]
     remedy = r"set engine.mem_fraction_static=0.18$"  # 14.2 of 80 GiB, and two pages
     with pytest.raises(
-        recipes.RecipeError, match=rf"engine.mem_fraction_static=0.1: the weights alone take .*{remedy}"
+        recipes.RecipeError,
+        match=rf"engine.mem_fraction_static=0.1: the weights alone take .*{remedy}",
     ):
         prepare(recipes.load("qwen2.5-7b", share), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -145,18 +187,26 @@ def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> Non
 
 def test_a_model_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
-    with pytest.raises(recipes.RecipeError, match="--run-dir .*: cannot be written: File exists; name a place"):
+    with pytest.raises(
+        recipes.RecipeError, match="--run-dir .*: cannot be written: File exists; name a place"
+    ):
         prepare(recipes.load("tiny"), tmp_path)
 
 
-def test_prompts_beside_the_task_count_for_the_longest_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beside_the_task_count_for_the_longest_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt takes as many tokens here as its problem has characters."""
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
-    monkeypatch.setattr("recipes.setup.preparation.encode_prompt", lambda _, question, __: question.rpartition(": ")[2])
+    monkeypatch.setattr(
+        "recipes.setup.preparation.encode_prompt",
+        lambda _, question, __: question.rpartition(": ")[2],
+    )
     real = [f"model.path={tmp_path}/model", "task.name=chain_sum", "task.partial_credit=0"]
     alone, beside = (
-        prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run") for words in ([], ["eval.also_digits=[3]"])
+        prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run")
+        for words in ([], ["eval.also_digits=[3]"])
     )
     assert beside.max_request_tokens == alone.max_request_tokens + 4
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""Runs through Ray: on one device beside the same run in this process, on two, until a rank dies, and as a job."""
+"""Runs through Ray: on one device beside the same run in this process, on two, until a rank dies,
+and as a job.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,22 @@ from recipes.cli import main
 from recipes.run import start_run
 from tests.helpers.faults import dying_trainer, wait_gone
 from tests.helpers.ray_cluster import RayCluster, until
-from tests.helpers.recipes.runs import SMALL, SMALL_PPO, MakeRun, Row, has_pictures, rows, same_rows, trace
+from tests.helpers.recipes.runs import (
+    SMALL,
+    SMALL_PPO,
+    MakeRun,
+    Row,
+    has_pictures,
+    rows,
+    same_rows,
+    trace,
+)
 from trainer_bridge import open_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]  # a busy machine, and up to four processes that import torch
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(600),
+]  # a busy machine, and up to four processes that import torch
 ROOT = Path(__file__).parents[2]
 TWO = ["tiny", *SMALL, "driver=ray", "cluster.n_gpus_per_node=2"]
 
@@ -43,14 +57,16 @@ def test_actors_give_the_numbers_of_one_process(
 
 
 def assert_same(row: Row, alone: Row) -> None:
-    """The same samples, hence the same rewards; what is computed of them as far as the order of sums allows."""
+    """The same samples, hence the same rewards; what is computed of them as far as the order of
+    sums allows.
+    """
     if row["kind"] == "eval":
         assert row == alone
         return
     same = ("kind", "step", "reward", "exact_match", "response_length", "tokens", "ended")
     assert {key: row[key] for key in same} == {key: alone[key] for key in same}
-    # Means over some 80 tokens in fp32, of values up to 8: sums of up to 640 round by 6e-5 in the worst order, means by
-    # 1e-6; gradients of 1e4 summands by 1e-4 of their norm, which is about 1.
+    # Means over some 80 tokens in fp32, of values up to 8: sums of up to 640 round by 6e-5 in the
+    # worst order, means by 1e-6; gradients of 1e4 summands by 1e-4 of their norm, which is about 1.
     for key in ("loss", "grad_norm", "entropy", "approx_kl"):
         assert row[key] == pytest.approx(alone[key], abs=1e-4), key
     assert row["gap_max"] <= 5e-5  # see test_run
@@ -65,7 +81,9 @@ def assert_shared(row: Row, alone: Row) -> None:
     assert held["params"] == held["optim"] == 0 < min(held["weights"], held["kv_cache"])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.extended)], ids=["tensor parallel", "replicas"])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(1, marks=pytest.mark.extended)], ids=["tensor parallel", "replicas"]
+)
 def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     size: int,
     ray_cluster: RayCluster,
@@ -80,16 +98,25 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     words = [*TWO, f"engine.tensor_parallel_size={size}", "steps=3", "checkpoint.every=2"]
     assert main(["run", *words, "--run-dir", str(tmp_path)]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith("memsaver: sync_weights failed: ActorDied: the trainer[1] actor died in sync_weights()")
+    assert message.startswith(
+        "memsaver: sync_weights failed: ActorDied: the trainer[1] actor died in sync_weights()"
+    )
     ray_cluster.wait_free()
     alone = rows(make_run("tiny", *SMALL, "steps=5"))
     found = rows(tmp_path)
-    assert [(row["kind"], row["step"]) for row in found] == [("eval", 0), ("train", 1), ("train", 2)]
+    assert [(row["kind"], row["step"]) for row in found] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+    ]
     for row, single in zip(found, alone, strict=False):
         assert_same(row, single)
         if row["kind"] == "train":
             assert_shared(row, single)
-            part, whole = row["memory"]["rollout"]["weights"], single["memory"]["rollout"]["weights"]
+            part, whole = (
+                row["memory"]["rollout"]["weights"],
+                single["memory"]["rollout"]["weights"],
+            )
             assert part == whole if size == 1 else 0 < part < 0.7 * whole
     assert owners(tmp_path) == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
     assert has_pictures(tmp_path)
@@ -99,10 +126,17 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
 def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    """With the numbers of a run that nothing happened to; what was lost is written down. Stopped, it leaves status 143,
-    trace and pictures, and no actor."""
+    """With the numbers of a run that nothing happened to; what was lost is written down. Stopped,
+    it leaves status 143, trace and pictures, and no actor.
+    """
     folder = tmp_path / "run"
-    overrides = [*SMALL, "driver=ray", "steps=100000", "checkpoint.every=2", "checkpoint.max_restarts=1"]
+    overrides = [
+        *SMALL,
+        "driver=ray",
+        "steps=100000",
+        "checkpoint.every=2",
+        "checkpoint.max_restarts=1",
+    ]
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
@@ -161,9 +195,13 @@ def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path)
     ]
     environment = {**os.environ, "MEMSAVER_TEST": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
-        until(lambda: any("runtime_env/agent" in line for line in marked(mark)))  # it has just begun
+        until(
+            lambda: any("runtime_env/agent" in line for line in marked(mark))
+        )  # it has just begun
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)
     finally:

@@ -1,4 +1,6 @@
-"""A run that loses an actor, in one process: how often it goes on by itself, and what it says at the end."""
+"""A run that loses an actor, in one process: how often it goes on by itself, and what it says at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +38,51 @@ def lose_trainer(monkeypatch: pytest.MonkeyPatch, *updates: int) -> None:
 
 
 def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From its start while there is no checkpoint, then from its checkpoint: rows of an undisturbed run."""
+    """From its start while there is no checkpoint, then from its checkpoint: rows of an undisturbed
+    run.
+    """
     straight = make_run("tiny", *SMALL, "steps=5")
     lose_trainer(monkeypatch, 2, 5)  # attempts: 1, lost; 1, 2, lost; 3, 4, 5
-    start_run("tiny", [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"], tmp_path / "run")
+    start_run(
+        "tiny",
+        [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"],
+        tmp_path / "run",
+    )
     assert same_rows(tmp_path / "run", straight)
     out = capsys.readouterr().out.splitlines()
-    assert f"restart 1 of 2 from the start: {LOSS}" in out and f"restart 2 of 2 from step 2: {LOSS}" in out
-    restarts = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
-    assert [(row["restart"], row["after_step"], row["cause"]) for row in restarts] == [(1, 0, LOSS), (2, 2, LOSS)]
+    assert (
+        f"restart 1 of 2 from the start: {LOSS}" in out
+        and f"restart 2 of 2 from step 2: {LOSS}" in out
+    )
+    restarts = [
+        json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()
+    ]
+    assert [(row["restart"], row["after_step"], row["cause"]) for row in restarts] == [
+        (1, 0, LOSS),
+        (2, 2, LOSS),
+    ]
     traces = {"trace.json", "trace-until-step-0-1.json", "trace-until-step-2-1.json"}
     assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == traces
 
 
 @pytest.mark.parametrize(
     ("lost_in", "remedy"),
-    [(2, "start again: there is no checkpoint yet"), (3, "go on with: memsaver run --resume {folder}")],
+    [
+        (2, "start again: there is no checkpoint yet"),
+        (3, "go on with: memsaver run --resume {folder}"),
+    ],
 )
 def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(
-    lost_in: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lost_in: int,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lose_trainer(monkeypatch, lost_in)
     folder = tmp_path / "run"
@@ -75,13 +101,18 @@ def test_an_actor_that_cannot_be_made_is_not_tried_again(
     monkeypatch.setattr("recipes.run.open_pair", fail)
     words = ["run", "tiny", *SMALL, "checkpoint.max_restarts=3", "--run-dir", str(tmp_path / "run")]
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("memsaver: build failed: ActorDied: the rollout actor could not be made")
+    assert capsys.readouterr().err.startswith(
+        "memsaver: build failed: ActorDied: the rollout actor could not be made"
+    )
     assert not (tmp_path / "run" / "restarts.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(ActorDied("rollout[1]", "commit_update", "died"), LostWorker), (ValueError("out of range"), RunError)],
+    [
+        (ActorDied("rollout[1]", "commit_update", "died"), LostWorker),
+        (ValueError("out of range"), RunError),
+    ],
 )
 def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
     error: Exception, kind: type[Exception], tmp_path: Path
@@ -97,4 +128,6 @@ def test_an_actor_that_was_slow_names_the_key_to_raise(tmp_path: Path) -> None:
     monitor = Monitor(RunFolder(tmp_path), make_view("", 1))
     with pytest.raises(LostWorker) as found, monitor.phase("update_actor"):
         raise ActorTimeout("trainer", "update_actor", "gave no answer for 600 s")
-    assert str(found.value).endswith("in update_actor() (if it was at work: raise cluster.call_timeout)")
+    assert str(found.value).endswith(
+        "in update_actor() (if it was at work: raise cluster.call_timeout)"
+    )

@@ -1,4 +1,6 @@
-"""Whole runs of the tiny recipe in one process: what they learn and leave behind, how they go on, how they fail."""
+"""Whole runs of the tiny recipe in one process: what they learn and leave behind, how they go on,
+how they fail.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,22 @@ from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STAGES = [
-    *("park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache", "generate_sequences"),
+    *(
+        "park_optim",
+        "wake_weights",
+        "sync_weights",
+        "park_params",
+        "wake_kv_cache",
+        "generate_sequences",
+    ),
     "sleep",
     *("restore_params", "compute_log_prob", "compute_reward"),
     *("restore_optim", "compute_advantages", "update_actor"),
 ]
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
-# Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few dozen roundings
-# (two layers, norm, head, softmax) lead to this at the worst token, and their mean stays near one ulp.
+# Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few
+# dozen roundings (two layers, norm, head, softmax) lead to this at the worst token, and their mean
+# stays near one ulp.
 GAP_MAX, GAP_MEAN = 5e-5, 1e-5
 
 
@@ -56,7 +66,9 @@ def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:
     train = rows(tiny, "train")
     tokens = sum(row["tokens"] for row in train)
     assert sum(row["gap_mean"] * row["tokens"] for row in train) / tokens <= GAP_MEAN
-    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX  # zero would mean that one of them was not asked
+    assert (
+        0 < max(row["gap_max"] for row in train) <= GAP_MAX
+    )  # zero would mean that one of them was not asked
 
 
 def test_every_step_has_its_stages_and_memory_changes_hands(tiny: Path) -> None:
@@ -64,13 +76,26 @@ def test_every_step_has_its_stages_and_memory_changes_hands(tiny: Path) -> None:
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert min(rollout["weights"], rollout["kv_cache"], train["params"], train["optim"]) > 0
         assert rollout["params"] == rollout["optim"] == train["weights"] == train["kv_cache"] == 0
-        assert [name for name in row["stages"] if name not in ("evaluate", "save_checkpoint")] == STAGES
+        assert [
+            name for name in row["stages"] if name not in ("evaluate", "save_checkpoint")
+        ] == STAGES
         assert 0 < row["sync"]["nbytes"] <= rollout["weights"]
-        assert 0 < row["sync"]["copy_seconds"] < row["sync"]["seconds"] < row["stages"]["sync_weights"]
+        assert (
+            0 < row["sync"]["copy_seconds"] < row["sync"]["seconds"] < row["stages"]["sync_weights"]
+        )
     events = trace(tiny)
     names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {*STAGES, "evaluate", "save_checkpoint", "step 1", "pause params", "resume weights"} <= names
-    assert {"weights", "kv_cache", "params", "optim"} <= {event["name"] for event in events if event["ph"] == "C"}
+    assert {
+        *STAGES,
+        "evaluate",
+        "save_checkpoint",
+        "step 1",
+        "pause params",
+        "resume weights",
+    } <= names
+    assert {"weights", "kv_cache", "params", "optim"} <= {
+        event["name"] for event in events if event["ph"] == "C"
+    }
 
 
 def test_the_run_folder_is_complete(tiny: Path) -> None:
@@ -89,8 +114,12 @@ def straight(make_run: MakeRun) -> Path:
     return make_run("tiny", *SMALL, "steps=5")
 
 
-def test_kept_tags_stay_and_change_no_number(straight: Path, tmp_path: Path, no_pictures: None) -> None:
-    """Also in a run that goes on with other tags kept; that it evaluated where it stopped leaves no trace."""
+def test_kept_tags_stay_and_change_no_number(
+    straight: Path, tmp_path: Path, no_pictures: None
+) -> None:
+    """Also in a run that goes on with other tags kept; that it evaluated where it stopped leaves no
+    trace.
+    """
     kept = tmp_path / "kept"
     start_run("tiny", [*SMALL, "steps=3", "cycle.keep=[optim,weights]"], kept)
     for row in rows(kept, "train"):
@@ -100,14 +129,25 @@ def test_kept_tags_stay_and_change_no_number(straight: Path, tmp_path: Path, no_
     words = ["steps=5", "cycle.keep=[params,optim,weights,kv_cache,cuda_graph]"]
     continue_run(kept, None, words)
     last = rows(kept, "train")[-1]["memory"]
-    assert last["rollout"] == last["train"] and min(last["train"][tag] for tag in ("params", "optim", "kv_cache")) > 0
-    assert same_rows(kept, straight) and load(kept / "recipe.yaml") == load("tiny", [*SMALL, *words])
+    assert (
+        last["rollout"] == last["train"]
+        and min(last["train"][tag] for tag in ("params", "optim", "kv_cache")) > 0
+    )
+    assert same_rows(kept, straight) and load(kept / "recipe.yaml") == load(
+        "tiny", [*SMALL, *words]
+    )
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(
-    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    straight: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What was done is on disk, the error is one line. Rows after the checkpoint come anew, with the same numbers."""
+    """What was done is on disk, the error is one line.
+
+    Rows after the checkpoint come anew, with the same numbers.
+    """
     folder, update = tmp_path / "run", Trainer.update_actor
 
     def fail_in_the_fourth(trainer: Trainer, batch: Any) -> Any:
@@ -117,12 +157,19 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update_actor", fail_in_the_fourth)
-        assert main(["run", "tiny", *SMALL, "steps=5", "checkpoint.every=2", "--run-dir", str(folder)]) == 1
-    assert capsys.readouterr().err == "memsaver: update_actor failed: OSError: the cable was pulled\n"
+        assert (
+            main(["run", "tiny", *SMALL, "steps=5", "checkpoint.every=2", "--run-dir", str(folder)])
+            == 1
+        )
+    assert (
+        capsys.readouterr().err == "memsaver: update_actor failed: OSError: the cable was pulled\n"
+    )
     assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3]
     assert trace(folder) and has_pictures(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("recipes.watch.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today")
+        patch.setattr(
+            "recipes.watch.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today"
+        )
         continue_run(folder)
     assert same_rows(folder, straight)
     assert "no pictures today" in capsys.readouterr().out.splitlines()
@@ -146,7 +193,10 @@ def test_what_cannot_go_on_says_why_and_exits_2(
     words: list[str], expected: list[str], make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(
-        "tiny", *SMALL, "steps=1", "checkpoint.every=0" if "holds no checkpoint" in expected else "seed=0"
+        "tiny",
+        *SMALL,
+        "steps=1",
+        "checkpoint.every=0" if "holds no checkpoint" in expected else "seed=0",
     )
     before = (folder / "metrics.jsonl").read_bytes()
     assert main(["run", *[str(folder) if word == "FOLDER" else word for word in words]]) == 2
@@ -157,7 +207,10 @@ def test_what_cannot_go_on_says_why_and_exits_2(
 
 @pytest.mark.parametrize(
     ("owner", "method", "stage"),
-    [("trainer_bridge.trainer.Trainer", "sync_weights", "sync_weights"), ("rollout.Engine", "generate", "evaluate")],
+    [
+        ("trainer_bridge.trainer.Trainer", "sync_weights", "sync_weights"),
+        ("rollout.Engine", "generate", "evaluate"),
+    ],
 )
 def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
     owner: str,
@@ -169,9 +222,14 @@ def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
     no_pictures: None,
 ) -> None:
     monkeypatch.setattr(f"{owner}.{method}", lambda *_, **__: 1 / 0)
-    assert main(["run", "tiny", *SMALL, "steps=2", "--run-dir", str(tmp_path / "run"), "--verbose"]) == 1
+    assert (
+        main(["run", "tiny", *SMALL, "steps=2", "--run-dir", str(tmp_path / "run"), "--verbose"])
+        == 1
+    )
     message = capsys.readouterr().err
-    assert "Traceback" in message and message.endswith(f"{stage} failed: ZeroDivisionError: division by zero\n")
+    assert "Traceback" in message and message.endswith(
+        f"{stage} failed: ZeroDivisionError: division by zero\n"
+    )
     assert (tmp_path / "run" / "trace.json").exists()
 
 
@@ -184,7 +242,9 @@ def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
         (["run", "tiny", "--frobnicate"], 2, "--frobnicate"),
     ],
 )
-def test_help_and_usage(words: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_usage(
+    words: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == status
@@ -192,11 +252,24 @@ def test_help_and_usage(words: list[str], status: int, text: str, capsys: pytest
 
 
 def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
-    """In a process of its own: exit status 128 + signal, no traceback, and what was done is on disk. The other signal,
-    and a bad recipe: test_interrupts; of a Ray job: test_ray_runs."""
+    """In a process of its own: exit status 128 + signal, no traceback, and what was done is on
+    disk. The other signal, and a bad recipe: test_interrupts; of a Ray job: test_ray_runs.
+    """
     folder = tmp_path / "run"
-    words = [sys.executable, "-m", "recipes.cli", "run", "tiny", *SMALL, "steps=100000", "--run-dir", str(folder)]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "recipes.cli",
+        "run",
+        "tiny",
+        *SMALL,
+        "steps=100000",
+        "--run-dir",
+        str(folder),
+    ]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         until(lambda: process.poll() is not None or (folder / "metrics.jsonl").exists())
         until(lambda: process.poll() is not None or len(rows(folder, "train")) >= 3)
@@ -209,11 +282,16 @@ def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
 
 
 def test_the_status_tells_of_an_interrupt_that_passed_through_an_exec(tmp_path: Path) -> None:
-    """dataclasses and others make functions so. Python notes such an interrupt, and would end by SIGINT at last."""
+    """dataclasses and others make functions so.
+
+    Python notes such an interrupt, and would end by SIGINT at last.
+    """
     text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"
     (tmp_path / "mine.py").write_text(f"def make(section):\n    exec({text!r})\n")
     command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "task.name=mine:make"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, b"memsaver: interrupted\n")
 
 
@@ -221,7 +299,9 @@ def ended_by(number: signal.Signals, folder: Path, seconds: float) -> tuple[int,
     """Status and messages of a run that gets the signal so long after it has made its folder."""
     words = ["run", "tiny", *SMALL, "steps=100000", "checkpoint.every=1", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "recipes.cli", *words]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         until(lambda: process.poll() is not None or folder.exists())
         time.sleep(seconds)
@@ -235,10 +315,18 @@ def ended_by(number: signal.Signals, folder: Path, seconds: float) -> tuple[int,
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_at_any_moment_of_a_run(number: signal.Signals, tmp_path: Path) -> None:
-    """While it sets up, generates, switches, trains or saves: the signal's status, one line, and pictures of what was
-    done."""
+    """While it sets up, generates, switches, trains or saves: the signal's status, one line, and
+    pictures of what was done.
+    """
     draw = random.Random(number)
     for attempt in range(rounds(1, 100)):
         folder = tmp_path / str(attempt)
-        assert ended_by(number, folder, draw.random() * 8) == (128 + number, "memsaver: interrupted\n"), attempt
-        assert not (folder / "metrics.jsonl").exists() or not rows(folder, "train") or has_pictures(folder)
+        assert ended_by(number, folder, draw.random() * 8) == (
+            128 + number,
+            "memsaver: interrupted\n",
+        ), attempt
+        assert (
+            not (folder / "metrics.jsonl").exists()
+            or not rows(folder, "train")
+            or has_pictures(folder)
+        )

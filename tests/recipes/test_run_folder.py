@@ -1,4 +1,6 @@
-"""The run folder: what survives a kill, checkpoints that are whole or absent, a trace and pictures that open."""
+"""The run folder: what survives a kill, checkpoints that are whole or absent, a trace and pictures
+that open.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def fill(path: Path) -> None:
 
 def test_a_folder_that_ray_deletes_is_refused(tmp_path: Path) -> None:
     inside = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef" / "runs" / "tiny"
-    with pytest.raises(recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"):
+    with pytest.raises(
+        recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"
+    ):
         RunFolder.create(inside, RECIPE)
     assert not inside.exists()
 
@@ -59,7 +63,11 @@ def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path: Path) -> None:
     assert not path.exists(), "nothing came into it"
     with claimed(path):
         RunFolder.create(path, RECIPE)
-    assert {entry.name for entry in path.iterdir()} == {"recipe.yaml", "environment.json", "metrics.jsonl"}
+    assert {entry.name for entry in path.iterdir()} == {
+        "recipe.yaml",
+        "environment.json",
+        "metrics.jsonl",
+    }
     mine = tmp_path / "mine"
     mine.mkdir()
     with claimed(mine):
@@ -109,10 +117,16 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
 
     at_once(*(partial(run, size) for size in sizes))
     folders = sorted((tmp_path / "runs").iterdir())
-    assert {folder.name for folder in folders} == {"tiny-now", *(f"tiny-now-{n}" for n in range(2, 9))}
+    assert {folder.name for folder in folders} == {
+        "tiny-now",
+        *(f"tiny-now-{n}" for n in range(2, 9)),
+    }
     asked = [recipes.load(folder / "recipe.yaml").model.config["hidden_size"] for folder in folders]
     assert sorted(asked) == sizes
-    assert asked == [json.loads((folder / "model" / "config.json").read_text())["hidden_size"] for folder in folders]
+    assert asked == [
+        json.loads((folder / "model" / "config.json").read_text())["hidden_size"]
+        for folder in folders
+    ]
 
 
 def test_a_run_that_is_at_work_is_not_resumed_beside_it(folder: RunFolder) -> None:
@@ -123,7 +137,11 @@ def test_a_run_that_is_at_work_is_not_resumed_beside_it(folder: RunFolder) -> No
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in path.iterdir() if entry.is_file() and entry.name[0] != "."}
+    return {
+        entry.name: entry.read_bytes()
+        for entry in path.iterdir()
+        if entry.is_file() and entry.name[0] != "."
+    }
 
 
 @contextlib.contextmanager
@@ -144,20 +162,27 @@ def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> Non
     folder.save_checkpoint(30, 1, fill)
     before = contents(folder.path)
     with full_disk(len(before["recipe.yaml"]) // 2):
-        with pytest.raises(recipes.RunError, match="the run's folder failed: .*too large; mend that, then go on"):
+        with pytest.raises(
+            recipes.RunError, match="the run's folder failed: .*too large; mend that, then go on"
+        ):
             RunFolder.reopen(folder.path, RECIPE)
-        with pytest.raises(recipes.RunError, match="folder failed: .*too large; mend that, then start again"):
+        with pytest.raises(
+            recipes.RunError, match="folder failed: .*too large; mend that, then start again"
+        ):
             RunFolder.create(folder.path.with_name("another"), RECIPE)
     assert contents(folder.path) == before and recipes.load(folder.path / "recipe.yaml") == RECIPE
     with full_disk(len(before["metrics.jsonl"]) + 10):
         with pytest.raises(
-            recipes.RunError, match="writing metrics.jsonl failed: .*too large; mend that, then go on with"
+            recipes.RunError,
+            match="writing metrics.jsonl failed: .*too large; mend that, then go on with",
         ):
             folder.add_row(train_row(40))
     assert RunFolder.reopen(folder.path, RECIPE).run.rows == rows[:30]
 
 
-def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(folder: RunFolder) -> None:
+def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
+    folder: RunFolder,
+) -> None:
     folder.save_checkpoint(2, 2, fill)
 
     def fail(path: Path) -> None:
@@ -170,12 +195,19 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(folde
     assert (folder.last_checkpoint() / "state").read_text() == "x"
     for step in (4, 10, 12):  # what the failed one left behind is in nobody's way
         folder.save_checkpoint(step, 2, fill)
-    assert {path.name for path in folder.last_checkpoint().parent.glob("step_*[0-9]")} == {"step_10", "step_12"}
+    assert {path.name for path in folder.last_checkpoint().parent.glob("step_*[0-9]")} == {
+        "step_10",
+        "step_12",
+    }
     assert folder.last_checkpoint_step() == 12
 
 
-@pytest.mark.parametrize(("checkpoint", "kept"), [(2, 3), (0, 0)], ids=["from a checkpoint", "from the start"])
-def test_reopening_drops_what_the_checkpoint_does_not_know(checkpoint: int, kept: int, folder: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "kept"), [(2, 3), (0, 0)], ids=["from a checkpoint", "from the start"]
+)
+def test_reopening_drops_what_the_checkpoint_does_not_know(
+    checkpoint: int, kept: int, folder: RunFolder
+) -> None:
     rows = [eval_row(0, 0.5), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
     for row in rows:
         folder.add_row(row)
@@ -192,7 +224,10 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(checkpoint: int, kept
 
 def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
     """Also where only the later session of a run evaluated that kind."""
-    evaluations = [eval_row(0, 0.25), eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[])]
+    evaluations = [
+        eval_row(0, 0.25),
+        eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[]),
+    ]
     figure, axes = pyplot.subplots()
     try:
         evaluations_panel(axes, evaluations)
@@ -213,17 +248,30 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
     assert folder.write_pictures() is None
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
     folder.add_span("build", 1.0, 2.0)
-    event = Event(time=1.5, seconds=0.01, op="resume", tag="something_new", committed_bytes=2**19, backup_bytes=0)
+    event = Event(
+        time=1.5,
+        seconds=0.01,
+        op="resume",
+        tag="something_new",
+        committed_bytes=2**19,
+        backup_bytes=0,
+    )
     folder.add_events("rollout", [event])
     folder.write_trace()
     assert folder.write_pictures() is None
     entries = json.loads((folder.path / "trace.json").read_text())["traceEvents"]
-    assert {"build", "resume something_new"} <= {entry["name"] for entry in entries if entry["ph"] == "X"}
+    assert {"build", "resume something_new"} <= {
+        entry["name"] for entry in entries if entry["ph"] == "X"
+    }
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
-    assert (folder.path / "memory.png").stat().st_size > 5_000 and not (folder.path / "reward.png").exists()
+    assert (folder.path / "memory.png").stat().st_size > 5_000 and not (
+        folder.path / "reward.png"
+    ).exists()
 
 
-def test_missing_matplotlib_is_a_sentence(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_a_sentence(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "recipes.watch.plots", None)
     monkeypatch.delattr(recipes.watch, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
@@ -236,7 +284,9 @@ def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
     assert found["cpus"] >= 1 and found["packages"]["torch"] == torch.__version__
     listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05\n"
     monkeypatch.setattr(
-        run_folder.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listed)
+        run_folder.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, 0, listed),
     )
     RunFolder.reopen(folder.path, RECIPE)
     gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": "81559 MiB", "driver": "580.95.05"}

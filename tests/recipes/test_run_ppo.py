@@ -1,4 +1,6 @@
-"""Whole runs with critic, reference or adapters: what they learn and report, whose memory is where, how they go on."""
+"""Whole runs with critic, reference or adapters: what they learn and report, whose memory is where,
+how they go on.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,25 @@ from recipes.run import continue_run
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO, MakeRun, rows, same_rows, trace
 
 STAGES = [
-    *("park_optim", "park_critic", "park_critic_optim", "wake_weights", "sync_weights", "park_params"),
+    *(
+        "park_optim",
+        "park_critic",
+        "park_critic_optim",
+        "wake_weights",
+        "sync_weights",
+        "park_params",
+    ),
     *("wake_kv_cache", "generate_sequences", "sleep"),
     *("restore_reference", "compute_ref_log_prob", "park_reference"),
     *("restore_critic", "compute_values", "park_critic"),
     *("restore_params", "compute_log_prob", "compute_reward"),
-    *("restore_optim", "restore_critic", "restore_critic_optim", "compute_advantages", "update_critic"),
+    *(
+        "restore_optim",
+        "restore_critic",
+        "restore_critic_optim",
+        "compute_advantages",
+        "update_critic",
+    ),
     "update_actor",
 ]
 TRAINED = ("params", "optim", "critic", "critic_optim")
@@ -29,9 +44,11 @@ def tiny(make_run: MakeRun) -> Path:
 
 
 def test_the_reward_rises(tiny: Path) -> None:
-    """An untrained model has 0.03, and the mean of five steps, 960 samples of 0, 0.5 or 1, is within 0.03 of that. How
-    fast it learns is a matter of the path: seeds 0 to 4 end at 0.29 to 0.74, with 0 to 8 of 16 held-out problems right
-    at once. So the bound lies between, and that held-out problems are learnt is for GRPO to show (test_run)."""
+    """An untrained model has 0.03, and the mean of five steps, 960 samples of 0, 0.5 or 1, is
+    within 0.03 of that. How fast it learns is a matter of the path: seeds 0 to 4 end at 0.29 to
+    0.74, with 0 to 8 of 16 held-out problems right at once. So the bound lies between, and that
+    held-out problems are learnt is for GRPO to show (test_run).
+    """
     rewards = [row["reward"] for row in rows(tiny, "train")]
     assert len(rewards) == 24
     assert sum(rewards[:5]) / 5 < 0.2 < sum(rewards[-5:]) / 5
@@ -49,9 +66,13 @@ def test_the_critic_learns_and_the_policy_leaves_the_reference(tiny: Path) -> No
 
 
 def test_every_stage_takes_place_in_turn_and_no_memory_is_held_beside(tiny: Path) -> None:
-    spans = sorted((event for event in trace(tiny) if event["ph"] == "X"), key=lambda event: event["ts"])
+    spans = sorted(
+        (event for event in trace(tiny) if event["ph"] == "X"), key=lambda event: event["ts"]
+    )
     step = next(event for event in spans if event["name"] == "step 3")
-    inside = [event["name"] for event in spans if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
+    inside = [
+        event["name"] for event in spans if step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+    ]
     assert [name for name in inside if name in STAGES] == STAGES
     for row in rows(tiny, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
@@ -79,25 +100,38 @@ def test_grpo_with_a_reference_pays_for_the_distance(make_run: MakeRun) -> None:
     free = rows(make_run("tiny", *SMALL, "steps=5"), "train")
     assert held[0]["loss"] == free[0]["loss"] and held[0]["kl_to_reference"] == 0
     assert held[1]["reward"] == free[1]["reward"], "where it begins, the distance has no slope"
-    # Losses of size 0.1 to 1 in fp32, each a mean over some 100 tokens: a difference of 1e-3 and more to 1e-4 of itself
-    # is 1e-7, one ulp of the losses.
+    # Losses of size 0.1 to 1 in fp32, each a mean over some 100 tokens: a difference of 1e-3 and
+    # more to 1e-4 of itself is 1e-7, one ulp of the losses.
     difference = held[1]["loss"] - free[1]["loss"]
     assert difference == pytest.approx(0.5 * held[1]["kl_to_reference"], rel=1e-3, abs=1e-6)
     assert held[1]["kl_to_reference"] > 1e-3
     assert "kl_to_reference" not in free[0] and "compute_ref_log_prob" not in free[0]["stages"]
-    assert held[0]["memory"]["train"]["reference"] == 0 and "reference" not in free[0]["memory"]["train"]
+    assert (
+        held[0]["memory"]["train"]["reference"] == 0
+        and "reference" not in free[0]["memory"]["train"]
+    )
     assert "value_loss" not in held[0]
 
 
 ADAPTERS = [
-    *("grpo.prompts_per_step=24", "steps=14", "eval.every=0", "checkpoint.every=0", "cycle.keep=[weights]"),
+    *(
+        "grpo.prompts_per_step=24",
+        "steps=14",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "cycle.keep=[weights]",
+    ),
     *("lora.rank=8", "trainer.learning_rate=5e-3", "grpo.kl_coef=1e-3"),
 ]
 
 
-def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(make_run: MakeRun) -> None:
-    """The engine keeps its weights: later syncs write the adapted ones only. It serves the merged ones: its
-    log-probabilities are the trainer's, at fp32's distance. The base is the reference, without a model of its own."""
+def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(
+    make_run: MakeRun,
+) -> None:
+    """The engine keeps its weights: later syncs write the adapted ones only. It serves the merged
+    ones: its log-probabilities are the trainer's, at fp32's distance. The base is the reference,
+    without a model of its own.
+    """
     adapted = rows(make_run("tiny", *ADAPTERS))
     for row in adapted:
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
@@ -109,7 +143,8 @@ def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(ma
     assert max(row["gap_max"] for row in adapted) <= 5e-5
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
-    # An untrained model gets half a reward for one word of 17: 0.03, and 384 samples' mean is within 0.01 of that.
-    # Seeds 0 to 3 end at 0.23 to 0.31. (The rate matters: at 2e-2 seed 0 ends there, too, but others at 0.05 to 0.11.)
+    # An untrained model gets half a reward for one word of 17: 0.03, and 384 samples' mean is
+    # within 0.01 of that. Seeds 0 to 3 end at 0.23 to 0.31. (The rate matters: at 2e-2 seed 0 ends
+    # there, too, but others at 0.05 to 0.11.)
     rewards = [row["reward"] for row in adapted]
     assert len(rewards) == 14 and rewards[0] < 0.06 and sum(rewards[-4:]) / 4 > 0.15

@@ -13,7 +13,15 @@ from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.recipe import FieldError, TaskSection
 from recipes.setup.models import decode, encode_prompt, toy_tokenizer
-from recipes.tasks import TOY_WORDS, Problem, Task, extract_number, is_held_out, make_task, signed_terms
+from recipes.tasks import (
+    TOY_WORDS,
+    Problem,
+    Task,
+    extract_number,
+    is_held_out,
+    make_task,
+    signed_terms,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,10 @@ def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers that are added and numbers that are taken away, sorted; read word by word."""
     words = problem.question.rpartition(": ")[2].removesuffix(" =").split()
     signs = ["+", *words[1::2]]
-    parts = {sign: sorted(int(word) for s, word in zip(signs, words[::2], strict=True) if s == sign) for sign in "+-"}
+    parts = {
+        sign: sorted(int(word) for s, word in zip(signs, words[::2], strict=True) if s == sign)
+        for sign in "+-"
+    }
     return tuple(parts["+"]), tuple(parts["-"])
 
 
@@ -43,26 +54,41 @@ def test_no_held_out_sum_is_trained_on_in_another_order(terms: int, digits: int)
     assert trained and not trained & {terms_of(problem) for problem in task.held_out}
     share = len(task.held_out) / len(list(task.problems()))
     assert 0.15 < share < 0.25  # of 145 groups or more, the same everywhere
-    beside = make_task(TaskSection(name="chain_sum", num_digits=3), also_digits=[digits]).beside[f"{digits}_digits"]
+    beside = make_task(TaskSection(name="chain_sum", num_digits=3), also_digits=[digits]).beside[
+        f"{digits}_digits"
+    ]
     assert terms != 2 or set(beside) == set(task.held_out)
 
 
-def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(chain_sum: Task) -> None:
-    every = {f"{a} {sign} {b}": a + b if sign == "+" else a - b for a in range(10) for b in range(10) for sign in "+-"}
+def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(
+    chain_sum: Task,
+) -> None:
+    every = {
+        f"{a} {sign} {b}": a + b if sign == "+" else a - b
+        for a in range(10)
+        for b in range(10)
+        for sign in "+-"
+    }
     found: dict[str, int] = {}
     for problem in [*chain_sum.train, *chain_sum.held_out]:
         intro, _, sum_ = problem.question.rpartition(": ")
         assert intro == "State the final answer to the following arithmetic problem"
         found[sum_.removesuffix(" =")] = int(problem.answer)
         assert is_held_out(signed_terms(problem.question), 0.2) == (problem in chain_sum.held_out)
-    assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200  # no question twice
+    assert (
+        found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
+    )  # no question twice
     assert 30 <= len(chain_sum.held_out) <= 50
     assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
-    assert set(chain_sum.held_out) < set(make_task(TaskSection(name="chain_sum", held_out_fraction=0.4)).held_out)
+    assert set(chain_sum.held_out) < set(
+        make_task(TaskSection(name="chain_sum", held_out_fraction=0.4)).held_out
+    )
 
 
 def test_the_split_is_the_same_on_every_machine() -> None:
-    """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is ba7816bf..."""
+    """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is
+    ba7816bf...
+    """
     for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
         share = head / 2**32
         assert not is_held_out(text, share - 1e-9) and is_held_out(text, share + 1e-9)
@@ -73,7 +99,10 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     own, other = task.kinds
     assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert len(other) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
-    for digits, problems, held_out in ((2, other, False), *((n, task.beside[f"{n}_digits"], True) for n in (2, 3))):
+    for digits, problems, held_out in (
+        (2, other, False),
+        *((n, task.beside[f"{n}_digits"], True) for n in (2, 3)),
+    ):
         assert len(problems) > 800
         for problem in problems:
             assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
@@ -81,8 +110,16 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     for problem in task.beside["3_digits"]:
         assert task.score(problem, problem.answer, True).exact
     first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
-    assert len(first_numbers) > 20, "the first that are held out are no fair sample: all begin alike"
-    assert set(task.problems()) == {*own, *other, *task.held_out, *task.beside["2_digits"], *task.beside["3_digits"]}
+    assert len(first_numbers) > 20, (
+        "the first that are held out are no fair sample: all begin alike"
+    )
+    assert set(task.problems()) == {
+        *own,
+        *other,
+        *task.held_out,
+        *task.beside["2_digits"],
+        *task.beside["3_digits"],
+    }
 
 
 def test_toy_split_is_disjoint_and_complete(toy: Task) -> None:
@@ -142,11 +179,15 @@ def test_toy_scores_keep_partial_credit_out_of_exact_match(toy: Task) -> None:
 
 
 def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> None:
-    """A random model's vocabulary has ids that are no word; left out, "b <id> end" would be the right answer."""
+    """A random model's vocabulary has ids that are no word; left out, "b <id> end" would be the
+    right answer.
+    """
     tokenizer = toy_tokenizer(TOY_WORDS)
     (b,) = tokenizer.convert_tokens_to_ids(["b"])
     random_ids = random.Random(0)
-    texts = decode(tokenizer, [[b, 77], [random_ids.randrange(151_936) for _ in range(512)], [b], []])
+    texts = decode(
+        tokenizer, [[b, 77], [random_ids.randrange(151_936) for _ in range(512)], [b], []]
+    )
     assert texts == ["b <unk>", " ".join(["<unk>"] * 512), "b", ""]
     problem = Problem(question="first of b e", answer="b")
     assert [toy.score(problem, text, True).exact for text in texts] == [False, False, True, False]
@@ -156,7 +197,17 @@ def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> Non
 def test_the_toy_prompt_goes_through_a_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
     ids = encode_prompt(tokenizer, "first of b e")
-    words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>", "<|im_start|>", "assistant"]
+    words = [
+        "<|im_start|>",
+        "user",
+        "first",
+        "of",
+        "b",
+        "e",
+        "<|im_end|>",
+        "<|im_start|>",
+        "assistant",
+    ]
     assert tokenizer.convert_ids_to_tokens(ids) == words
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[4:6]) == "b e"
@@ -183,7 +234,9 @@ number = 3
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`own_tasks`, a module in the working directory, which is not on the path of an installed command."""
+    """`own_tasks`, a module in the working directory, which is not on the path of an installed
+    command.
+    """
     (tmp_path / "own_tasks.py").write_text(OWN)
     (tmp_path / "own_syntax.py").write_text("def")
     monkeypatch.chdir(tmp_path)
@@ -195,7 +248,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: None) -> None:
     task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
     assert (task.name, len(list(task.problems())), task.beside) == ("echo", 40, {})
-    assert {p.question for p in task.held_out} == {f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)}
+    assert {p.question for p in task.held_out} == {
+        f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)
+    }
     assert task.score(task.train[0], task.train[0].answer, True).exact
     with pytest.raises(RecipeError, match="leaves no problem for training"):
         make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
@@ -207,7 +262,10 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: No
         ("own_tasks:missing", "own_tasks has no function missing; define it"),
         ("own_tasks:number", "own_tasks has no function number"),
         ("own_tasks:nothing", "returned a list; return a recipes.tasks.Task"),
-        ("own_tasks:broken", "raised AttributeError: 'TaskSection' object has no attribute 'colour'"),
+        (
+            "own_tasks:broken",
+            "raised AttributeError: 'TaskSection' object has no attribute 'colour'",
+        ),
         ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
     ],
@@ -221,7 +279,9 @@ def test_what_leads_to_no_task_says_why(own_module: None, name: str, expected: l
 
 @pytest.mark.parametrize("name", ["chess", "module:", ":function", "my-task:f", "a:b:c", "a.b"])
 def test_a_name_is_a_packaged_task_or_module_and_function(name: str) -> None:
-    with pytest.raises(FieldError, match="must be one of toy, chain_sum, or package.module:function"):
+    with pytest.raises(
+        FieldError, match="must be one of toy, chain_sum, or package.module:function"
+    ):
         TaskSection(name=name)
 
 
@@ -230,4 +290,7 @@ def test_a_random_model_needs_the_words_of_the_task(
 ) -> None:
     words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
-    assert "task.name=own_tasks:echo: a random model has no tokenizer for it; give" in capsys.readouterr().err
+    assert (
+        "task.name=own_tasks:echo: a random model has no tokenizer for it; give"
+        in capsys.readouterr().err
+    )

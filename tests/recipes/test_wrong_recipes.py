@@ -1,4 +1,6 @@
-"""Every way to get a recipe wrong is one line that names key, value, rule and remedy; following the remedy helps."""
+"""Every way to get a recipe wrong is one line that names key, value, rule and remedy; following the
+remedy helps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ from tests.helpers.recipes.wrong import (
 )
 
 KEYS = schema.leaves()
-WRONG_TYPE = {int: "abc", float: "fast", bool: "perhaps", str: "{a: 1}", list[int]: "7", list[str]: "word"}
+WRONG_TYPE = {
+    int: "abc",
+    float: "fast",
+    bool: "perhaps",
+    str: "{a: 1}",
+    list[int]: "7",
+    list[str]: "word",
+}
 ASSIGNMENT = re.compile(r"([a-z_]\w*(?:\.\w+)*)=(\S*[^\s,;)])")
 Way = list[tuple[str, str]]
 """(key, value) to set, ("drop", key)."""
@@ -52,7 +61,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outcome(base: str, overrides: list[str], folder: Path | None) -> str | None:
-    """The one line about this recipe, or None. folder: where it is prepared, too; None: it is loaded only."""
+    """The one line about this recipe, or None.
+
+    folder: where it is prepared, too; None: it is loaded only.
+    """
     try:
         recipe = load(base, overrides)
         if folder is not None and base == "tiny":  # whose model is here
@@ -76,7 +88,9 @@ def remedies(line: str) -> list[Way]:
     _, _, text = line.rpartition("; ")
     ways = []
     for way in re.split(r",? or ", text.removeprefix("set ")):
-        found = [("drop", key) for key in re.findall(r"^drop (\S+)$", way)] or ASSIGNMENT.findall(way)
+        found = [("drop", key) for key in re.findall(r"^drop (\S+)$", way)] or ASSIGNMENT.findall(
+            way
+        )
         ways.append([(key, value) for key, value in found if not value.isupper()])
     return [way for way in ways if way]
 
@@ -84,7 +98,9 @@ def remedies(line: str) -> list[Way]:
 def follow(overrides: list[str], way: Way) -> list[str]:
     """The overrides after one way out, which takes the place of what they said of its keys."""
     new = {value if key == "drop" else key for key, value in way}
-    kept = [each for each in overrides if not any(related(each.partition("=")[0], key) for key in new)]
+    kept = [
+        each for each in overrides if not any(related(each.partition("=")[0], key) for key in new)
+    ]
     return [*kept, *(f"{key}={value}" for key, value in way if key != "drop")]
 
 
@@ -93,12 +109,17 @@ def related(one: str, other: str) -> bool:
 
 
 def check_remedies(case: Wrong, line: str, folder: Path | None = None) -> None:
-    """Each way makes the error go away, and one of them leads to a good recipe, maybe by the next error's."""
+    """Each way makes the error go away, and one of them leads to a good recipe, maybe by the next
+    error's.
+    """
     ways = [follow(case.overrides, way) for way in remedies(line)]
     assert ways, line
     for overrides in ways:
         left = outcome(case.base, overrides, folder)
-        assert left is None or left.rpartition("; ")[0] != line.rpartition("; ")[0], (overrides, left)
+        assert left is None or left.rpartition("; ")[0] != line.rpartition("; ")[0], (
+            overrides,
+            left,
+        )
         if left is None:
             return
     assert any(settles(case.base, overrides, folder) for overrides in ways)
@@ -146,7 +167,11 @@ def test_none_of_the_values_that_there_are(key: str) -> None:
 @pytest.mark.parametrize("hint", dict.fromkeys(KEYS.values()), ids=str)
 def test_a_wrong_type(hint: object) -> None:
     key = next(key for key in KEYS if KEYS[key] == hint)
-    kinds = [part for part in hint.__args__ if part is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    kinds = (
+        [part for part in hint.__args__ if part is not type(None)]
+        if isinstance(hint, types.UnionType)
+        else [hint]
+    )
     value = WRONG_TYPE.get(kinds[0], "word")
     shown = "{'a': 1}" if value == "{a: 1}" else value
     case = Wrong([f"{key}={value}"], [f"{key}={shown}: must be {schema.in_words(key)}; set {key}"])
@@ -155,9 +180,14 @@ def test_a_wrong_type(hint: object) -> None:
 
 @pytest.mark.parametrize("case", CONTRADICTIONS, ids=lambda case: " ".join(case.overrides)[:60])
 def test_a_contradiction(case: Wrong, folder: Path, model_dir: Path) -> None:
-    there = [[text.replace("DIR", str(model_dir)) for text in texts] for texts in (case.overrides, case.words)]
+    there = [
+        [text.replace("DIR", str(model_dir)) for text in texts]
+        for texts in (case.overrides, case.words)
+    ]
     case = Wrong(*there, case.base)
-    where = None if outcome(case.base, case.overrides, None) else folder  # preparing takes far longer than loading
+    where = (
+        None if outcome(case.base, case.overrides, None) else folder
+    )  # preparing takes far longer than loading
     line = refused(case, where)
     assert not folder.exists()
     if case.overrides != ["model.path=/nowhere"]:  # which only the user can correct
@@ -173,7 +203,9 @@ def test_a_section_without_effect(section: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_THE_COMMAND)
-def test_the_command_prints_the_line_and_exits_2(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_line_and_exits_2(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     case = OF_THE_COMMAND[name]
     assert main(["run", case.base, *case.overrides, "--run-dir", str(folder)]) == 2
     seen = capsys.readouterr()
@@ -187,16 +219,47 @@ JUNK = st.one_of(
     st.sampled_from(["\x0c", "a\x85b", "\u2028"]),  # ends of lines, too
     st.integers().map(str),
     st.sampled_from(
-        [str(10**400), "1e999", "-.inf", ".nan", "???", "${steps}", "${seed}", "${oc.env:HOME}", "~", "''"]
+        [
+            str(10**400),
+            "1e999",
+            "-.inf",
+            ".nan",
+            "???",
+            "${steps}",
+            "${seed}",
+            "${oc.env:HOME}",
+            "~",
+            "''",
+        ]
     ),
-    st.sampled_from(["[1, [2]]", "[${steps}]", "{a: {b: 1}}", "[null]", "{}", "[]", "2024-01-01", "0x10", "!!set {a}"]),
+    st.sampled_from(
+        [
+            "[1, [2]]",
+            "[${steps}]",
+            "{a: {b: 1}}",
+            "[null]",
+            "{}",
+            "[]",
+            "2024-01-01",
+            "0x10",
+            "!!set {a}",
+        ]
+    ),
     st.floats().map(str),
-    st.lists(st.one_of(st.integers(), st.sampled_from(["params", "critic", "q_proj", ""])), max_size=3).map(str),
+    st.lists(
+        st.one_of(st.integers(), st.sampled_from(["params", "critic", "q_proj", ""])), max_size=3
+    ).map(str),
 )
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(st.sampled_from([*KEYS, *Recipe.__dataclass_fields__]), JUNK), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*KEYS, *Recipe.__dataclass_fields__]), JUNK),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_junk_is_one_line_or_a_recipe(pairs: list[tuple[str, str]]) -> None:
     try:
         recipe = load("tiny", [f"{key}={value}" for key, value in pairs])

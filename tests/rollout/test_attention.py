@@ -1,4 +1,6 @@
-"""Paged attention: the reference against plain attention in double, the Triton kernels against the reference."""
+"""Paged attention: the reference against plain attention in double, the Triton kernels against the
+reference.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,7 +15,9 @@ from rollout.ops.attention_plan import BatchShape, TritonPlan
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim"
+)  # Triton's interpreter, `tl.range`
 
 
 @dataclass
@@ -38,10 +42,11 @@ def make_case(
     mapped: bool = False,
     latent: bool = False,
 ) -> Case:
-    """Every slot that belongs to no request or is before all windows, and every table entry past a length, is poison.
+    """Every slot that belongs to no request or is before all windows, and every table entry past a
+    length, is poison.
 
-    mapped: the table names other slots, those before all windows unmapped (0). latent: values are a view of the first
-    elements of keys.
+    mapped: the table names other slots, those before all windows unmapped (0). latent: values are a
+    view of the first elements of keys.
     """
     generator = torch.Generator().manual_seed(len(kv_lens) + sum(kv_lens))
     (hq, hkv), (dim, value_dim) = heads, dims
@@ -74,7 +79,9 @@ def make_case(
     return Case(q.to(where), k, v, table.to(where), shape, torch.cat(expected).to(where), view)
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -85,22 +92,44 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, windo
 
 LONG = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64], 3
 CASES: list[tuple[Any, ...]] = some(
-    ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),  # chunks with a prefix, one of a single token
+    (
+        (9, 3),
+        (64, 64),
+        [1, 1, 5, 1],
+        [300, 3, 33, 9],
+        2,
+    ),  # chunks with a prefix, one of a single token
     ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim no power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
     ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two
     ((2, 1), (16, 16), [1] * 2, [16 * 256, 16 * 256 + 1], 2),  # sixteen, then fewer and longer ones
-    ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),  # chunks that start and end at a block's edge
+    (
+        (2, 1),
+        (16, 16),
+        [32, 64, 33, 65, 1],
+        [32, 64, 161, 128, 64],
+        0,
+    ),  # chunks that start and end at a block's edge
     whole=[((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3), ((4, 4), (16, 16), [7], [7], 0)],
 )
 LATENT = some(
     ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
-    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 600, 20], 3),  # two blocks of heads, a width that is no power of two
+    (
+        (20, 1),
+        (40, 24),
+        [1, 1, 1, 9],
+        [70, 256, 600, 20],
+        3,
+    ),  # two blocks of heads, a width that is no power of two
     ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
     whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # as DeepSeek's
 )
 WINDOWS = some(
-    (1, True), (16, False), (33, True), (300, True), whole=list(product([1, 7, 16, 33, 100, 300], [False, True]))
+    (1, True),
+    (16, False),
+    (33, True),
+    (300, True),
+    whole=list(product([1, 7, 16, 33, 100, 300], [False, True])),
 )
 
 
@@ -108,15 +137,21 @@ WINDOWS = some(
     ("case", "fields"),
     [
         *((case, {}) for case in CASES),
-        *((case, {"latent": True}) for case in LATENT),  # one KV head whose values are a view of its keys
-        *((((4, 2), (16, 16), *LONG), {"window": window, "mapped": mapped}) for window, mapped in WINDOWS),
+        *(
+            (case, {"latent": True}) for case in LATENT
+        ),  # one KV head whose values are a view of its keys
+        *(
+            (((4, 2), (16, 16), *LONG), {"window": window, "mapped": mapped})
+            for window, mapped in WINDOWS
+        ),
     ],
 )
 def test_equals_plain_attention_and_reads_no_foreign_slot(
     case: tuple[Any, ...], fields: dict[str, Any], impl: Any, device: str
 ) -> None:
-    """Chunks and decode, shorter and longer than the window; what no query sees is poison, or has no slot. Queries are
-    views of wider rows."""
+    """Chunks and decode, shorter and longer than the window; what no query sees is poison, or has
+    no slot. Queries are views of wider rows.
+    """
     made = make_case(*case, device, **fields)
     plan = plan_attention(made.shape, made.table, impl, *made.view)
     q = torch.cat([made.q, made.q], dim=1)[:, : made.q.shape[1]]
@@ -125,7 +160,13 @@ def test_equals_plain_attention_and_reads_no_foreign_slot(
     torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
 
 
-MANY = [*torch.randint(1, 3001, (64,), generator=torch.Generator().manual_seed(64)).tolist(), 300, 900, 2000, 3000]
+MANY = [
+    *torch.randint(1, 3001, (64,), generator=torch.Generator().manual_seed(64)).tolist(),
+    300,
+    900,
+    2000,
+    3000,
+]
 
 FEW = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
 
@@ -140,25 +181,44 @@ FEW = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
     ],
     ids=["64", "128", "latent-16", "latent-128"],
 )
-def test_real_widths(heads: Any, dims: Any, q_lens: list[int], kv_lens: list[int], dtype: torch.dtype) -> None:
+def test_real_widths(
+    heads: Any, dims: Any, q_lens: list[int], kv_lens: list[int], dtype: torch.dtype
+) -> None:
     latent, decode = heads[1] == 1, len(q_lens) - (3 if heads[1] == 1 else 4)
     made = make_case(heads, dims, q_lens, kv_lens, decode, "cuda:0", latent=latent)
     q, k = made.q.to(dtype), made.k.to(dtype)
     v = k[..., : dims[1]] if latent else made.v.to(dtype)
-    scale, reference = (192 if latent else dims[0]) ** -0.5, plan_attention(made.shape, made.table, "torch")
+    scale, reference = (
+        (192 if latent else dims[0]) ** -0.5,
+        plan_attention(made.shape, made.table, "torch"),
+    )
     exact = paged_attention(q.float(), k.float(), v.float(), reference, scale)
     out = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), scale)
-    tolerance = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    tolerance = (
+        {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    )
     torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
-def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_it(triton_device: str) -> None:
-    made = make_case((2, 1), (16, 16), [1, 1, 1], [700, 9, 400], 3, triton_device, window=300, mapped=True)
-    together = paged_attention(made.q, made.k, made.v, plan_attention(made.shape, made.table, "triton", *made.view), 1)
+def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_it(
+    triton_device: str,
+) -> None:
+    made = make_case(
+        (2, 1), (16, 16), [1, 1, 1], [700, 9, 400], 3, triton_device, window=300, mapped=True
+    )
+    together = paged_attention(
+        made.q, made.k, made.v, plan_attention(made.shape, made.table, "triton", *made.view), 1
+    )
     for i in range(3):
-        rows, positions = torch.tensor([[made.shape.rows[i]], [made.shape.kv_lens[i] - 1]], device=triton_device)
-        plan = replace(plan_decode(rows, positions, made.table), window=made.view[0], mapping=made.view[1])
-        assert torch.equal(paged_attention(made.q[i : i + 1], made.k, made.v, plan, 1), together[i : i + 1])
+        rows, positions = torch.tensor(
+            [[made.shape.rows[i]], [made.shape.kv_lens[i] - 1]], device=triton_device
+        )
+        plan = replace(
+            plan_decode(rows, positions, made.table), window=made.view[0], mapping=made.view[1]
+        )
+        assert torch.equal(
+            paged_attention(made.q[i : i + 1], made.k, made.v, plan, 1), together[i : i + 1]
+        )
 
 
 def test_decode_buckets_are_of_what_is_seen() -> None:
@@ -168,10 +228,14 @@ def test_decode_buckets_are_of_what_is_seen() -> None:
 
 
 def test_bf16_storage(impl: str, device: str) -> None:
-    """One rounding (the interpreter truncates), and on tensor cores that of the weights; never bf16 sums."""
+    """One rounding (the interpreter truncates), and on tensor cores that of the weights; never bf16
+    sums.
+    """
     made = make_case((4, 2), (16, 16), [1, 1, 6, 90], [20, 700, 30, 200], 2, device)
     q, k, v = made.q.bfloat16(), made.k.bfloat16(), made.v.bfloat16()
-    exact = paged_attention(q.float(), k.float(), v.float(), plan_attention(made.shape, made.table, "torch"), 0.25)
+    exact = paged_attention(
+        q.float(), k.float(), v.float(), plan_attention(made.shape, made.table, "torch"), 0.25
+    )
     out = paged_attention(q, k, v, plan_attention(made.shape, made.table, impl), 0.25)  # type: ignore[arg-type]
     assert out.dtype == torch.bfloat16
     atol = 1e-2 if impl == "triton" and device != "cpu" else 0
@@ -179,13 +243,19 @@ def test_bf16_storage(impl: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", some(torch.bfloat16, whole=[torch.float32]))
-def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(dtype: torch.dtype, triton_device: str) -> None:
+def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(
+    dtype: torch.dtype, triton_device: str
+) -> None:
     made = make_case((2, 1), (16, 16), [1, 1, 1, 3, 40], [300, 10, 1100, 70, 100], 3, triton_device)
     q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
     together = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), 0.25)
     first = 0
-    for i, (row, q_len, kv_len) in enumerate(zip(made.shape.rows, made.shape.q_lens, made.shape.kv_lens, strict=True)):
-        shape = BatchShape(rows=[row], q_lens=[q_len], kv_lens=[kv_len], num_decode=int(i < made.shape.num_decode))
+    for i, (row, q_len, kv_len) in enumerate(
+        zip(made.shape.rows, made.shape.q_lens, made.shape.kv_lens, strict=True)
+    ):
+        shape = BatchShape(
+            rows=[row], q_lens=[q_len], kv_lens=[kv_len], num_decode=int(i < made.shape.num_decode)
+        )
         own = slice(first, first + q_len)
         alone = paged_attention(q[own], k, v, plan_attention(shape, made.table, "triton"), 0.25)
         assert torch.equal(alone, together[own]), f"request {i}"
@@ -193,13 +263,17 @@ def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(dtype: tor
 
 
 def test_plan_over_static_tensors_with_padding_requests(triton_device: str) -> None:
-    """As a graph replays it: `meta` is a slice of a wider tensor, the batch ends in copies of row 0, slot 0."""
+    """As a graph replays it: `meta` is a slice of a wider tensor, the batch ends in copies of row
+    0, slot 0.
+    """
     made = make_case((4, 2), (16, 16), [1, 1], [300, 20], 2, triton_device)
     made.table[0, 0] = 0
     made.k[0], made.v[0] = 1.0, 2.0
     meta = torch.full((4, 9), -1, dtype=torch.int32, device=triton_device)
     meta[:, :4] = torch.tensor([[2, 1, 0, 0], [0, 1, 2, 3], [300, 20, 1, 1], [1, 1, 1, 1]])
-    plan = TritonPlan(req_to_token=made.table, meta=meta[:, :4], num_decode=4, num_prefill=0, max_q_len=0)
+    plan = TritonPlan(
+        req_to_token=made.table, meta=meta[:, :4], num_decode=4, num_prefill=0, max_q_len=0
+    )
     out = paged_attention(torch.cat([made.q, made.q]), made.k, made.v, plan, 0.25)
     torch.testing.assert_close(out[:2].double(), made.expected, atol=CLOSE, rtol=0)
     assert torch.equal(out[2:], torch.full_like(out[2:], 2.0))
@@ -211,14 +285,21 @@ def test_plan_from_device_tensors_is_the_plan_of_the_lengths(triton_device: str)
     rows, positions = torch.tensor([[4, 0, 2], [8, 0, 29]], device=triton_device)
     expected, plan = plan_attention(shape, table, "triton"), plan_decode(rows, positions, table)
     assert isinstance(expected, TritonPlan) and torch.equal(plan.meta, expected.meta)
-    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (3, 0, 0) and plan.meta.dtype == torch.int32
+    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (
+        3,
+        0,
+        0,
+    ) and plan.meta.dtype == torch.int32
 
 
 @pytest.mark.gpu
 def test_graph_replay_follows_refilled_tensors() -> None:
     made = make_case((8, 2), (64, 64), [1] * 3, [700, 1500, 90], 3, "cuda:0")
     scale = 64**-0.5
-    q, (rows, positions) = torch.zeros_like(made.q), torch.zeros((2, 3), dtype=torch.int64, device="cuda:0")
+    q, (rows, positions) = (
+        torch.zeros_like(made.q),
+        torch.zeros((2, 3), dtype=torch.int64, device="cuda:0"),
+    )
 
     def compute() -> torch.Tensor:
         return paged_attention(q, made.k, made.v, plan_decode(rows, positions, made.table), scale)
@@ -249,4 +330,6 @@ def test_decode_buckets_bound_padding_and_cover_everyone() -> None:
     assert sorted(torch.cat([bucket.tokens for bucket in plan.buckets]).tolist()) == list(range(24))
     padded = sum(bucket.slots.numel() for bucket in plan.buckets)
     assert padded <= 2 * sum(max(length, 64) for length in lens)
-    assert max(bucket.slots.numel() for bucket in plan.buckets) <= attention_module.MAX_BUCKET_TOKENS
+    assert (
+        max(bucket.slots.numel() for bucket in plan.buckets) <= attention_module.MAX_BUCKET_TOKENS
+    )

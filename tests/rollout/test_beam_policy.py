@@ -1,5 +1,6 @@
-"""The rules of beam search without a model: which slots die, step by step, and when a search is over. That answers and
-scores are right is told against transformers, in test_beam_search.py."""
+"""The rules of beam search without a model: which slots die, step by step, and when a search is
+over. That answers and scores are right is told against transformers, in test_beam_search.py.
+"""
 
 import pytest
 
@@ -8,7 +9,9 @@ from rollout.serving.beam import BeamSearch
 
 
 def search(width: int, stop_ids: set[int] | None = None, **fields: object) -> BeamSearch:
-    params = SamplingParams(**{"beam_width": width, "max_tokens": 9, "early_stopping": "never", **fields})  # type: ignore[arg-type]
+    params = SamplingParams(
+        **{"beam_width": width, "max_tokens": 9, "early_stopping": "never", **fields}
+    )  # type: ignore[arg-type]
     return BeamSearch(params, stop_ids or set())
 
 
@@ -27,11 +30,15 @@ def test_survivors_stay_where_they_are_and_the_dead_make_room() -> None:
 
 @pytest.mark.parametrize(("early", "steps"), [(True, 2), (False, 3), ("never", 3)])
 def test_early_stopping(early: bool | str, steps: int) -> None:
-    """Two answers have ended after two tokens; a branch that is better than the worse of them goes on unless True."""
+    """Two answers have ended after two tokens; a branch that is better than the worse of them goes
+    on unless True.
+    """
     beams = search(2, {0}, early_stopping=early, length_penalty=0.0)
     far = [(6, -9.0), (7, -9.0)]
     beams.advance([[(1, -1.0), (0, -3.0), (2, -4.0), (3, -9.0)]] * 2, 0)  # -3 has ended
-    beams.advance([[(0, -0.2), (5, -0.5), *far], [(5, -9.0), (4, -9.0), *far]], 0)  # and -1.2; -1.5 goes on
+    beams.advance(
+        [[(0, -0.2), (5, -0.5), *far], [(5, -9.0), (4, -9.0), *far]], 0
+    )  # and -1.2; -1.5 goes on
     if steps == 3:
         assert not beams.done
         beams.advance([[(5, -9.0)] * 4, [(5, -9.0)] * 4], 0)
@@ -44,4 +51,8 @@ def test_ended_before_it_is_done_the_living_fill_the_places() -> None:
     assert [each.finish_reason for each in beams.completions()] == ["abort"] * 3
     beams.advance([[(0, -0.5), (1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0), (5, -5.0)]] * 3, 0)
     got = beams.completions()
-    assert [(each.token_ids, each.finish_reason) for each in got] == [([0], "stop"), ([1], "abort"), ([2], "abort")]
+    assert [(each.token_ids, each.finish_reason) for each in got] == [
+        ([0], "stop"),
+        ([1], "abort"),
+        ([2], "abort"),
+    ]

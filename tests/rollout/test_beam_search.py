@@ -20,7 +20,9 @@ LENGTHS = (1, 17, 40)
 
 
 def make(path: Path, **fields: Any) -> Engine:
-    return Engine.from_pretrained(path, **{"kv_tokens": 1024, "page_size": PAGE, "max_prefill_tokens": 24, **fields})
+    return Engine.from_pretrained(
+        path, **{"kv_tokens": 1024, "page_size": PAGE, "max_prefill_tokens": 24, **fields}
+    )
 
 
 def beams(width: int, **fields: Any) -> SamplingParams:
@@ -28,7 +30,9 @@ def beams(width: int, **fields: Any) -> SamplingParams:
 
 
 @torch.no_grad()
-def reference(model: Any, prompt: list[int], params: SamplingParams) -> tuple[list[list[int]], torch.Tensor]:
+def reference(
+    model: Any, prompt: list[int], params: SamplingParams
+) -> tuple[list[list[int]], torch.Tensor]:
     """Answers of transformers, best first, cut behind their end token, and their scores."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
@@ -47,7 +51,10 @@ def reference(model: Any, prompt: list[int], params: SamplingParams) -> tuple[li
     )
     answers = out.sequences[:, len(prompt) :].tolist()
     ends = params.stop_token_ids or ()
-    cut = [next((i + 1 for i, token in enumerate(each) if token in ends), len(each)) for each in answers]
+    cut = [
+        next((i + 1 for i, token in enumerate(each) if token in ends), len(each))
+        for each in answers
+    ]
     return [each[:n] for each, n in zip(answers, cut, strict=True)], out.sequences_scores.cpu()
 
 
@@ -60,7 +67,9 @@ def check(model: Any, prompt: list[int], params: SamplingParams, got: list[Compl
     for each in got:
         ended = each.token_ids[-1] in (params.stop_token_ids or ())
         assert each.finish_reason == ("stop" if ended else "length")
-        assert each.score == pytest.approx(sum(each.logprobs) / len(each.logprobs) ** params.length_penalty)
+        assert each.score == pytest.approx(
+            sum(each.logprobs) / len(each.logprobs) ** params.length_penalty
+        )
 
 
 def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list[Completion]]:
@@ -82,8 +91,12 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "overrides"), KINDS)
-def test_equals_transformers(saved: Saved, kind: str, overrides: dict[str, Any], device: str) -> None:
-    """Prompts of several lengths in one batch, the longest in chunks; all answers with their scores."""
+def test_equals_transformers(
+    saved: Saved, kind: str, overrides: dict[str, Any], device: str
+) -> None:
+    """Prompts of several lengths in one batch, the longest in chunks; all answers with their
+    scores.
+    """
     path, model = saved(kind, **overrides)
     engine, prompts = make(path, device=device), random_prompts(LENGTHS)
     params = [beams(4), beams(2), beams(4, n=1)]
@@ -113,20 +126,35 @@ def test_end_tokens_penalties_and_early_stopping(
 ) -> None:
     path, model, stops = llama
     engine, prompts = make(path), random_prompts(LENGTHS)
-    params = beams(width, length_penalty=penalty, early_stopping=early, max_tokens=14, stop_token_ids=stops[:ends])
+    params = beams(
+        width,
+        length_penalty=penalty,
+        early_stopping=early,
+        max_tokens=14,
+        stop_token_ids=stops[:ends],
+    )
     out = generate(engine, prompts, params)
     for prompt, got in zip(prompts, out, strict=True):
         check(model, prompt, params, got)
     lengths = {len(each.token_ids) for got in out for each in got}
-    assert penalty > 1 or ends == 1 or len(lengths) > 1  # some did end; a large penalty prefers the longest
+    assert (
+        penalty > 1 or ends == 1 or len(lengths) > 1
+    )  # some did end; a large penalty prefers the longest
 
 
-@pytest.mark.parametrize(("kv_tokens", "longer", "cache"), [(1024, 0, True), (160, 24, True), (160, 24, False)])
+@pytest.mark.parametrize(
+    ("kv_tokens", "longer", "cache"), [(1024, 0, True), (160, 24, True), (160, 24, False)]
+)
 def test_beside_other_requests(path: Path, kv_tokens: int, longer: int, cache: bool) -> None:
-    """One call with searches of several widths, greedy and sampled requests: each answers as alone. In the small pool
-    some are preempted, of a search all branches, and start over."""
+    """One call with searches of several widths, greedy and sampled requests: each answers as alone.
+    In the small pool some are preempted, of a search all branches, and start over.
+    """
     prompts = random_prompts((5, 33, 18, 40, 7))
-    params = [beams(2), SamplingParams(max_tokens=12, temperature=0), beams(4, max_tokens=6, length_penalty=0.0)]
+    params = [
+        beams(2),
+        SamplingParams(max_tokens=12, temperature=0),
+        beams(4, max_tokens=6, length_penalty=0.0),
+    ]
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
     params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
     engine = make(path, kv_tokens=kv_tokens, prefix_cache=cache)
@@ -163,7 +191,9 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["forward", "candidates", "fork"])
-def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_leaves_nothing_behind(
+    path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, prompts = make(path), random_prompts((20, 9))
     expected = ids(generate(engine, prompts, beams(4)))
     owner = engine.blocks if what == "fork" else engine.runner
@@ -179,21 +209,31 @@ def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: 
     used: list[int] = []
     for computed, hit in ((41, 0), (1, 40)):
         before = engine.stats
-        engine.generate([prompt], beams(4), on_progress=lambda *_: used.append(engine.blocks.available_pages))
+        engine.generate(
+            [prompt], beams(4), on_progress=lambda *_: used.append(engine.blocks.available_pages)
+        )
         after = engine.stats
         assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
         assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
-    assert engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3  # each branch has the pages of 10 tokens alone
-    assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40  # dead branches left nothing
+    assert (
+        engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3
+    )  # each branch has the pages of 10 tokens alone
+    assert (
+        engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40
+    )  # dead branches left nothing
 
 
 def test_refused_by_the_engine(path: Path) -> None:
     engine = make(path, kv_tokens=96, max_running=8)
-    with pytest.raises(ValueError, match="prompt 0 has beam_width=9, but at most 8 samples of it run together"):
+    with pytest.raises(
+        ValueError, match="prompt 0 has beam_width=9, but at most 8 samples of it run together"
+    ):
         engine.generate([[1]], beams(9, max_tokens=4))
     with pytest.raises(ValueError, match="prompt 1 has beam_width=4, but at most 3 samples"):
         engine.generate([[1], [1] * 25], beams(4, max_tokens=22))
-    with pytest.raises(ValueError, match="beam_width=4 and 70 end tokens, so it ranks 284 next tokens, of .* 199"):
+    with pytest.raises(
+        ValueError, match="beam_width=4 and 70 end tokens, so it ranks 284 next tokens, of .* 199"
+    ):
         engine.generate([[1]], beams(4, max_tokens=4, stop_token_ids=tuple(range(70))))
     assert not engine.scheduler.unfinished
     (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the most that fit do run

@@ -9,8 +9,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from rollout.ops.delta_rule import causal_conv, gated_delta_rule
 
 HEADS, DIM, VALUE_DIM = 3, 8, 12
-# A state forgets (its decay is below 1) and takes in products of 8 terms: about 64 roundings count at any time, which
-# walk to 8 * 2**-24 of a value, and to as much of the largest of the sums that cancelled; ten times that is allowed.
+# A state forgets (its decay is below 1) and takes in products of 8 terms: about 64 roundings count
+# at any time, which walk to 8 * 2**-24 of a value, and to as much of the largest of the sums that
+# cancelled; ten times that is allowed.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
@@ -26,11 +27,15 @@ def inputs(batch: int, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
             (batch, HEADS, DIM, VALUE_DIM),
         )
     )
-    decay, beta = (torch.randn(batch, tokens, HEADS, generator=generator).to(device) for _ in range(2))
+    decay, beta = (
+        torch.randn(batch, tokens, HEADS, generator=generator).to(device) for _ in range(2)
+    )
     return [q, k, v, -2 * F.softplus(decay), beta.sigmoid()], state
 
 
-@pytest.mark.parametrize("rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
+@pytest.mark.parametrize(
+    "rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"]
+)
 @pytest.mark.parametrize(("batch", "tokens"), [(5, 1), (2, 63), (1, 64), (2, 150)])
 def test_equals_transformers(rule: str, batch: int, tokens: int, device: str) -> None:
     given, state = inputs(batch, tokens, device)
@@ -58,7 +63,9 @@ def test_convolution_equals_transformers(part: int, kernel: int, device: str) ->
     generator = torch.Generator().manual_seed(kernel)
     x = torch.randn(2, 20, 6, generator=generator).to(device)
     weight = torch.randn(6, 1, kernel, generator=generator).to(device)
-    expected = theirs.causal_conv1d_fn(x.transpose(1, 2), weight.squeeze(1), activation="silu").transpose(1, 2)
+    expected = theirs.causal_conv1d_fn(
+        x.transpose(1, 2), weight.squeeze(1), activation="silu"
+    ).transpose(1, 2)
     outs, state = [], torch.zeros(2, 6, kernel - 1, device=device)
     for start in range(0, 20, part):
         out, state = causal_conv(x[:, start : start + part], state, weight)

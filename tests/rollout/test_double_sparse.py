@@ -1,4 +1,6 @@
-"""Double-sparse decode: which tokens it attends to, and that it is full attention where these are all."""
+"""Double-sparse decode: which tokens it attends to, and that it is full attention where these are
+all.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +26,13 @@ def sparsity(tokens: int, count: int = 4, **fields: Any) -> DoubleSparsity:
 
 @pytest.fixture
 def make(saved: Saved) -> Callable[..., Engine]:
-    def make(device: str, chosen: DoubleSparsity | None, kind: str = "llama", **config: Any) -> Engine:
+    def make(
+        device: str, chosen: DoubleSparsity | None, kind: str = "llama", **config: Any
+    ) -> Engine:
         path, _ = saved(kind, **MODELS[kind])
-        return Engine.from_pretrained(path, device=device, double_sparsity=chosen, **{"kv_tokens": 512, **config})
+        return Engine.from_pretrained(
+            path, device=device, double_sparsity=chosen, **{"kv_tokens": 512, **config}
+        )
 
     return make
 
@@ -35,14 +41,20 @@ Make = Callable[..., Engine]
 
 
 def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[tuple[list[int], list[float]]]:
-    return [(each.token_ids, each.logprobs) for samples in engine.generate(PROMPTS, params) for each in samples]
+    return [
+        (each.token_ids, each.logprobs)
+        for samples in engine.generate(PROMPTS, params)
+        for each in samples
+    ]
 
 
 # ---------------------------------------------------------------- one bucket
 
 
 class Case:
-    """Requests of 60, 24 and 5 tokens in one bucket, 2 KV heads of 3 query heads; other slots are NaN."""
+    """Requests of 60, 24 and 5 tokens in one bucket, 2 KV heads of 3 query heads; other slots are
+    NaN.
+    """
 
     lens = (60, 24, 5)
 
@@ -62,7 +74,9 @@ class Case:
         (self.bucket,) = plan_torch(shape, table.to(device)).buckets
         self.stored = StoredKV(k=k.to(device), v=v.to(device))
         self.channels = torch.tensor([[1, 8, 2], [0, 15, 7]], device=device)
-        self.labels = torch.stack([self.stored.k[:, head, each] for head, each in enumerate(self.channels)], 1)
+        self.labels = torch.stack(
+            [self.stored.k[:, head, each] for head, each in enumerate(self.channels)], 1
+        )
         self.q = torch.randn(3, 6, 16, generator=generator).to(device)
 
     def decode(self, tokens: int, recent: int) -> torch.Tensor:
@@ -76,7 +90,10 @@ class Case:
             length = self.lens[token]
             for head in range(6):
                 mine = self.bucket.slots[i, :length], head // 3
-                k, v, label = (each[mine].double().cpu() for each in (self.stored.k, self.stored.v, self.labels))
+                k, v, label = (
+                    each[mine].double().cpu()
+                    for each in (self.stored.k, self.stored.v, self.labels)
+                )
                 q = self.q[i, head].double().cpu()
                 scores = label @ q[self.channels[head // 3].cpu()]
                 ranked = sorted(range(length), key=lambda at: (at < length - recent, -scores[at]))
@@ -86,7 +103,9 @@ class Case:
 
 
 @pytest.mark.parametrize(("tokens", "recent"), [(59, 1), (24, 10), (12, 12), (7, 2), (1, 1)])
-def test_attends_exactly_over_the_best_and_the_newest(tokens: int, recent: int, device: str) -> None:
+def test_attends_exactly_over_the_best_and_the_newest(
+    tokens: int, recent: int, device: str
+) -> None:
     case = Case(device)
     out = case.decode(tokens, recent).cpu()
     torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=CLOSE, rtol=0)
@@ -95,11 +114,17 @@ def test_attends_exactly_over_the_best_and_the_newest(tokens: int, recent: int, 
 def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
     """They are NaN; the labels choose position 3 and the last one."""
     case = Case(device)
-    labels, q = torch.zeros_like(case.labels), case.q.abs()  # every score of a label of ones is positive
+    labels, q = (
+        torch.zeros_like(case.labels),
+        case.q.abs(),
+    )  # every score of a label of ones is positive
     labels[case.bucket.slots[:, 3]] = 1.0
     lens = [case.lens[token] for token in case.bucket.tokens.tolist()]
     slots = torch.stack([case.bucket.slots[i, [3, length - 1]] for i, length in enumerate(lens)])
-    k, v = torch.full_like(case.stored.k, float("nan")), torch.full_like(case.stored.v, float("nan"))
+    k, v = (
+        torch.full_like(case.stored.k, float("nan")),
+        torch.full_like(case.stored.v, float("nan")),
+    )
     k[slots], v[slots] = case.stored.k[slots], case.stored.v[slots]
     stored = StoredKV(k=k, v=v)
     out = decode_sparse(stored, labels, case.channels, 2, 1, q, case.bucket, 0.3)
@@ -112,7 +137,9 @@ def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_enough_tokens_equal_the_full_engine_bit_for_bit(make: Make, kind: str, device: str) -> None:
+def test_enough_tokens_equal_the_full_engine_bit_for_bit(
+    make: Make, kind: str, device: str
+) -> None:
     """Chunked prefill beside decode, and groups whose pages are copied."""
     config = {"max_prefill_tokens": 24, "attention": "torch"}
     full = make(device, None, kind, **config)
@@ -136,7 +163,9 @@ def test_labels_are_the_channels_of_the_rotated_keys(make: Make, device: str) ->
             assert torch.equal(labels[written, head], keys[written, head][:, list(chosen)])
 
 
-def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(make: Make, device: str) -> None:
+def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(
+    make: Make, device: str
+) -> None:
     """Prefill is exact; decode is not."""
     full, sparse = (make(device, each, attention="torch") for each in (None, sparsity(4)))
     for (_, mine), (_, its) in zip(answers(sparse), answers(full), strict=True):
@@ -145,7 +174,9 @@ def test_few_tokens_differ_from_full_attention_but_not_at_the_first_answer(make:
 
 
 def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
-    """The tokens that a request chooses are its own business; NaN labels in free slots and page 0 are not seen."""
+    """The tokens that a request chooses are its own business; NaN labels in free slots and page 0
+    are not seen.
+    """
     engine = make(device, sparsity(10), max_prefill_tokens=16)
     parts = engine.kv_pool.stored.values()  # type: ignore[attr-defined]
     together = answers(engine)
@@ -160,7 +191,9 @@ def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
     for prompt, (tokens, logprobs) in zip(PROMPTS, together, strict=True):
         ((alone,),) = engine.generate([prompt], GREEDY)
         assert alone.token_ids == tokens
-        torch.testing.assert_close(torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=GAP, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(alone.logprobs), torch.tensor(logprobs), atol=GAP, rtol=0
+        )
 
 
 # ---------------------------------------------------------------- configuration
@@ -168,7 +201,12 @@ def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
 
 def test_heavy_channels_are_the_largest_on_average() -> None:
     keys = torch.zeros(5, 2, 6)
-    keys[:, 0, 4], keys[:, 0, 1], keys[:, 1, 0], keys[:, 1, 3] = -3, 2, 1, torch.tensor([9.0, -9, 9, -9, 9])
+    keys[:, 0, 4], keys[:, 0, 1], keys[:, 1, 0], keys[:, 1, 3] = (
+        -3,
+        2,
+        1,
+        torch.tensor([9.0, -9, 9, -9, 9]),
+    )
     assert heavy_channels([keys, -keys], 2) == (((1, 4), (0, 3)),) * 2
 
 
@@ -176,10 +214,22 @@ def test_heavy_channels_are_the_largest_on_average() -> None:
     ("config", "match"),
     [
         ({"double_sparsity": sparsity(8, 17)}, "heavy_channel_num=17, keys have 16 channels"),
-        ({"double_sparsity": sparsity(8, 1, channels=(((0,), (1,)),))}, r"\[\(1, 2\)\], the model has \(2, 2\)"),
-        ({"double_sparsity": sparsity(8, 1, channels=(((0,), (16,)),) * 2)}, r"name \[16\], keys have channels 0..15"),
-        ({"double_sparsity": sparsity(8), "attention": "triton"}, 'attention="triton" has no double sparsity'),
-        ({"double_sparsity": sparsity(8), "kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3' can't be combined with double"),
+        (
+            {"double_sparsity": sparsity(8, 1, channels=(((0,), (1,)),))},
+            r"\[\(1, 2\)\], the model has \(2, 2\)",
+        ),
+        (
+            {"double_sparsity": sparsity(8, 1, channels=(((0,), (16,)),) * 2)},
+            r"name \[16\], keys have channels 0..15",
+        ),
+        (
+            {"double_sparsity": sparsity(8), "attention": "triton"},
+            'attention="triton" has no double sparsity',
+        ),
+        (
+            {"double_sparsity": sparsity(8), "kv_cache_dtype": "fp8_e4m3"},
+            "'fp8_e4m3' can't be combined with double",
+        ),
     ],
 )
 def test_engine_refuses(saved: Saved, config: dict[str, Any], match: str) -> None:

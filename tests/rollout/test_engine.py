@@ -21,7 +21,9 @@ def make(path: Path) -> Callable[..., Engine]:
 
 def test_seeded_answers_do_not_depend_on_the_batch(make: Callable[..., Engine]) -> None:
     prompts = random_prompts((5, 80, 33, 1))
-    params = [SamplingParams(max_tokens=10, temperature=1.2, seed=seed, n=3) for seed in (1, 2, 3, 4)]
+    params = [
+        SamplingParams(max_tokens=10, temperature=1.2, seed=seed, n=3) for seed in (1, 2, 3, 4)
+    ]
     together = ids(make().generate(prompts, params))
     chunked = make(max_prefill_tokens=7, max_running=4)
     assert ids(chunked.generate(prompts, params)) == together
@@ -41,16 +43,22 @@ def test_without_a_seed_calls_differ_and_engines_agree(make: Callable[..., Engin
     assert ids(other.generate(prompts, params)) != a
 
 
-def test_stop_token_ids_and_ignore_eos(path: Path, tmp_path: Path, make: Callable[..., Engine]) -> None:
+def test_stop_token_ids_and_ignore_eos(
+    path: Path, tmp_path: Path, make: Callable[..., Engine]
+) -> None:
     engine = make()
     prompts = random_prompts((9,))
     (free,) = ids(engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0)))[0]
     stop = free[5]
     params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
     completion = engine.generate(prompts, params)[0][0]
-    assert completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
+    assert (
+        completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
+    )
     shutil.copytree(path, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": free[3]}))
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": free[3]})
+    )
     engine = Engine.from_pretrained(tmp_path / "model", kv_tokens=1024)
     first = engine.generate(prompts, params)[0][0]
     assert first.token_ids == free[: min(free.index(stop), free.index(free[3])) + 1]
@@ -64,7 +72,11 @@ def test_stop_token_ids_and_ignore_eos(path: Path, tmp_path: Path, make: Callabl
         ([], {}, "prompt 1 is empty"),
         ([199], {}, r"prompt 1 has token ids outside \[0, 199\)"),
         ([-1], {}, "prompt 1 has token ids"),
-        ([1] * 50, {"max_tokens": 80}, "prompt 1 needs .* KV tokens .*raise kv_tokens or lower max_tokens"),
+        (
+            [1] * 50,
+            {"max_tokens": 80},
+            "prompt 1 needs .* KV tokens .*raise kv_tokens or lower max_tokens",
+        ),
         ([1] * 50, {"max_tokens": 20}, "prompt 1 needs 70 positions .*max_context_len is 64"),
     ],
 )
@@ -81,7 +93,9 @@ def test_refuses_impossible_requests_and_starts_none(
 
 
 def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
-    with pytest.raises(ValueError, match="max_context_len=4096 exceeds .*max_position_embeddings=1024"):
+    with pytest.raises(
+        ValueError, match="max_context_len=4096 exceeds .*max_position_embeddings=1024"
+    ):
         make(max_context_len=4096)
     with pytest.raises(ValueError, match="device=cuda:0 but the saver is on cpu"):
         make(device="cuda:0", saver=MemorySaver(device="cpu"))
@@ -91,12 +105,18 @@ def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
 def test_progress_counts_samples_and_tokens(make: Callable[..., Engine]) -> None:
     seen: list[tuple[int, int, int]] = []
     make(max_running=2).generate(
-        random_prompts((4, 9, 30)), SamplingParams(max_tokens=5, n=2), on_progress=lambda *now: seen.append(now)
+        random_prompts((4, 9, 30)),
+        SamplingParams(max_tokens=5, n=2),
+        on_progress=lambda *now: seen.append(now),
     )
-    assert seen[-1] == (6, 6, 30) and seen == sorted(seen) and all(total == 6 for _, total, _ in seen)
+    assert (
+        seen[-1] == (6, 6, 30) and seen == sorted(seen) and all(total == 6 for _, total, _ in seen)
+    )
 
 
-def test_a_failure_leaves_no_request_behind(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_request_behind(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(max_prefill_tokens=8)
     prompts, params = random_prompts((30, 5)), SamplingParams(max_tokens=6, temperature=0)
     expected = ids(engine.generate(prompts, params))
@@ -118,19 +138,29 @@ def test_a_failure_leaves_no_request_behind(make: Callable[..., Engine], monkeyp
 
 
 def test_bf16_generates(path: Path) -> None:
-    """Too coarse for token equality with another order of operations; the answer must still be the model's own."""
+    """Too coarse for token equality with another order of operations; the answer must still be the
+    model's own.
+    """
     engine = Engine.from_pretrained(path, dtype=torch.bfloat16, kv_tokens=256)
-    (completion,) = engine.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
+    (completion,) = engine.generate(
+        random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0)
+    )[0]
     full = Engine.from_pretrained(path, kv_tokens=256)
     (exact,) = full.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
-    assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2 and completion.token_ids[0] == exact.token_ids[0]
+    assert (
+        abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2
+        and completion.token_ids[0] == exact.token_ids[0]
+    )
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bool) -> None:
-    """300 tokens in chunks of 64: as many go through the model as for one sample, until samples differ. Requests of
-    their own compute it 8 times, or find it."""
-    engine = Engine.from_pretrained(path, kv_tokens=4096, max_prefill_tokens=64, prefix_cache=prefix_cache)
+    """300 tokens in chunks of 64: as many go through the model as for one sample, until samples
+    differ. Requests of their own compute it 8 times, or find it.
+    """
+    engine = Engine.from_pretrained(
+        path, kv_tokens=4096, max_prefill_tokens=64, prefix_cache=prefix_cache
+    )
     (prompt,) = random_prompts((300,))
     computed = [0, 0]  # by prefill, by decode
     forward = engine.runner.forward
@@ -146,5 +176,7 @@ def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bo
     assert computed == [300, 8 * 5] and engine.stats.prefix_hit_tokens == 0
     engine.generate([prompt] * 8, SamplingParams(max_tokens=1, temperature=0))
     hit = 8 * (299 // 16 * 16) if prefix_cache else 0
-    assert computed == [300 + 8 * 300 - hit, 8 * 5] and sum(computed) == engine.stats.computed_tokens
+    assert (
+        computed == [300 + 8 * 300 - hit, 8 * 5] and sum(computed) == engine.stats.computed_tokens
+    )
     assert engine.stats.prefix_hit_tokens == hit

@@ -1,15 +1,24 @@
-"""What takes a process of its own, one for all: imports, and kernels compiled for Hopper, which needs no GPU. Triton's
-interpreter, by which other tests run kernels, accepts more than the compiler."""
+"""What takes a process of its own, one for all: imports, and kernels compiled for Hopper, which
+needs no GPU. Triton's interpreter, by which other tests run kernels, accepts more than the
+compiler.
+"""
 
 import pytest
 
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 
-# KV rows: (dim, value_dim, queries of a KV head), dtype, whether products are wide, fp8 (bits of the mantissa, negative
-# where the queries' dtype is that of products). Latent where dim != value_dim.
+# KV rows: (dim, value_dim, queries of a KV head), dtype, whether products are wide, fp8 (bits of
+# the mantissa, negative where the queries' dtype is that of products). Latent where dim !=
+# value_dim.
 PLAIN, LATENT = (64, 64, 4), (576, 512, 16)
-KINDS = [("*bf16", False, 0), ("*fp32", True, 0), ("*bf16", False, 3), ("*bf16", False, -3), ("*fp16", False, -2)]
+KINDS = [
+    ("*bf16", False, 0),
+    ("*fp32", True, 0),
+    ("*bf16", False, 3),
+    ("*bf16", False, -3),
+    ("*fp16", False, -2),
+]
 ATTENTION = some(
     (PLAIN, "*bf16", False, 0),
     (LATENT, "*bf16", False, 3),
@@ -108,10 +117,15 @@ def test_importing_rollout_needs_neither_ray_nor_transformers(printed: list[list
 
 
 def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -> None:
-    """Several programs fit on a multiprocessor; a few bytes of stack are left to other compiler versions."""
+    """Several programs fit on a multiprocessor; a few bytes of stack are left to other compiler
+    versions.
+    """
     lines = [line for line in printed if line[0] == "attention"]
     assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
-    assert max(int(line[2]) for line in lines) < 110 * 1024 and max(int(line[3]) for line in lines) <= 64
+    assert (
+        max(int(line[2]) for line in lines) < 110 * 1024
+        and max(int(line[3]) for line in lines) <= 64
+    )
 
 
 def test_fused_kernels_fit(printed: list[list[str]]) -> None:

@@ -1,5 +1,6 @@
-"""`generate` that is interrupted, or in which an operation on the device fails, at any moment: no request, page, row or
-lock is left, and the next answers are right."""
+"""`generate` that is interrupted, or in which an operation on the device fails, at any moment: no
+request, page, row or lock is left, and the next answers are right.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def goes_on(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
     if engine.config.tiers is not None:
-        assert blocks_of(engine).swapped_pages() == 0 and blocks_of(engine).tiers.protected_size == 0
+        assert (
+            blocks_of(engine).swapped_pages() == 0 and blocks_of(engine).tiers.protected_size == 0
+        )
 
 
 def answers_are_right(engine: Engine) -> None:
@@ -66,7 +69,9 @@ def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
         if hits == rounds(15, 1000):
             break
         name = list(CALLS)[number % len(CALLS)]
-        hits += interrupted(partial(engine.generate, prompts, CALLS[name]), 1e-4 + draw.random() * took[name])
+        hits += interrupted(
+            partial(engine.generate, prompts, CALLS[name]), 1e-4 + draw.random() * took[name]
+        )
         goes_on(engine)
         if number % 6 == 0:
             answers_are_right(engine)
@@ -81,7 +86,9 @@ class _Failing(TorchDispatchMode):
         super().__init__()
         self.left = at
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.left -= 1
         if self.left == 0:
             raise torch.OutOfMemoryError("injected")

@@ -30,16 +30,22 @@ def test_sleep_level_1_gives_all_memory_back_and_keeps_the_answers(engine: Engin
         engine.wake_up(["kv_cache", "cuda_graph"])
         assert answers(engine) == before
     assert addresses(engine) == pointers
-    moves = [(event.op, event.tag) for event in engine.drain_events() if event.op in ("pause", "resume")]
+    moves = [
+        (event.op, event.tag) for event in engine.drain_events() if event.op in ("pause", "resume")
+    ]
     assert moves == [(op, tag) for op in ("pause", "resume") for tag in engine.tags] * 2
 
 
 def test_says_why_it_does_not_generate(engine: Engine) -> None:
     engine.sleep()
-    with pytest.raises(StateError, match=rf"cannot generate: paused: {', '.join(engine.tags)} \(call wake_up\)"):
+    with pytest.raises(
+        StateError, match=rf"cannot generate: paused: {', '.join(engine.tags)} \(call wake_up\)"
+    ):
         answers(engine)
     engine.wake_up(["weights"])
-    with pytest.raises(StateError, match=rf"cannot generate: paused: {', '.join(engine.tags[1:])} \(call"):
+    with pytest.raises(
+        StateError, match=rf"cannot generate: paused: {', '.join(engine.tags[1:])} \(call"
+    ):
         answers(engine)
     engine.wake_up()
     assert engine.unavailable_reason() is None
@@ -50,7 +56,9 @@ def test_says_why_it_does_not_generate(engine: Engine) -> None:
         answers(engine)
 
 
-def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit_flipped(engine: Engine) -> None:
+def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit_flipped(
+    engine: Engine,
+) -> None:
     for flip in (False, True):
         offer = engine.begin_update(1)
         assert (offer.version, offer.manifest) == (1, engine.manifest)
@@ -59,15 +67,21 @@ def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit
         if flip:
             norm = engine.store.tensor("model.norm.weight")
             norm[0] = torch.nextafter(norm[0], norm[0] + 1)
-            with pytest.raises(WeightUpdateError, match="version 1 failed verification: the writer's digest"):
+            with pytest.raises(
+                WeightUpdateError, match="version 1 failed verification: the writer's digest"
+            ):
                 engine.verify_update(receipt)
         else:
             verified = engine.verify_update(receipt)
             assert "version 1 has not been committed" in str(engine.unavailable_reason())
             committed = engine.commit_update(1)
-            assert {(each.version, each.digest) for each in (verified, committed)} == {(1, receipt.digest)}
+            assert {(each.version, each.digest) for each in (verified, committed)} == {
+                (1, receipt.digest)
+            }
             assert answers(engine) == expected(1)
-    with pytest.raises(StateError, match="weights undefined: .*version 1 failed verification.*digest"):
+    with pytest.raises(
+        StateError, match="weights undefined: .*version 1 failed verification.*digest"
+    ):
         answers(engine)
     engine.sleep()
     assert engine.report().backup_bytes == 0  # undefined weights are not worth keeping

@@ -24,7 +24,9 @@ def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> Non
 
 
 def save_config(path: Path, kind: str) -> None:
-    build_tiny(kind, **(MLA if kind.startswith("deepseek") else {})).config.save_pretrained(str(path))
+    build_tiny(kind, **(MLA if kind.startswith("deepseek") else {})).config.save_pretrained(
+        str(path)
+    )
     remove = () if kind == NEXT else ("layer_types",)  # where it follows from other keys
     edit_config(path, remove=remove, architectures=[KINDS[kind][1].__name__])
 
@@ -36,30 +38,74 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        ("llama", {"architectures": ["GemmaForCausalLM"]}, "architectures=.*Gemma.*LlamaForCausalLM"),
+        (
+            "llama",
+            {"architectures": ["GemmaForCausalLM"]},
+            "architectures=.*Gemma.*LlamaForCausalLM",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": -3, "max_window_layers": 1}, "sliding_window=-3"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*use_sliding_window"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": -3, "max_window_layers": 1},
+            "sliding_window=-3",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types .*use_sliding_window",
+        ),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
-        (V3, {"first_k_dense_replace": 1}, "first_k_dense_replace=1 makes layers 1..1 mixtures of experts.*dense"),
+        (
+            V3,
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace=1 makes layers 1..1 mixtures of experts.*dense",
+        ),
         (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2.*num_attention_heads=4"),
         (V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
-        (V3, {"q_lora_rank": None, "attention_bias": True}, "attention_bias=True.*q_lora_rank=None"),
+        (
+            V3,
+            {"q_lora_rank": None, "attention_bias": True},
+            "attention_bias=True.*q_lora_rank=None",
+        ),
         (V3, {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "rope_type='yarn'"),
         (V3, {"rope_parameters": LINEAR}, "mscale_all_dim=1.0"),
         (V3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ("deepseek_v2", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 makes layers 1..1 mixtures of experts"),
+        (
+            "deepseek_v2",
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace=1 makes layers 1..1 mixtures of experts",
+        ),
         (NEXT, {"num_experts": 8}, r"num_experts=8: layers \[0, 1\] are mixtures of experts"),
-        (NEXT, {"num_experts": 8, "mlp_only_layers": [0]}, r"num_experts=8: layers \[1\] are mixtures of experts"),
-        (NEXT, {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_heads=2"),
-        (NEXT, {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types=.*sliding_attention"),
-        (NEXT, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "rotary_dim=3 must be even"),
+        (
+            NEXT,
+            {"num_experts": 8, "mlp_only_layers": [0]},
+            r"num_experts=8: layers \[1\] are mixtures of experts",
+        ),
+        (
+            NEXT,
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads=3 is not a multiple of linear_num_key_heads=2",
+        ),
+        (
+            NEXT,
+            {"layer_types": ["linear_attention", "sliding_attention"]},
+            "layer_types=.*sliding_attention",
+        ),
+        (
+            NEXT,
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}},
+            "rotary_dim=3 must be even",
+        ),
         (NEXT, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
@@ -83,7 +129,9 @@ def test_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in (0, 5, 100, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read \(.*download or save"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors cannot be read \(.*download or save"
+        ):
             Engine.from_pretrained(tmp_path)
 
 
@@ -105,7 +153,9 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
     ("config_ids", "generation_ids", "expected"),
     [(None, None, set()), (5, None, {5}), ([5, 6], None, {5, 6}), (5, 7, {7}), (5, [7, 8], {7, 8})],
 )
-def test_stop_tokens(tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]) -> None:
+def test_stop_tokens(
+    tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]
+) -> None:
     save_tiny(tmp_path)
     edit_config(tmp_path, eos_token_id=config_ids)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_ids}))
@@ -117,7 +167,11 @@ def test_stop_tokens(tmp_path: Path, config_ids: Any, generation_ids: Any, expec
 
 @pytest.mark.parametrize(
     "rope",
-    [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}, LLAMA3],
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        LLAMA3,
+    ],
 )
 def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
     model = save_tiny(tmp_path, "llama", rope_parameters=rope, head_dim=32)

@@ -19,7 +19,10 @@ from tests.helpers.rollout.updates import tiny
 
 
 class Late(Transfer):
-    """A copy to the device whose rows come when they are waited for. Until then the target holds NaN."""
+    """A copy to the device whose rows come when they are waited for.
+
+    Until then the target holds NaN.
+    """
 
     def __init__(self, pool: TokenPool, slots: torch.Tensor) -> None:
         """slots: where the copy has put its rows already, which are taken away again."""
@@ -50,7 +53,10 @@ class LateCopies:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host: HostKVCache = blocks_of(engine).tiers.lower.host
         self.loads: list[Late] = []
-        self._load_now, self._backup = self.host.load_to_device, self.host.backup_from_device_all_layer
+        self._load_now, self._backup = (
+            self.host.load_to_device,
+            self.host.backup_from_device_all_layer,
+        )
         monkeypatch.setattr(self.host, "load_to_device", self._load)
         monkeypatch.setattr(self.host, "backup_from_device_all_layer", self._after_loads)
 
@@ -85,11 +91,17 @@ def test_a_layer_waits_for_its_own_rows_alone(path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_late_loads_change_no_answer(path: Path, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_loads_change_no_answer(
+    path: Path, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = tiered(path, 104, preemption=preemption)
     copies = LateCopies(engine, monkeypatch)
     roots = random_prompts((40, 30, 35))
-    prompts = [root[: 20 + 5 * i] + tail for i, tail in enumerate(random_prompts((5, 3, 9))) for root in roots]
+    prompts = [
+        root[: 20 + 5 * i] + tail
+        for i, tail in enumerate(random_prompts((5, 3, 9)))
+        for root in roots
+    ]
     for params in (GREEDY, SamplingParams(max_tokens=20, temperature=0, n=2)):
         check(tiny(0), prompts, [[each] for each in run(engine, prompts, params)])
     assert len(copies.loads) > 5

@@ -1,6 +1,8 @@
-"""Every architecture through the engine, in fp32: transformers' answers, token for token, and their log-probabilities.
+"""Every architecture through the engine, in fp32: transformers' answers, token for token, and their
+log-probabilities.
 
-After every step all slots and states that no query may read hold NaN. On a GPU decode goes through CUDA graphs.
+After every step all slots and states that no query may read hold NaN. On a GPU decode goes through
+CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from tests.helpers.rollout.answers import LLAMA3, check, ids, random_prompts
 from tests.helpers.rollout.poison import check_idle, poison
 from tests.helpers.rollout.saved import Saved
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim"
+)  # Triton's interpreter, `tl.range`
 V3, V2, NEXT = "deepseek_v3", "deepseek_v2", "qwen3_next"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 MIXED, FIVE = [FULL, SLIDING, SLIDING, FULL], [LINEAR, LINEAR, FULL, LINEAR, FULL]
@@ -31,24 +35,55 @@ WINDOWED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 0}),
     (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 16, "layer_types": MIXED, "num_hidden_layers": 4, "head_dim": 8},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": MIXED,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+        },
     ),
 ]
 MODELS: list[tuple[str, dict[str, Any], int]] = some(
     ("llama", {"rope_parameters": LLAMA3}, 16),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}, 16),
-    ("llama", {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 1e-5}, 16),
+    (
+        "llama",
+        {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 1e-5},
+        16,
+    ),
     ("qwen2", {"num_key_value_heads": 1}, 16),
-    ("qwen3", {"head_dim": 8, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}, 16),
+    (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        16,
+    ),
     ("qwen3", {"head_dim": 16, "num_key_value_heads": 4, "attention_bias": True}, 16),
     (V3, {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True}, 16),
-    (V3, {"attention_bias": True, "rms_norm_eps": 1e-4, "qk_rope_head_dim": 6, "kv_lora_rank": 24}, 16),
+    (
+        V3,
+        {"attention_bias": True, "rms_norm_eps": 1e-4, "qk_rope_head_dim": 6, "kv_lora_rank": 24},
+        16,
+    ),
     (V3, {"num_attention_heads": 6, "num_key_value_heads": 6, "rope_parameters": LLAMA3}, 16),
     (V2, {"q_lora_rank": None, "v_head_dim": 24}, 16),
     (NEXT, {"layer_types": FIVE, "num_hidden_layers": 5, "tie_word_embeddings": True}, 16),
     (NEXT, {"layer_types": [FULL, LINEAR], "attention_bias": True, **CONV}, 16),
-    (NEXT, {"num_experts": 8, "mlp_only_layers": [0, 1], "head_dim": 32, "partial_rotary_factor": 0.5}, 16),
-    (NEXT, {"layer_types": [FULL, FULL], "num_key_value_heads": 1, "partial_rotary_factor": 1.0}, 16),
+    (
+        NEXT,
+        {"num_experts": 8, "mlp_only_layers": [0, 1], "head_dim": 32, "partial_rotary_factor": 0.5},
+        16,
+    ),
+    (
+        NEXT,
+        {"layer_types": [FULL, FULL], "num_key_value_heads": 1, "partial_rotary_factor": 1.0},
+        16,
+    ),
     ("mistral", {"sliding_window": None}, 16),
     *((*model, page_size) for model, page_size in zip(WINDOWED, [1, 4, 16, 4, 1, 1], strict=True)),
     whole=[
@@ -62,7 +97,8 @@ MODELS: list[tuple[str, dict[str, Any], int]] = some(
 )
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 64, 65, 200, 500)
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-# One of each kind of cache: pages, pages that leave a window, two pools, latent rows, pages beside states.
+# One of each kind of cache: pages, pages that leave a window, two pools, latent rows, pages beside
+# states.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pages": ("qwen3", {"head_dim": 32}),
     "window": WINDOWED[0],
@@ -80,7 +116,13 @@ def make(saved: Saved) -> Make:
     def make(name: str, **fields: Any) -> tuple[Engine, Any]:
         kind, overrides = KINDS[name]
         path, model = saved(kind, **overrides)
-        fields = {"kv_tokens": 1024, "page_size": 4, "max_prefill_tokens": 32, "max_context_len": 256, **fields}
+        fields = {
+            "kv_tokens": 1024,
+            "page_size": 4,
+            "max_prefill_tokens": 32,
+            "max_context_len": 256,
+            **fields,
+        }
         engine = Engine.from_pretrained(path, **fields)
         poison(engine)
         return engine, model
@@ -88,7 +130,9 @@ def make(saved: Saved) -> Make:
     return make
 
 
-def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[Completion]]:
+def answer(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY
+) -> list[list[Completion]]:
     """Poisoned after every step; nothing is left."""
     out = engine.generate(prompts, params, on_progress=lambda *_: poison(engine))
     check_idle(engine)
@@ -96,20 +140,35 @@ def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams = GR
 
 
 @pytest.mark.parametrize(("kind", "overrides", "page_size"), MODELS)
-def test_equals_transformers(saved: Saved, kind: str, overrides: dict[str, Any], page_size: int, device: str) -> None:
-    """Prompts of 1 to 500 tokens in one mixed batch; those past 48 tokens are prefilled in chunks beside decoding."""
+def test_equals_transformers(
+    saved: Saved, kind: str, overrides: dict[str, Any], page_size: int, device: str
+) -> None:
+    """Prompts of 1 to 500 tokens in one mixed batch; those past 48 tokens are prefilled in chunks
+    beside decoding.
+    """
     path, model = saved(kind, **(MLA if kind in (V2, V3) else {}) | overrides)
     engine = Engine.from_pretrained(
-        path, device=device, kv_tokens=2048, page_size=page_size, max_prefill_tokens=48, max_context_len=520
+        path,
+        device=device,
+        kv_tokens=2048,
+        page_size=page_size,
+        max_prefill_tokens=48,
+        max_context_len=520,
     )
     poison(engine)
-    prompts = random_prompts(LENGTHS if kind != NEXT else (*LENGTHS[:-2], 150))  # a state goes through every token
+    prompts = random_prompts(
+        LENGTHS if kind != NEXT else (*LENGTHS[:-2], 150)
+    )  # a state goes through every token
     out = answer(engine, prompts)
     check(model, prompts, out)
     for (each,) in out:
-        assert (each.finish_reason, each.score) == ("length", None) and each.weight_versions == [0] * GREEDY.max_tokens
+        assert (each.finish_reason, each.score) == ("length", None) and each.weight_versions == [
+            0
+        ] * GREEDY.max_tokens
     linear = kind == NEXT and overrides.get("layer_types") != [FULL, FULL]
-    assert (engine.graphs is not None) == engine.runner.capturable == (device != "cpu" and not linear)
+    assert (
+        (engine.graphs is not None) == engine.runner.capturable == (device != "cpu" and not linear)
+    )
     assert engine.graphs is None or engine.graphs.replays > 0
 
 
@@ -120,7 +179,12 @@ def test_prompts_of_2000_tokens(saved: Saved, batch: int, device: str) -> None:
     prompts = random_prompts([int(2000 ** ((batch - i) / batch)) for i in range(batch)])
     pages = sum(-(-(len(prompt) + GREEDY.max_tokens) // 16) for prompt in prompts)
     engine = Engine.from_pretrained(
-        path, device=device, kv_tokens=16 * pages, max_running=batch, max_prefill_tokens=384, prefix_cache=False
+        path,
+        device=device,
+        kv_tokens=16 * pages,
+        max_running=batch,
+        max_prefill_tokens=384,
+        prefix_cache=False,
     )
     poison(engine)
     check(model, prompts, answer(engine, prompts))
@@ -128,10 +192,14 @@ def test_prompts_of_2000_tokens(saved: Saved, batch: int, device: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_samples_share_their_prompt_and_part_from_it(make: Make, name: str, device: str) -> None:
-    """At another time each, where answers end early; log-probabilities are those of a trainer's forward."""
+    """At another time each, where answers end early; log-probabilities are those of a trainer's
+    forward.
+    """
     engine, model = make(name, device=device, max_prefill_tokens=16)
     prompts, ends = random_prompts((3, 40, 90)), tuple(range(12))
-    params = SamplingParams(max_tokens=30, temperature=1.7, top_k=60, top_p=0.95, n=4, seed=3, stop_token_ids=ends)
+    params = SamplingParams(
+        max_tokens=30, temperature=1.7, top_k=60, top_p=0.95, n=4, seed=3, stop_token_ids=ends
+    )
     out = answer(engine, prompts, params)
     check(model, prompts, out, temperature=1.7)
     for samples in ids(out):
@@ -147,7 +215,9 @@ def test_samples_share_their_prompt_and_part_from_it(make: Make, name: str, devi
         ("states", {"kv_tokens": 128}),
     ],
 )
-def test_preempted_requests_begin_again(make: Make, name: str, fields: dict[str, Any], device: str) -> None:
+def test_preempted_requests_begin_again(
+    make: Make, name: str, fields: dict[str, Any], device: str
+) -> None:
     """Pools that hold a few of the samples at a time."""
     engine, model = make(name, device=device, max_prefill_tokens=16, **fields)
     prompts = random_prompts((2, 3, 1, 4, 60, 2, 5, 90, 1, 3))
@@ -158,7 +228,9 @@ def test_preempted_requests_begin_again(make: Make, name: str, fields: dict[str,
 
 @pytest.mark.parametrize("name", KINDS)
 def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> None:
-    """Preempted by sleep, recomputed in memory whose content was lost but for padding, which is zero."""
+    """Preempted by sleep, recomputed in memory whose content was lost but for padding, which is
+    zero.
+    """
     engine, model = make(name, device=device)
     prompts, naps = random_prompts((3, 50, 20)), [["kv_cache"], None]
 
@@ -170,7 +242,9 @@ def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> Non
             poison(engine)
             engine.cache.on_resume()
             states = engine.cache.states
-            assert states is None or not any(state[:, 0].any() for state in (*states.conv, states.temporal))
+            assert states is None or not any(
+                state[:, 0].any() for state in (*states.conv, states.temporal)
+            )
         poison(engine)
 
     nap(0, 0, 0)
@@ -183,7 +257,9 @@ def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> Non
 
 
 class Unrecorded:
-    """In place of CUDA graphs: decode from device tensors alone, the batch padded with row 0, but run each time."""
+    """In place of CUDA graphs: decode from device tensors alone, the batch padded with row 0, but
+    run each time.
+    """
 
     max_batch = 4
 
@@ -193,7 +269,9 @@ class Unrecorded:
 
     def replay(self, *lists: list[int]) -> torch.Tensor:
         device = self.runner.device
-        inputs = torch.tensor([each + [0] * (self.max_batch - len(each)) for each in lists], device=device)
+        inputs = torch.tensor(
+            [each + [0] * (self.max_batch - len(each)) for each in lists], device=device
+        )
         logits = torch.zeros((self.max_batch, self.runner.config.vocab_size), device=device)
         self.runner.decode(*inputs, logits)
         self.replays += 1
@@ -209,13 +287,22 @@ class Unrecorded:
         (*WINDOWED[2], True),
     ],
 )
-def test_triton_path_equals_transformers(saved: Saved, kind: str, overrides: dict[str, Any], graphs: bool) -> None:
-    """Interpreted here, compiled where there is a GPU. Chunks and mixed steps, a fork in the middle of a page, then
-    decode as a CUDA graph records it, or by plans of each step."""
+def test_triton_path_equals_transformers(
+    saved: Saved, kind: str, overrides: dict[str, Any], graphs: bool
+) -> None:
+    """Interpreted here, compiled where there is a GPU. Chunks and mixed steps, a fork in the middle
+    of a page, then decode as a CUDA graph records it, or by plans of each step.
+    """
     path, model = saved(kind, **overrides)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     engine = Engine.from_pretrained(
-        path, device=device, kv_tokens=256, page_size=4, max_prefill_tokens=32, attention="triton", cuda_graphs=False
+        path,
+        device=device,
+        kv_tokens=256,
+        page_size=4,
+        max_prefill_tokens=32,
+        attention="triton",
+        cuda_graphs=False,
     )
     replacement: Any = Unrecorded(engine.runner) if graphs else None
     engine.runner.graphs = replacement
@@ -234,7 +321,9 @@ def across(tokens: int, page_size: int) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("name", "window"), [("window", 8), ("pools", 13)])
-def test_pools_of_sliding_layers_hold_windows_only(make: Make, name: str, window: int, page_size: int) -> None:
+def test_pools_of_sliding_layers_hold_windows_only(
+    make: Make, name: str, window: int, page_size: int
+) -> None:
     """Prompts far longer than the pool: what has left the window makes room."""
     tokens = {"kv_tokens": 64} if name == "window" else {"window_tokens": 64}
     engine, model = make(name, page_size=page_size, max_prefill_tokens=16, **tokens)
@@ -261,7 +350,10 @@ def test_the_default_window_pool_lets_everyone_run(make: Make) -> None:
 
 def test_what_can_never_fit_is_refused(make: Make) -> None:
     engine, _ = make("pools", window_tokens=32, max_prefill_tokens=64)
-    with pytest.raises(ValueError, match="prompt 1 needs 80 window tokens .*has 32; raise window_tokens or .*prefill"):
+    with pytest.raises(
+        ValueError,
+        match="prompt 1 needs 80 window tokens .*has 32; raise window_tokens or .*prefill",
+    ):
         engine.generate([[1], [1] * 100], GREEDY)
     assert len(answer(engine, [[1] * 8])[0][0].token_ids) == GREEDY.max_tokens
     for name, tokens, match in [
@@ -277,7 +369,9 @@ def test_what_can_never_fit_is_refused(make: Make) -> None:
 
 
 def test_new_weights_are_used_in_place(saved: Saved, make: Make, device: str) -> None:
-    """The halves of kv_b_proj are views of the store: nothing is derived from the weights of before."""
+    """The halves of kv_b_proj are views of the store: nothing is derived from the weights of
+    before.
+    """
     engine, _ = make("latent", device=device)
     prompts = random_prompts((9, 30))
     before = ids(answer(engine, prompts))
@@ -292,15 +386,24 @@ def test_new_weights_are_used_in_place(saved: Saved, make: Make, device: str) ->
 def test_all_bytes_of_the_cache_are_on_its_tag(make: Make, name: str, device: str) -> None:
     engine, _ = make(name, device=device, kv_tokens=512, page_size=16, max_running=5)
     cache, tag = engine.cache, engine.report().tags["kv_cache"]
-    assert cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token  # of states: the full layer's only
+    assert (
+        cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token
+    )  # of states: the full layer's only
     wanted = cache.pool.nbytes
     if cache.states is not None:
         assert cache.states.nbytes == (5 + 1) * cache.layout.state_bytes
         wanted += cache.states.nbytes
-    assert wanted <= tag.live_bytes <= tag.committed_bytes < wanted + 2 * engine.saver.backend.granularity
+    assert (
+        wanted
+        <= tag.live_bytes
+        <= tag.committed_bytes
+        < wanted + 2 * engine.saver.backend.granularity
+    )
 
 
-@pytest.mark.parametrize(("chunk", "running", "taken"), some((1, 8, 2), (5, 3, 0), whole=[(64, 8, 2)]))
+@pytest.mark.parametrize(
+    ("chunk", "running", "taken"), some((1, 8, 2), (5, 3, 0), whole=[(64, 8, 2)])
+)
 def test_few_states_are_used_again_and_advanced_in_chunks(
     make: Make, chunk: int, running: int, taken: int, device: str
 ) -> None:
@@ -315,8 +418,12 @@ def test_few_states_are_used_again_and_advanced_in_chunks(
     check_idle(engine)
 
 
-def test_a_failed_step_leaves_no_state_half_advanced(make: Make, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A call inside a call fails between two linear layers; the requests of the outer one go on, and right."""
+def test_a_failed_step_leaves_no_state_half_advanced(
+    make: Make, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """A call inside a call fails between two linear layers; the requests of the outer one go on,
+    and right.
+    """
     engine, model = make("states", device=device, max_prefill_tokens=16)
     prompts, due = random_prompts((3, 50, 20)), [4, 5, 12]
 

@@ -1,4 +1,6 @@
-"""RMS norm, and silu(gate) * up: the Triton kernels against the references, the norm's against transformers."""
+"""RMS norm, and silu(gate) * up: the Triton kernels against the references, the norm's against
+transformers.
+"""
 
 from typing import Any
 
@@ -23,8 +25,11 @@ def randn(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> torch.
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32: the order of a sum of positive squares moves it by a few 2**-24, its root by half of that, then three
-    products: below 16 roundings, 1e-6. bf16: it may move both roundings by an ulp, and the interpreter truncates."""
+    """fp32: the order of a sum of positive squares moves it by a few 2**-24, its root by half of
+    that, then three
+    products: below 16 roundings, 1e-6. bf16: it may move both roundings by an ulp, and the
+    interpreter truncates.
+    """
     assert out.dtype == expected.dtype and out.shape == expected.shape and out.is_contiguous()
     rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[out.dtype]
     torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=0)
@@ -33,16 +38,22 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("centred", [False, True])
-def test_kernel_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, centred: bool, device: str) -> None:
+def test_kernel_equals_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, centred: bool, device: str
+) -> None:
     x = randn(*shape, device=device, dtype=dtype)
     weight = randn(1, shape[1], device=device, dtype=dtype)[0]
-    out, expected = (rms_norm(x, weight, EPS, impl, zero_centred=centred) for impl in ("triton", "torch"))
+    out, expected = (
+        rms_norm(x, weight, EPS, impl, zero_centred=centred) for impl in ("triton", "torch")
+    )
     assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sum_is_rounded_once_and_then_normed(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_sum_is_rounded_once_and_then_normed(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
     x, residual = (randn(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = randn(1, shape[1], device=device, dtype=dtype)[0]
     normed, total = add_rms_norm(x, residual, weight, EPS, "triton")
@@ -64,7 +75,9 @@ def test_heads_of_a_fused_product(head: int, device: str) -> None:
     fused = randn(9, 7, 24, device=device, dtype=torch.float32)
     view = fused[:, head : head + 2]
     weight = torch.linspace(-1, 2, 24, device=device)
-    assert_close(rms_norm(view, weight, EPS, "triton"), rms_norm(view.contiguous(), weight, EPS, "torch"))
+    assert_close(
+        rms_norm(view, weight, EPS, "triton"), rms_norm(view.contiguous(), weight, EPS, "torch")
+    )
     normed, total = add_rms_norm(view, fused[:, 2:4], weight, EPS, "triton")
     assert torch.equal(total, view + fused[:, 2:4])
     assert_close(normed, rms_norm(total, weight, EPS, "torch"))
@@ -75,12 +88,17 @@ def test_rows_of_a_wider_matrix_and_more_dimensions(device: str) -> None:
     weight = torch.linspace(-1, 2, 40, device=device)
     expected = rms_norm(wide[:, :40], weight, EPS, "torch")
     assert_close(rms_norm(wide[:, :40], weight, EPS, "triton"), expected)
-    assert_close(rms_norm(wide[:, :40].reshape(3, 1, 2, 40), weight, EPS, "triton"), expected.view(3, 1, 2, 40))
+    assert_close(
+        rms_norm(wide[:, :40].reshape(3, 1, 2, 40), weight, EPS, "triton"),
+        expected.view(3, 1, 2, 40),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("theirs", "centred"), [(Qwen2RMSNorm, False), (Qwen3NextRMSNorm, True)])
-def test_reference_is_that_of_transformers(theirs: Any, centred: bool, dtype: torch.dtype, device: str) -> None:
+def test_reference_is_that_of_transformers(
+    theirs: Any, centred: bool, dtype: torch.dtype, device: str
+) -> None:
     x = randn(5, 896, device=device, dtype=dtype)
     norm = theirs(896, EPS).to(device, dtype)
     norm.weight.data.copy_(randn(1, 896, device=device, dtype=dtype)[0])
@@ -91,7 +109,9 @@ def test_reference_is_that_of_transformers(theirs: Any, centred: bool, dtype: to
 
 
 def gate_up(tokens: int, size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return (torch.randn(tokens, 2 * size, generator=torch.Generator().manual_seed(size)) * 8).to(device, dtype)
+    return (torch.randn(tokens, 2 * size, generator=torch.Generator().manual_seed(size)) * 8).to(
+        device, dtype
+    )
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(3, 4864), (2, 100), (17, 1), (0, 64)])
@@ -104,14 +124,18 @@ def test_fp32_equals_the_reference(tokens: int, size: int, device: str) -> None:
 
 @pytest.mark.parametrize("size", [4864, 100])
 def test_bf16_rounds_where_torch_does(size: int, device: str) -> None:
-    """To an ulp for each of the two roundings: exp may differ in its last bit, and the interpreter truncates."""
+    """To an ulp for each of the two roundings: exp may differ in its last bit, and the interpreter
+    truncates.
+    """
     x = gate_up(2, size, torch.bfloat16, device)
     torch.testing.assert_close(silu_mul(x, "triton"), silu_mul(x, "torch"), rtol=2**-6, atol=0)
 
 
 def test_rows_of_a_wider_matrix(device: str) -> None:
     wide = gate_up(3, 60, torch.float32, device)
-    torch.testing.assert_close(silu_mul(wide[:, :80], "triton"), silu_mul(wide[:, :80].contiguous(), "torch"))
+    torch.testing.assert_close(
+        silu_mul(wide[:, :80], "triton"), silu_mul(wide[:, :80].contiguous(), "torch")
+    )
 
 
 def test_exponential_is_accurate_over_its_whole_range(device: str) -> None:
@@ -124,6 +148,10 @@ def test_exponential_is_accurate_over_its_whole_range(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy divides inf by inf
 def test_extreme_gates(device: str) -> None:
-    gate = torch.tensor([0.0, -0.0, 1e30, -1e30, -1000.0, -89.0, float("inf"), float("-inf"), float("nan")])
+    gate = torch.tensor(
+        [0.0, -0.0, 1e30, -1e30, -1000.0, -89.0, float("inf"), float("-inf"), float("nan")]
+    )
     x = torch.cat([gate, torch.ones(9)]).view(1, -1).to(device)
-    torch.testing.assert_close(silu_mul(x, "triton"), silu_mul(x, "torch"), rtol=1e-6, atol=1e-35, equal_nan=True)
+    torch.testing.assert_close(
+        silu_mul(x, "triton"), silu_mul(x, "torch"), rtol=1e-6, atol=1e-35, equal_nan=True
+    )

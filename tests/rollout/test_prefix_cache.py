@@ -1,5 +1,6 @@
-"""The prefix cache in the engine, alone and over tiers: the same answers for less work, never under older weights, no
-page or lock lost."""
+"""The prefix cache in the engine, alone and over tiers: the same answers for less work, never under
+older weights, no page or lock lost.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,7 +14,15 @@ from kvcache.tiers import WritePolicy
 from rollout import DoubleSparsity, Engine, SamplingParams, WeightUpdateError
 from tests.helpers.effort import some
 from tests.helpers.models import MLA
-from tests.helpers.rollout.answers import GREEDY, assert_same, check, firsts, random_prompts, run, spent
+from tests.helpers.rollout.answers import (
+    GREEDY,
+    assert_same,
+    check,
+    firsts,
+    random_prompts,
+    run,
+    spent,
+)
 from tests.helpers.rollout.poison import poison
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import PAGE, blocks_of, conversations, lose_device, make, tiered
@@ -35,15 +44,26 @@ TIERED = some(
 KINDS: list[Callable[..., Engine]] = [make, tiered]
 
 
-@pytest.mark.parametrize(("model", "policy", "running"), [*((model, None, 64) for model in MODELS), *TIERED])
+@pytest.mark.parametrize(
+    ("model", "policy", "running"), [*((model, None, 64) for model in MODELS), *TIERED]
+)
 def test_answers_are_those_without_the_cache(
-    saved: Saved, model: tuple[str, dict[str, Any], str], policy: WritePolicy | None, running: int, device: str
+    saved: Saved,
+    model: tuple[str, dict[str, Any], str],
+    policy: WritePolicy | None,
+    running: int,
+    device: str,
 ) -> None:
-    """Again and again, in batches and alone; nearly all of every prompt is found, with tiers most of it below the
-    device."""
+    """Again and again, in batches and alone; nearly all of every prompt is found, with tiers most
+    of it below the device.
+    """
     kind, overrides, dtype = model
     path, _ = saved(kind, **overrides)
-    fields: dict[str, Any] = {"kv_cache_dtype": dtype, "max_prefill_tokens": 24, "max_running": running}
+    fields: dict[str, Any] = {
+        "kv_cache_dtype": dtype,
+        "max_prefill_tokens": 24,
+        "max_running": running,
+    }
     plain = make(path, prefix_cache=False, device=device, **fields)
     if policy is None:
         engine = make(path, device=device, **fields)
@@ -52,7 +72,9 @@ def test_answers_are_those_without_the_cache(
     prompts = conversations()
     expected = run(plain, prompts)
     for _ in range(2):
-        for alone in random_prompts((100, 90), seed=5) if policy else ():  # nothing of the prompts stays on the device
+        for alone in (
+            random_prompts((100, 90), seed=5) if policy else ()
+        ):  # nothing of the prompts stays on the device
             run(engine, [alone])
         assert_same(run(engine, prompts), expected)
     assert_same([run(engine, [prompt])[0] for prompt in prompts], expected)
@@ -65,7 +87,9 @@ def test_answers_are_those_without_the_cache(
 
 
 @pytest.mark.parametrize(("length", "left"), [(40, 4), (41, 1), (43, 3), (1, 1), (4, 4)])
-def test_a_prompt_seen_before_computes_its_last_tokens_only(path: Path, length: int, left: int) -> None:
+def test_a_prompt_seen_before_computes_its_last_tokens_only(
+    path: Path, length: int, left: int
+) -> None:
     engine = make(path)
     prompts = random_prompts((length,))
     decoded = GREEDY.max_tokens - 1
@@ -74,8 +98,12 @@ def test_a_prompt_seen_before_computes_its_last_tokens_only(path: Path, length: 
 
 
 @pytest.mark.parametrize("disk", [True, False])
-def test_what_left_the_device_is_found_below_and_not_computed(path: Path, tmp_path: Path, disk: bool) -> None:
-    extra: dict[str, Any] = {"host_ratio": 1.0, "disk_directory": tmp_path, "disk_bytes": 1 << 24} if disk else {}
+def test_what_left_the_device_is_found_below_and_not_computed(
+    path: Path, tmp_path: Path, disk: bool
+) -> None:
+    extra: dict[str, Any] = (
+        {"host_ratio": 1.0, "disk_directory": tmp_path, "disk_bytes": 1 << 24} if disk else {}
+    )
     engine = tiered(path, **extra)
     prompt, *others = random_prompts((80, 100, 100, 100), seed=3)
     assert spent(engine, [prompt]) == (80 + 7, 0)
@@ -127,7 +155,11 @@ def test_samples_of_a_group_fork_and_later_groups_hit(path: Path) -> None:
         ("mistral", {"sliding_window": 8, "head_dim": 16}, {}),
         ("ministral", {"sliding_window": 8, "head_dim": 16}, {}),
         ("qwen3_next", {}, {}),
-        ("llama", {"head_dim": 16}, {"double_sparsity": DoubleSparsity(heavy_channel_num=4, heavy_token_num=16)}),
+        (
+            "llama",
+            {"head_dim": 16},
+            {"double_sparsity": DoubleSparsity(heavy_channel_num=4, heavy_token_num=16)},
+        ),
     ],
 )
 def test_off_where_pages_do_not_tell_all_and_tiers_refused(
@@ -145,7 +177,9 @@ def test_off_where_pages_do_not_tell_all_and_tiers_refused(
 
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
 def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at: int) -> None:
-    """What runs across the change, be it found, in prefill or decoding, keeps its pages and offers none of them."""
+    """What runs across the change, be it found, in prefill or decoding, keeps its pages and offers
+    none of them.
+    """
     engine, prompts = make(path, max_prefill_tokens=16), random_prompts((30, 50))
     run(engine, [prompt[:16] for prompt in prompts])
     steps = iter(range(1, 100))
@@ -169,7 +203,9 @@ def test_sleep_of_the_weights_alone_keeps_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_kept_prefixes_survive_a_sleep_of_the_pool(path: Path, policy: WritePolicy, device: str) -> None:
+def test_kept_prefixes_survive_a_sleep_of_the_pool(
+    path: Path, policy: WritePolicy, device: str
+) -> None:
     engine = tiered(path, device=device, kv_tokens=512, write_policy=policy)
     prompts = conversations()
     before = run(engine, prompts)
@@ -186,7 +222,9 @@ def test_kept_prefixes_survive_a_sleep_of_the_pool(path: Path, policy: WritePoli
         assert_same(run(engine, prompts), before)
 
 
-@pytest.mark.parametrize("how", ["no tiers", "no tiers, level 2", "told", "level 2", "updated", "loaded"])
+@pytest.mark.parametrize(
+    "how", ["no tiers", "no tiers, level 2", "told", "level 2", "updated", "loaded"]
+)
 def test_a_sleep_after_which_nothing_is_hit(path: Path, how: str) -> None:
     plain, level = how.startswith("no tiers"), 2 if how.endswith("level 2") else 1
     engine = make(path) if plain else tiered(path, kv_tokens=512, keep_asleep=how != "told")
@@ -243,31 +281,40 @@ def test_fp8_rows_of_other_scales_are_not_hit(saved: Saved, kind: Callable[..., 
     assert engine.stats.prefix_hit_tokens == 0
     if kind is tiered:
         run(engine, random_prompts((120,), seed=9))
-    assert spent(engine, prompts)[1] == 48 + 56 and (engine.stats.loaded_tokens > 0) == (kind is tiered)
+    assert spent(engine, prompts)[1] == 48 + 56 and (engine.stats.loaded_tokens > 0) == (
+        kind is tiered
+    )
 
 
 # ---------------------------------------------------------------- everything at once
 
 
 def test_nothing_but_kept_and_computed_tokens_is_read(path: Path, device: str) -> None:
-    """NaN in every slot that neither the cache nor a running sample knows the content of, after every step."""
+    """NaN in every slot that neither the cache nor a running sample knows the content of, after
+    every step.
+    """
     engine = make(path, device=device, kv_tokens=192, max_prefill_tokens=24)
     params = SamplingParams(max_tokens=20, temperature=0, n=2)
     for _ in range(2):
         poison(engine)
-        out = engine.generate(conversations(), params, on_progress=lambda *_: poison(engine) and None)
+        out = engine.generate(
+            conversations(), params, on_progress=lambda *_: poison(engine) and None
+        )
         check(tiny(0), conversations(), out)
     assert engine.stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], device: str) -> None:
-    """Groups over a few beginnings, a small pool, sleeps, weights that change, over tiers both ways of preemption; all
-    adds up after every step, and each answer is that of its own weights."""
+    """Groups over a few beginnings, a small pool, sleeps, weights that change, over tiers both ways
+    of preemption; all adds up after every step, and each answer is that of its own weights.
+    """
     rng = random.Random(7)
     fields: dict[str, Any] = {"max_running": 5, "max_prefill_tokens": 24}
     if kind is tiered:
-        engine = tiered(path, 112, device, fields, host_ratio=2.0, disk_directory=tmp_path, disk_bytes=1 << 21)
+        engine = tiered(
+            path, 112, device, fields, host_ratio=2.0, disk_directory=tmp_path, disk_bytes=1 << 21
+        )
         blocks_of(engine).cost.swaps = lambda victim: rng.random() < 0.5  # type: ignore[method-assign]
     else:
         engine = make(path, kv_tokens=160, device=device, **fields)
@@ -276,10 +323,13 @@ def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], de
         update(engine, version, seed=version)
         for _ in range(2):
             prompts = [
-                rng.choice(roots)[: rng.randrange(1, 61)] + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
+                rng.choice(roots)[: rng.randrange(1, 61)]
+                + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
                 for _ in range(rng.randrange(2, 7))
             ]
-            params = SamplingParams(max_tokens=rng.randrange(10, 35), temperature=0, n=rng.randrange(1, 4))
+            params = SamplingParams(
+                max_tokens=rng.randrange(10, 35), temperature=0, n=rng.randrange(1, 4)
+            )
             check(tiny(version), prompts, [[each] for each in run(engine, prompts, params)])
             if rng.random() < 0.3:
                 engine.sleep()

@@ -1,4 +1,6 @@
-"""fp8 and FP4 pools driven by the engine: the answers of an engine over plain rows that went through such a pool."""
+"""fp8 and FP4 pools driven by the engine: the answers of an engine over plain rows that went
+through such a pool.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,18 +23,24 @@ from tests.helpers.rollout.poison import fill, poison
 from tests.helpers.rollout.saved import Saved
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
-KERNELS = some("fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"])  # fp8 is one kernel, and every byte of both is decoded below
+KERNELS = some(
+    "fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"]
+)  # fp8 is one kernel, and every byte of both is decoded below
 FLIP = 2e-2
-"""Of log-probabilities, where kernels or shapes differ: what they store may differ by 2**-23, and then, one element in
-a million, is rounded to the next number, a quarter (or with FP4 a third) away. That moves one of at least 20 scores by
-about 0.06, its weight by 0.003, a logit by 0.005; room for a few of them. Rows that were not rounded are 0.1 off."""
+"""Of log-probabilities, where kernels or shapes differ: what they store may differ by 2**-23, and
+then, one element in a million, is rounded to the next number, a quarter (or with FP4 a third) away.
+That moves one of at least 20 scores by about 0.06, its weight by 0.003, a logit by 0.005; room for
+a few of them. Rows that were not rounded are 0.1 off.
+"""
 MODELS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 16}, "qwen3": {"head_dim": 32}}
 MLA: dict[str, Any] = {  # latent rows of whole FP4 blocks
     "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 32, "q_lora_rank": 20,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
 }  # fmt: skip
 PROMPTS = random_prompts((3, 50, 20))
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim"
+)  # Triton's interpreter, `tl.range`
 
 
 @pytest.fixture
@@ -41,7 +49,9 @@ def make(saved: Saved) -> Callable[..., Engine]:
 
     def make(device: str, dtype: str, kind: str = "llama", **config: Any) -> Engine:
         path, _ = saved("deepseek_v3", **MLA) if kind == "latent" else saved(kind, **MODELS[kind])
-        return Engine.from_pretrained(path, device=device, kv_cache_dtype=dtype, **{"kv_tokens": 512, **config})
+        return Engine.from_pretrained(
+            path, device=device, kv_cache_dtype=dtype, **{"kv_tokens": 512, **config}
+        )
 
     return make
 
@@ -58,12 +68,22 @@ def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Completi
 SHAPE = BatchShape(rows=[3, 1, 2, 4], q_lens=[1, 1, 5, 70], kv_lens=[300, 3, 33, 70], num_decode=2)
 
 
-def random_layer(dtype: str, device: str) -> tuple[Any, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A pool with scattered rows and NaN patterns in the other slots: it, its layer, table, q, and the slots in use."""
+def random_layer(
+    dtype: str, device: str
+) -> tuple[Any, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A pool with scattered rows and NaN patterns in the other slots: it, its layer, table, q, and
+    the slots in use.
+    """
     generator = torch.Generator().manual_seed(1)
     stored = kv_dtype(dtype, torch.float32)
     config = KVCacheConfig(
-        num_layers=1, num_kv_heads=2, head_dim=32, size=512, dtype=stored, device=device, compute_dtype=torch.float32
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=32,
+        size=512,
+        dtype=stored,
+        device=device,
+        compute_dtype=torch.float32,
     )
     pool = (MHATokenToKVPoolFP4 if stored == FP4_DTYPE else MHATokenToKVPool)(config)
     for part in pool.stored.values():
@@ -134,11 +154,17 @@ def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:
 
 @pytest.fixture
 def rounded(make: Make) -> Make:
-    """rounded(device, dtype, kind, scales): a plain engine whose rows go through a quantised pool before they are
-    stored: what a quantised engine must equal."""
+    """rounded(device, dtype, kind, scales): a plain engine whose rows go through a quantised pool
+    before they are
+    stored: what a quantised engine must equal.
+    """
 
-    def rounded(device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any) -> Engine:
-        engine = make(device, "auto", kind, cuda_graphs=False, **config)  # graphs keep what they call
+    def rounded(
+        device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any
+    ) -> Engine:
+        engine = make(
+            device, "auto", kind, cuda_graphs=False, **config
+        )  # graphs keep what they call
         plain: Any = engine.kv_pool
         kept = layout(engine.model.hf_config, dtype, torch.float32)
         pool: Any = kept.build(size=512, page_size=16, device=plain.device)
@@ -146,7 +172,9 @@ def rounded(make: Make) -> Make:
             pool.set_scales(layer, *scales)
         write_latent = plain.set_mla_kv_buffer if kind == "latent" else None
 
-        def rounded_rows(layer: int, loc: Any, q: Any, k: Any, v: Any, positions: Any, rotary: Any) -> torch.Tensor:
+        def rounded_rows(
+            layer: int, loc: Any, q: Any, k: Any, v: Any, positions: Any, rotary: Any
+        ) -> torch.Tensor:
             q, k = rotate(q, k, positions, rotary.cos, rotary.sin)
             pool.set_kv_buffer(layer, loc, k, v)
             plain.set_kv_buffer(layer, loc, *pool.get_rows(layer, loc))
@@ -169,18 +197,24 @@ def rounded(make: Make) -> Make:
 
 @pytest.mark.parametrize("kind", [*MODELS, "latent"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_a_plain_engine_with_rounded_rows(make: Make, rounded: Make, kind: str, dtype: str, device: str) -> None:
+def test_equals_a_plain_engine_with_rounded_rows(
+    make: Make, rounded: Make, kind: str, dtype: str, device: str
+) -> None:
     """Prefill in chunks, which read their own tokens from the pool, beside decode: token for token."""
     engine = make(device, dtype, kind, max_prefill_tokens=16)
     plain = rounded(device, dtype, kind, max_prefill_tokens=16)
     assert engine.kv_pool.bytes_per_token < plain.kv_pool.bytes_per_token / 3
-    assert_same(answers(engine), answers(plain), atol=GAP if device == "cpu" or kind == "latent" else FLIP)
+    assert_same(
+        answers(engine), answers(plain), atol=GAP if device == "cpu" or kind == "latent" else FLIP
+    )
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "latent"])
 @pytest.mark.parametrize("dtype", KERNELS)
-def test_triton_equals_a_plain_engine_with_rounded_rows(make: Make, rounded: Make, kind: str, dtype: str) -> None:
+def test_triton_equals_a_plain_engine_with_rounded_rows(
+    make: Make, rounded: Make, kind: str, dtype: str
+) -> None:
     """Interpreted here, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     engine = make(device, dtype, kind, attention="triton", max_prefill_tokens=24)
@@ -207,13 +241,18 @@ def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dty
     engine.kv_pool.move_kv_cache = count  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=12, n=4, seed=5)
     (mine,), (its,) = (each.generate([PROMPTS[1]], params) for each in (engine, plain))
-    assert copied == [3 * (len(PROMPTS[1]) % 16)] and len({tuple(each.token_ids) for each in mine}) == 4
+    assert (
+        copied == [3 * (len(PROMPTS[1]) % 16)]
+        and len({tuple(each.token_ids) for each in mine}) == 4
+    )
     assert_same(mine, its)
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "auto"])
-def test_sleep_keeps_answers_and_scales(make: Make, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_keeps_answers_and_scales(
+    make: Make, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory comes back dirty; page 0 is zeroed."""
     engine = make(device, dtype)
     resume = engine.saver.resume
@@ -229,7 +268,9 @@ def test_sleep_keeps_answers_and_scales(make: Make, dtype: str, device: str, mon
     engine.sleep()
     assert engine.report().committed_bytes == 0
     engine.wake_up()
-    assert not any(part[:, : engine.config.page_size].any() for part in engine.kv_pool.stored.values())
+    assert not any(
+        part[:, : engine.config.page_size].any() for part in engine.kv_pool.stored.values()
+    )
     assert engine.kv_pool.scales(1) == scales
     assert_same(answers(engine), before)
 
@@ -241,7 +282,10 @@ def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, d
     clean = answers(engine)
     engine.prefixes.clear()
     poison(engine)
-    assert_same(firsts(engine.generate(PROMPTS, GREEDY, on_progress=lambda *_: poison(engine) and None)), clean)
+    assert_same(
+        firsts(engine.generate(PROMPTS, GREEDY, on_progress=lambda *_: poison(engine) and None)),
+        clean,
+    )
 
 
 # ---------------------------------------------------------------- refused
@@ -251,11 +295,23 @@ def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, d
     ("kind", "overrides", "dtype", "match"),
     [
         ("qwen3", {"head_dim": 16}, "int4", "unknown kv_cache_dtype 'int4'; use 'auto' or one of"),
-        ("qwen3", {"head_dim": 16}, "bf16", "'bf16' with a model in torch.float32 is not supported; use 'auto', 'fp8"),
-        ("qwen3", {"head_dim": 8}, "fp4_e2m1", "FP4 needs rows of a multiple of 16 elements, 'k' has 8"),
+        (
+            "qwen3",
+            {"head_dim": 16},
+            "bf16",
+            "'bf16' with a model in torch.float32 is not supported; use 'auto', 'fp8",
+        ),
+        (
+            "qwen3",
+            {"head_dim": 8},
+            "fp4_e2m1",
+            "FP4 needs rows of a multiple of 16 elements, 'k' has 8",
+        ),
         ("deepseek_v3", models.MLA, "fp4_e2m1", "multiple.* of 16"),  # 16 + 8
     ],
 )
-def test_says_what_it_can_not_store(saved: Saved, kind: str, overrides: dict[str, Any], dtype: str, match: str) -> None:
+def test_says_what_it_can_not_store(
+    saved: Saved, kind: str, overrides: dict[str, Any], dtype: str, match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         Engine.from_pretrained(saved(kind, **overrides)[0], kv_cache_dtype=dtype)

@@ -1,4 +1,6 @@
-"""Several GPUs over NCCL: tensor parallel under CUDA graphs, prefill and decode on a GPU each or of different sizes."""
+"""Several GPUs over NCCL: tensor parallel under CUDA graphs, prefill and decode on a GPU each or of
+different sizes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def share(rank: int, path: str) -> Any:
 
 def test_tensor_parallel_under_cuda_graphs(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **MODEL)
-    first, second = results(start_ranks(share, 2, tmp_path / "store", str(tmp_path), backend="nccl"))
+    first, second = results(
+        start_ranks(share, 2, tmp_path / "store", str(tmp_path), backend="nccl")
+    )
     assert [each.token_ids for each in first[0]] == alone(tmp_path)
     assert first == second and first[1] > 0
 
@@ -49,8 +53,9 @@ SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 def sleep_and_wake(rank: int, paths: list[str]) -> list[dict[str, Any]]:
-    """By vocabulary: answers at each size of the ladder before, after a sleep of either level, and of a fresh engine;
-    another process fills the memory with 0xFF meanwhile."""
+    """By vocabulary: answers at each size of the ladder before, after a sleep of either level, and
+    of a fresh engine; another process fills the memory with 0xFF meanwhile.
+    """
     scribbler = Scribbler(f"cuda:{rank}")
     try:
         return [_through_sleeps(rank, path, scribbler) for path in paths]
@@ -60,13 +65,22 @@ def sleep_and_wake(rank: int, paths: list[str]) -> list[dict[str, Any]]:
 
 def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any]:
     def make() -> Engine:
-        settings = {"kv_tokens": 16_384, "max_running": 512, "prefix_cache": False, "dtype": torch.bfloat16}
+        settings = {
+            "kv_tokens": 16_384,
+            "max_running": 512,
+            "prefix_cache": False,
+            "dtype": torch.bfloat16,
+        }
         group = dist.group.WORLD
-        return Engine.from_pretrained(path, device=f"cuda:{rank}", tensor_parallel_size=2, group=group, **settings)
+        return Engine.from_pretrained(
+            path, device=f"cuda:{rank}", tensor_parallel_size=2, group=group, **settings
+        )
 
     def answers(engine: Engine) -> list[list[int]]:
         sizes = [size for size in ladder(512) if size <= 16 or size in (64, 160, 512)]
-        return [each[0].token_ids for size in sizes for each in engine.generate(prompts[:size], SHORT)]
+        return [
+            each[0].token_ids for size in sizes for each in engine.generate(prompts[:size], SHORT)
+        ]
 
     prompts = random_prompts([7] * 512)
     engine = make()
@@ -94,12 +108,16 @@ def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any
 
 @pytest.mark.alone
 def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: Path) -> None:
-    """What NCCL notes of captured collectives' buffers must be no tag's pages: they are others after a sleep."""
+    """What NCCL notes of captured collectives' buffers must be no tag's pages: they are others
+    after a sleep.
+    """
     paths = [str(tmp_path / str(size)) for size in VOCABULARIES]
     for path, size in zip(paths, VOCABULARIES, strict=True):
         model = {"vocab_size": size, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         save_tiny(Path(path), "qwen3", **model, num_hidden_layers=2)
-    ranks = results(start_ranks(sleep_and_wake, 2, tmp_path / "store", paths, backend="nccl", seconds=120), 300)
+    ranks = results(
+        start_ranks(sleep_and_wake, 2, tmp_path / "store", paths, backend="nccl", seconds=120), 300
+    )
     for each in zip(*ranks, strict=True):
         for mine in each:
             assert mine["after"] == mine["before"] == mine["fresh"] == each[0]["before"]
@@ -117,11 +135,17 @@ def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: 
     ],
     ids=["1to1", "1to1-nccl", "2to1", "1to2", "4to2"],
 )
-def test_prefill_and_decode_of_any_sizes(tmp_path: Path, prefill: int, gpus: list[int], mapped: bool) -> None:
-    """Where there are more processes than GPUs, a prefill and a decode rank share one; ranks of an engine never do."""
+def test_prefill_and_decode_of_any_sizes(
+    tmp_path: Path, prefill: int, gpus: list[int], mapped: bool
+) -> None:
+    """Where there are more processes than GPUs, a prefill and a decode rank share one; ranks of an
+    engine never do.
+    """
     save_tiny(tmp_path, "qwen3", **MODEL)
     decode = len(gpus) - prefill
-    split = Split(path=str(tmp_path), prefill=prefill, decode=decode, mapped=mapped, calls=[(PROMPTS, GREEDY)])
+    split = Split(
+        path=str(tmp_path), prefill=prefill, decode=decode, mapped=mapped, calls=[(PROMPTS, GREEDY)]
+    )
     args = split, str(tmp_path), [f"cuda:{gpu}" for gpu in gpus], "nccl"
     group = "gloo" if mapped else "nccl"  # by which what is not mapped is sent
     seen = results(start_ranks(run_placed, len(gpus), tmp_path / "store", *args, backend=group))

@@ -1,4 +1,6 @@
-"""Sampling: distribution, filters, independence of the batch; the fused kernels against the torch path."""
+"""Sampling: distribution, filters, independence of the batch; the fused kernels against the torch
+path.
+"""
 
 from itertools import product
 
@@ -19,7 +21,11 @@ Row = tuple[float, int, float, tuple[int, int, int]]
 def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
     temperature, top_k, top_p, counters = zip(*rows, strict=True)
     return SamplingBatch.build(
-        temperature=temperature, top_k=top_k, top_p=top_p, counters=counters, device=torch.device(device)
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        counters=counters,
+        device=torch.device(device),
     )
 
 
@@ -50,7 +56,9 @@ def _uniform_of_rows(counters, out):  # type: ignore[no-untyped-def]
     tl.store(out + row, sample_triton.uniform(counters + 3 * row, 3))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's remark on wrapping products of scalars
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NumPy's remark on wrapping products of scalars
 def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
     extremes = torch.tensor([[0, 0, 0], [-1, -1, -1], [2**63 - 1, 1, 2**40], [-(2**63), 5, 0]])
     random = torch.randint(-(2**62), 2**62, (30, 3), generator=torch.Generator().manual_seed(1))
@@ -61,19 +69,33 @@ def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
 
 
 def test_build_gives_every_tensor_its_values(device: str) -> None:
-    rows: list[Row] = [(0.0, 5, 0.5, (2**63 - 1, 0, 1)), (0.7, 0, 0.3, (2, 3, 4)), (1.5, 0, 1.0, (5, 6, 7))]
+    rows: list[Row] = [
+        (0.0, 5, 0.5, (2**63 - 1, 0, 1)),
+        (0.7, 0, 0.3, (2, 3, 4)),
+        (1.5, 0, 1.0, (5, 6, 7)),
+    ]
     made = batch(rows, device)
-    assert all(each.device.type == torch.device(device).type for each in (made.temperature, made.top_p, made.counters))
+    assert all(
+        each.device.type == torch.device(device).type
+        for each in (made.temperature, made.top_p, made.counters)
+    )
     assert torch.equal(made.temperature.cpu(), torch.tensor([[1.0], [0.7], [1.5]]))
     assert made.greedy.tolist() == [True, False, False] and made.top_k.tolist() == [5, 0, 0]
-    assert made.top_p.tolist() == [0.5, 0.3, 1.0] and made.counters.tolist() == [list(row[3]) for row in rows]
+    assert made.top_p.tolist() == [0.5, 0.3, 1.0] and made.counters.tolist() == [
+        list(row[3]) for row in rows
+    ]
     assert made.any_random and made.filtered_rows is not None and made.filtered_rows.tolist() == [1]
     assert plain([1.0], device).filtered_rows is None and not plain([0.0, 0.0], device).any_random
 
 
 def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, device: str) -> None:
     x = logits(4).to(device)
-    rows = [(0.5, 3, 0.9, (1, 0, 0)), (2.0, 0, 1.0, (1, 1, 0)), (0.0, 0, 1.0, (1, 2, 0)), (1.0, 1, 1.0, (1, 3, 0))]
+    rows = [
+        (0.5, 3, 0.9, (1, 0, 0)),
+        (2.0, 0, 1.0, (1, 1, 0)),
+        (0.0, 0, 1.0, (1, 2, 0)),
+        (1.0, 1, 1.0, (1, 3, 0)),
+    ]
     tokens, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
     temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]], device=device)
     expected = torch.log_softmax(x / temperature, -1).gather(1, tokens[:, None]).squeeze(1)
@@ -84,7 +106,15 @@ def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, devic
 
 def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
     """A filtered neighbour does not send the other rows another way."""
-    filters = [(1, 0, 1.0), (0.7, 9, 1.0), (0, 0, 1.0), (2, 0, 1.0), (5, 1000, 0.5), (0.3, 3, 0.99), (0, 1, 0.01)]
+    filters = [
+        (1, 0, 1.0),
+        (0.7, 9, 1.0),
+        (0, 0, 1.0),
+        (2, 0, 1.0),
+        (5, 1000, 0.5),
+        (0.3, 3, 0.99),
+        (0, 1, 0.01),
+    ]
     x = logits(len(filters), 3000).to(device)
     rows: list[Row] = [(*each, (3, i, 0)) for i, each in enumerate(filters)]
     together, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
@@ -99,7 +129,9 @@ def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
     top_k=st.integers(0, 13),
     top_p=st.floats(0.01, 1.0),
 )
-def test_keep_top_is_the_smallest_sufficient_set(weights: list[int], top_k: int, top_p: float) -> None:
+def test_keep_top_is_the_smallest_sufficient_set(
+    weights: list[int], top_k: int, top_p: float
+) -> None:
     """Integer weights: ties are common, and sums are exact."""
     probs = torch.tensor([weights], dtype=torch.float32)
     kept = keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0]
@@ -121,24 +153,38 @@ def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float, impl: str, de
     n = 500 if impl == "torch" or device != "cpu" else 20
     x = logits(1).to(device).expand(n, -1)
     probs = torch.softmax(x[:1].cpu(), -1)
-    allowed = keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0].nonzero().flatten()
+    allowed = (
+        keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0]
+        .nonzero()
+        .flatten()
+    )
     tokens, _ = sample(x, batch([(1.0, top_k, top_p, (9, 0, i)) for i in range(n)], device), impl)  # type: ignore[arg-type]
     assert set(tokens.tolist()) <= set(allowed.tolist()) and len(set(tokens.tolist())) > 1
 
 
-def assert_drawn_by_the_inverse_cdf(x: torch.Tensor, made: SamplingBatch, tokens: torch.Tensor) -> None:
-    """u lies between the exact cumulative probabilities before and after the token, to the rounding of fp32 masses."""
+def assert_drawn_by_the_inverse_cdf(
+    x: torch.Tensor, made: SamplingBatch, tokens: torch.Tensor
+) -> None:
+    """u lies between the exact cumulative probabilities before and after the token, to the rounding
+    of fp32 masses.
+    """
     cdf = torch.softmax((x.float() / made.temperature).double(), -1).cumsum(-1)
     u = uniform(made.counters)
     after = cdf.gather(1, tokens[:, None]).squeeze(1)
-    before = torch.where(tokens > 0, cdf.gather(1, (tokens[:, None] - 1).clamp(min=0)).squeeze(1), 0.0)
+    before = torch.where(
+        tokens > 0, cdf.gather(1, (tokens[:, None] - 1).clamp(min=0)).squeeze(1), 0.0
+    )
     drawn = ~made.greedy
     assert ((before - 2e-6 <= u) & (u < after + 2e-6))[drawn].all()
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FUSED = some(
-    (1, FP32), (199, BF16), (2048, FP16), (5000, FP32), whole=list(product([1, 199, 2048, 5000], [FP32, BF16, FP16]))
+    (1, FP32),
+    (199, BF16),
+    (2048, FP16),
+    (5000, FP32),
+    whole=list(product([1, 199, 2048, 5000], [FP32, BF16, FP16])),
 )
 
 
@@ -147,9 +193,13 @@ def test_fused_equals_torch(vocab: int, dtype: torch.dtype, impl: str, device: s
     x = logits(12, vocab + 8).to(device, dtype)[:, :vocab]  # a row stride of its own
     made = plain([0.0, 0.3, 1.0, 3.0] * 3, device)
     tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
-    exact = torch.log_softmax((x.float() / made.temperature).double(), -1).gather(1, tokens[:, None]).squeeze(1)
-    # Masses of blocks are positive sums in a tree, of at most 13 roundings, and exponentials of 2 ulp: 2**-20 of a
-    # mass, so of a logarithm as much absolutely.
+    exact = (
+        torch.log_softmax((x.float() / made.temperature).double(), -1)
+        .gather(1, tokens[:, None])
+        .squeeze(1)
+    )
+    # Masses of blocks are positive sums in a tree, of at most 13 roundings, and exponentials of 2
+    # ulp: 2**-20 of a mass, so of a logarithm as much absolutely.
     torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-6)
     assert torch.equal(tokens[::4], x[::4].float().argmax(-1))
     assert_drawn_by_the_inverse_cdf(x, made, tokens)
@@ -180,7 +230,9 @@ def test_all_mass_on_one_token(vocab: int, impl: str, device: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(value: float, impl: str, device: str) -> None:
+def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(
+    value: float, impl: str, device: str
+) -> None:
     clean = logits(8, 4096).to(device)
     made = plain([0.0, 1.0] * 4, device)
     x = clean.clone()
@@ -190,4 +242,6 @@ def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(value: float, im
     tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
     assert ((tokens >= 0) & (tokens < 4096)).all()
     expected, expected_logprobs = sample(clean, made, impl)  # type: ignore[arg-type]
-    assert torch.equal(tokens[6:], expected[6:]) and torch.equal(logprobs[6:], expected_logprobs[6:])
+    assert torch.equal(tokens[6:], expected[6:]) and torch.equal(
+        logprobs[6:], expected_logprobs[6:]
+    )

@@ -1,4 +1,6 @@
-"""The scheduling policy, and sequences that share pages with a prefix cache, over real blocks, without a model."""
+"""The scheduling policy, and sequences that share pages with a prefix cache, over real blocks,
+without a model.
+"""
 
 import pytest
 import torch
@@ -26,15 +28,26 @@ STOP = 0
 def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
     size = pages * PAGE
     config = KVCacheConfig(
-        num_layers=1, num_kv_heads=1, head_dim=2, size=size, page_size=PAGE, dtype=torch.float32, device="cpu"
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        size=size,
+        page_size=PAGE,
+        dtype=torch.float32,
+        device="cpu",
     )
-    table, allocator = ReqToTokenPool(max_running, size, "cpu"), PagedTokenToKVPoolAllocator(size, PAGE, "cpu")
+    table, allocator = (
+        ReqToTokenPool(max_running, size, "cpu"),
+        PagedTokenToKVPoolAllocator(size, PAGE, "cpu"),
+    )
     return schedule(BlockManager(table, allocator, MHATokenToKVPool(config)), chunk)
 
 
 def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
     rows = blocks.req_to_token.size
-    return Scheduler(PrefixBlocks(blocks, None), page_size=PAGE, max_running=rows, max_prefill_tokens=chunk)
+    return Scheduler(
+        PrefixBlocks(blocks, None), page_size=PAGE, max_running=rows, max_prefill_tokens=chunk
+    )
 
 
 def used(scheduler: Scheduler) -> int:
@@ -50,7 +63,14 @@ def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[S
     params = SamplingParams(max_tokens=max_tokens, n=n)
     prompt = list(range(1, prompt_len + 1))
     return [
-        Sample(request=number, index=i, prompt=prompt, params=params, seed=0, stop_ids=frozenset([STOP]))
+        Sample(
+            request=number,
+            index=i,
+            prompt=prompt,
+            params=params,
+            seed=0,
+            stop_ids=frozenset([STOP]),
+        )
         for i in range(n)
     ]
 
@@ -90,7 +110,13 @@ def test_long_prompts_come_in_chunks_beside_decoding() -> None:
     scheduler.add(long)
     steps = drain(scheduler)
     chunks = [(c.start, c.length) for s in steps for c in s.chunks if c.sample is long[0]]
-    assert chunks == [(0, 5), (5, 8), (13, 8), (21, 8), (29, 1)]  # 3 of the first 8 went to the short prompt
+    assert chunks == [
+        (0, 5),
+        (5, 8),
+        (13, 8),
+        (21, 8),
+        (29, 1),
+    ]  # 3 of the first 8 went to the short prompt
     assert all(s.decode == short for s in steps[1:5])
     assert all(sum(c.length for c in s.chunks) <= 8 for s in steps)
 
@@ -137,11 +163,16 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
 def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
     def sliding(pages: int) -> Scheduler:
         every, of_window = (30, pages) if two else (pages, None)
-        return schedule(make_windowed(PAGE, 6, every, of_window, rows=4, max_context_len=120), chunk=8)
+        return schedule(
+            make_windowed(PAGE, 6, every, of_window, rows=4, max_context_len=120), chunk=8
+        )
 
     params = SamplingParams(max_tokens=3)
     name = "window" if two else "KV"
-    with pytest.raises(ValueError, match=f"prompt 0 needs 16 {name} tokens .*pool has 12; raise .*max_prefill_tokens"):
+    with pytest.raises(
+        ValueError,
+        match=f"prompt 0 needs 16 {name} tokens .*pool has 12; raise .*max_prefill_tokens",
+    ):
         sliding(pages=3).check_fits("prompt 0", 100, params)
     scheduler = sliding(pages=5)
     scheduler.check_fits("prompt 0", 100, params)  # 6 - 1 + 8 tokens lie in at most 4 pages
@@ -168,7 +199,9 @@ def cached(pages: int, computed: int) -> Scheduler:
 
 
 def test_what_running_samples_hold_is_not_counted_again() -> None:
-    """20 pages of a prompt are there once; each sample besides them takes 2, and a third is kept free for each."""
+    """20 pages of a prompt are there once; each sample besides them takes 2, and a third is kept
+    free for each.
+    """
     scheduler = cached(pages=32, computed=80)
     scheduler.add(request(0, 81, 4))
     run_step(scheduler)
@@ -182,10 +215,19 @@ def test_what_running_samples_hold_is_not_counted_again() -> None:
 
 
 def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
-    """They are available until then: to take them for granted would let in the second, whose pages would be missing."""
+    """They are available until then: to take them for granted would let in the second, whose pages
+    would be missing.
+    """
     scheduler = cached(pages=32, computed=80)
     other = [
-        Sample(request=1, index=0, prompt=[9] * 44, params=SamplingParams(max_tokens=4), seed=0, stop_ids=frozenset())
+        Sample(
+            request=1,
+            index=0,
+            prompt=[9] * 44,
+            params=SamplingParams(max_tokens=4),
+            seed=0,
+            stop_ids=frozenset(),
+        )
     ]
     scheduler.add(request(0, 81, 4))
     scheduler.add(other)
@@ -197,8 +239,12 @@ def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
 
 def test_what_never_fits_is_refused_by_name() -> None:
     scheduler = make(pages=4)
-    scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=7))  # the last token's keys are never stored
-    with pytest.raises(ValueError, match="prompt 3 needs 20 KV tokens .*the pool has 16; raise kv_tokens"):
+    scheduler.check_fits(
+        "prompt 3", 10, SamplingParams(max_tokens=7)
+    )  # the last token's keys are never stored
+    with pytest.raises(
+        ValueError, match="prompt 3 needs 20 KV tokens .*the pool has 16; raise kv_tokens"
+    ):
         scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=8))
 
 
@@ -222,7 +268,9 @@ def test_stop_token_ends_a_sample_and_abort_ends_the_rest() -> None:
     max_running=st.integers(1, 6),
     chunk=st.integers(1, 20),
     arrivals=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8
+        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(0, 6)),
+        min_size=1,
+        max_size=8,
     ),
     interrupt=st.integers(0, 40),
     window=st.none() | st.tuples(st.integers(1, 9), st.none() | st.just(6)),
@@ -235,10 +283,14 @@ def test_everything_finishes_and_no_page_is_lost(
     interrupt: int,
     window: tuple[int, int | None] | None,
 ) -> None:
-    """Random requests arriving over time, random stops, and one preemption of everything as `sleep` does it."""
+    """Random requests arriving over time, random stops, and one preemption of everything as `sleep`
+    does it.
+    """
     scheduler = make(pages, max_running, chunk)
     if window is not None:
-        scheduler = schedule(make_windowed(PAGE, window[0], pages, window[1], max_running, 24), chunk)
+        scheduler = schedule(
+            make_windowed(PAGE, window[0], pages, window[1], max_running, 24), chunk
+        )
     pending = [(request(i, p, m, n), stop) for i, (p, m, n, stop) in enumerate(arrivals)]
     everyone = [sample for samples, _ in pending for sample in samples]
     stops = {s.name: [1] * (stop + s.index) + [STOP] for samples, stop in pending for s in samples}
@@ -265,7 +317,9 @@ def test_everything_finishes_and_no_page_is_lost(
 
 
 def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
-    """Only one of them is kept; the other must not lock it, or one alone could lack the pages to go on."""
+    """Only one of them is kept; the other must not lock it, or one alone could lack the pages to go
+    on.
+    """
     prefixes, tokens = blocks_of(pages=8), list(range(12))
     handles = []
     for _ in range(2):
@@ -281,7 +335,9 @@ def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
     prefixes.release(handles[0], tokens)
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 5  # the kept ones are nobody's now
-    assert prefixes.extend(handles[1:], [32]) is not None  # the whole pool: the kept ones are evicted
+    assert (
+        prefixes.extend(handles[1:], [32]) is not None
+    )  # the whole pool: the kept ones are evicted
     prefixes.release(handles[1], list(range(31)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8

@@ -1,4 +1,6 @@
-"""What a tensor-parallel rank stores: every element of the model in the right ranks, and manifests that say where."""
+"""What a tensor-parallel rank stores: every element of the model in the right ranks, and manifests
+that say where.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
 
 
-def pieces(name: str, shape: tuple[int, ...], size: int, head_dim: int = 2) -> list[list[tuple[tuple[int, ...], Any]]]:
+def pieces(
+    name: str, shape: tuple[int, ...], size: int, head_dim: int = 2
+) -> list[list[tuple[tuple[int, ...], Any]]]:
     """For every rank the (start, shape) of what it stores."""
     found = []
     for rank in range(size):
@@ -39,7 +43,10 @@ def pieces(name: str, shape: tuple[int, ...], size: int, head_dim: int = 2) -> l
         (
             "mlp.experts.gate_up_proj",
             (5, 8, 3),
-            [[((0, 0, 0), (5, 2, 3)), ((0, 4, 0), (5, 2, 3))], [((0, 2, 0), (5, 2, 3)), ((0, 6, 0), (5, 2, 3))]],
+            [
+                [((0, 0, 0), (5, 2, 3)), ((0, 4, 0), (5, 2, 3))],
+                [((0, 2, 0), (5, 2, 3)), ((0, 6, 0), (5, 2, 3))],
+            ],
         ),
         ("mlp.experts.down_proj", (5, 3, 4), [[((0, 0, 0), (5, 3, 2))], [((0, 0, 2), (5, 3, 2))]]),
         ("model.embed_tokens.weight", (5, 3), [[((0, 0), (3, 3))], [((3, 0), (2, 3))]]),
@@ -59,12 +66,24 @@ def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "size", "message"),
     [
-        ("self_attn.q_proj.weight", (6, 3), 2, "dimension 0 of (6, 3) cannot be shared in units of 2 by 2"),
+        (
+            "self_attn.q_proj.weight",
+            (6, 3),
+            2,
+            "dimension 0 of (6, 3) cannot be shared in units of 2 by 2",
+        ),
         ("self_attn.k_proj.weight", (6, 3), 2, "divides 3"),
-        ("mlp.experts.gate_up_proj", (5, 6, 3), 2, "dimension 1 of (5, 6, 3) cannot be shared by 2"),
+        (
+            "mlp.experts.gate_up_proj",
+            (5, 6, 3),
+            2,
+            "dimension 1 of (5, 6, 3) cannot be shared by 2",
+        ),
     ],
 )
-def test_what_cannot_be_shared_evenly_is_named(name: str, shape: tuple[int, ...], size: int, message: str) -> None:
+def test_what_cannot_be_shared_evenly_is_named(
+    name: str, shape: tuple[int, ...], size: int, message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         pieces(name, shape, size)
     assert str(caught.value).startswith(name) and message in str(caught.value)
@@ -85,14 +104,19 @@ def test_one_rank_stores_the_whole_model() -> None:
 def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
     found = layout("mlp.experts.gate_up_proj", (5, 8, 3), 1, 2)
     gate, up = (s for s in found.slices if s.name == "mlp.experts.gate_up_proj")
-    assert gate.strides == up.strides == (12, 3, 1) and (gate.offset, up.offset) == (256, 256 + 2 * 3 * 2)
+    assert gate.strides == up.strides == (12, 3, 1) and (gate.offset, up.offset) == (
+        256,
+        256 + 2 * 3 * 2,
+    )
     stored = found.modules["mlp.experts.gate_up_proj"]
     assert (stored.offset, stored.shape) == (256, (5, 4, 3))
     assert found.slices[-1].index_base == 7 + 5 * 8 * 3, "numbers count whole parameters"
 
 
 def test_padded_rows_are_zeros_of_the_manifest() -> None:
-    first, second, third = (layout("model.embed_tokens.weight", (4, 3), rank, 3) for rank in range(3))
+    first, second, third = (
+        layout("model.embed_tokens.weight", (4, 3), rank, 3) for rank in range(3)
+    )
     assert first.zeros == second.zeros == () and third.zeros == ((256, 2 * 3 * 2),)
     assert "model.embed_tokens.weight" not in {s.name for s in third.slices}
     (_, half, _) = layout("model.embed_tokens.weight", (5, 3), 1, 2).slices
@@ -108,7 +132,9 @@ def test_every_element_is_stored_by_somebody() -> None:
             (group,) = shard_groups([one("p", *shape)], {"p": split}, rank, 3)
             assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
             for piece in group.params[0].whole.pieces:
-                seen[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] += 1
+                seen[
+                    tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
+                ] += 1
         assert (seen == 1).all()
 
 
@@ -127,10 +153,16 @@ def numbered(store: WeightStore, whole: dict[str, torch.Tensor]) -> int:
     """Digest of what a rank should hold, element by element from the whole parameters."""
     total = 0
     for piece in store.manifest.slices:
-        box = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True))
-        numbers = torch.arange(whole[piece.name].numel()).view(piece.global_shape)[box].flatten().tolist()
+        box = tuple(
+            slice(first, first + n) for first, n in zip(piece.start, piece.shape, strict=True)
+        )
+        numbers = (
+            torch.arange(whole[piece.name].numel()).view(piece.global_shape)[box].flatten().tolist()
+        )
         bits = whole[piece.name].bfloat16().view(torch.int16)[box].flatten().tolist()
-        total += sum(element(piece.index_base + i, b & 0xFFFF) for i, b in zip(numbers, bits, strict=True))
+        total += sum(
+            element(piece.index_base + i, b & 0xFFFF) for i, b in zip(numbers, bits, strict=True)
+        )
     return total % 2**64
 
 
@@ -141,7 +173,9 @@ def test_digests_number_elements_of_whole_parameters(
 ) -> None:
     """Slices of columns and of experts, padding left out; by the kernels, too."""
     made = weights_module.BytesDigest
-    monkeypatch.setattr(weights_module, "BytesDigest", lambda segments, on: made(segments, on, impl))
+    monkeypatch.setattr(
+        weights_module, "BytesDigest", lambda segments, on: made(segments, on, impl)
+    )
     generator = torch.Generator().manual_seed(size)
     whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
     groups = [one(name, *shape) for name, shape in SHAPES]

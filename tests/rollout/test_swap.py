@@ -45,7 +45,9 @@ def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completio
     return answers
 
 
-@pytest.mark.parametrize(("way", "params", "n"), pairwise(["recompute", "swap", "both"], [LONG, SAMPLED], [1, 3]))
+@pytest.mark.parametrize(
+    ("way", "params", "n"), pairwise(["recompute", "swap", "both"], [LONG, SAMPLED], [1, 3])
+)
 def test_preempted_samples_answer_as_if_nothing_had_happened(
     path: Path,
     uncrowded: Any,
@@ -56,7 +58,9 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Swapped ones go on where they were: the model sees every token once, as without preemption."""
-    engine = tiered(path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way)
+    engine = tiered(
+        path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way
+    )
     if way == "both":
         turns = itertools.cycle([True, False])
         monkeypatch.setattr(blocks_of(engine).cost, "swaps", lambda victim: next(turns))
@@ -74,7 +78,9 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
 
 
 def test_a_host_without_room_means_recompute(path: Path) -> None:
-    engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4)  # two pages
+    engine = tiered(
+        path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4
+    )  # two pages
     check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
     assert engine.stats.preempted_recompute > 0
 
@@ -137,8 +143,9 @@ def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
 
 
 def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -> None:
-    """What is swapped in under the new weights was made by them: a fresh engine that is given the beginnings of the
-    answers goes on with the same tokens."""
+    """What is swapped in under the new weights was made by them: a fresh engine that is given the
+    beginnings of the answers goes on with the same tokens.
+    """
     engine = tiered(path, kv_tokens=96, preemption="swap")
     changed: dict[int, int] = {}
 
@@ -158,11 +165,15 @@ def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -
     for index, at in changed.items():
         answer = out[index][0]
         assert answer.weight_versions == [0] * at + [1] * (40 - at)
-        assert answer.token_ids[at:] == greedy(tiny(1), crowd()[index] + answer.token_ids[:at], 40 - at)
+        assert answer.token_ids[at:] == greedy(
+            tiny(1), crowd()[index] + answer.token_ids[:at], 40 - at
+        )
 
 
 @pytest.mark.parametrize("what", ["forward", "sample"])
-def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_leaves_nothing_behind(
+    path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = tiered(path, 96, preemption="swap")
     for at in (1, 20, 35, 50):
         with failing(engine.runner, what, at, monkeypatch):
@@ -175,7 +186,8 @@ def test_a_failing_step_leaves_nothing_behind(path: Path, what: str, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("method", "copy"), [("store_private", "backup_from_device_all_layer"), ("load_private", "load_to_device")]
+    ("method", "copy"),
+    [("store_private", "backup_from_device_all_layer"), ("load_private", "load_to_device")],
 )
 def test_a_swap_that_fails_ends_the_call_only(
     path: Path, method: str, copy: str, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""Engines of two and four ranks give one rank's answers: greedy and sampled tokens equal, log-probabilities in fp32."""
+"""Engines of two and four ranks give one rank's answers: greedy and sampled tokens equal,
+log-probabilities in fp32.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import MEAN_GAP, assert_same, random_prompts
 from tests.helpers.rollout.saved import Saved
 
-# Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied and sliding.
+# Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied
+# and sliding.
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("qwen2", {"head_dim": 12}),
     ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
-    ("ministral", {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 12}),
+    (
+        "ministral",
+        {
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "head_dim": 12,
+        },
+    ),
 ]
 SIZES = (2, 4)
 CONFIG: dict[str, Any] = {"kv_tokens": 384, "max_prefill_tokens": 48, "max_running": 8}
@@ -54,7 +64,10 @@ def generate(rank: int, paths: list[str]) -> dict[int, Any]:
     """By size: the answers of every model."""
     found: dict[int, Any] = {}
     for size, group in groups(rank).items():
-        engines = [Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **CONFIG) for path in paths]
+        engines = [
+            Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **CONFIG)
+            for path in paths
+        ]
         found[size] = [answers(engine) for engine in engines]
     return found
 
@@ -70,20 +83,28 @@ def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _ in MODELS])
-def test_answers_are_those_of_one_rank(paths: list[str], found: list[dict[int, Any]], model: int) -> None:
+def test_answers_are_those_of_one_rank(
+    paths: list[str], found: list[dict[int, Any]], model: int
+) -> None:
     alone = answers(Engine.from_pretrained(paths[model], **CONFIG))
     for size in SIZES:
         for rank in range(4):
             mine = found[rank][size][model]
             assert_same(mine, alone)
             pairs = zip(mine, alone, strict=True)
-            gap = torch.cat([torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]).abs()
+            gap = torch.cat(
+                [torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]
+            ).abs()
             assert gap.mean() <= MEAN_GAP
-        assert found[0][size][model] == found[1][size][model], "ranks differ in the bits of log-probabilities"
+        assert found[0][size][model] == found[1][size][model], (
+            "ranks differ in the bits of log-probabilities"
+        )
 
 
 def staged(rank: int) -> list[bool]:
-    """Whether what captured collectives do through the staging memory is what the others do, bit for bit."""
+    """Whether what captured collectives do through the staging memory is what the others do, bit
+    for bit.
+    """
     ranks = TensorParallel(2, dist.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
     width = 151_936
@@ -111,7 +132,9 @@ def test_captured_collectives_work_on_memory_of_their_own(tmp_path: Path) -> Non
 
 
 def lose_one(rank: int, path: str, how: str) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=5))  # for what both do at once; a busy machine starts them apart
+    group = dist.new_group(
+        timeout=timedelta(seconds=5)
+    )  # for what both do at once; a busy machine starts them apart
     engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
     dist.barrier()
 
@@ -133,10 +156,14 @@ def lose_one(rank: int, path: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "named"), [("raise", "rank 1 failed: OSError: cosmic ray"), ("die", "rank 1 is silent")]
 )
-def test_a_lost_rank_is_named_with_the_stage(paths: list[str], tmp_path: Path, how: str, named: str) -> None:
+def test_a_lost_rank_is_named_with_the_stage(
+    paths: list[str], tmp_path: Path, how: str, named: str
+) -> None:
     ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how)
     said = results(ranks[:1])[0]
-    assert said.startswith("RankError: tensor-parallel rank 0 of 2 waited in stage 'embedding' in vain: ")
+    assert said.startswith(
+        "RankError: tensor-parallel rank 0 of 2 waited in stage 'embedding' in vain: "
+    )
     assert named in said
     if how == "raise":
         assert results(ranks[1:]) == ["OSError: cosmic ray"]
@@ -145,12 +172,19 @@ def test_a_lost_rank_is_named_with_the_stage(paths: list[str], tmp_path: Path, h
 
 def unlike(rank: int, path: str) -> None:
     Engine.from_pretrained(
-        path, tensor_parallel_size=2, group=dist.group.WORLD, **CONFIG | {"seed": rank}, load_weights=False
+        path,
+        tensor_parallel_size=2,
+        group=dist.group.WORLD,
+        **CONFIG | {"seed": rank},
+        load_weights=False,
     )
 
 
 def test_ranks_of_another_configuration_are_refused(paths: list[str], tmp_path: Path) -> None:
-    with pytest.raises(Failed, match="ValueError: the model or EngineConfig of tensor-parallel ranks \\[1\\] differs"):
+    with pytest.raises(
+        Failed,
+        match="ValueError: the model or EngineConfig of tensor-parallel ranks \\[1\\] differs",
+    ):
         results(start_ranks(unlike, 2, tmp_path / "store", paths[0]))
 
 
@@ -173,12 +207,24 @@ class Alone(TensorParallel):
     [
         ("deepseek_v2", MLA, "needs plain attention in every layer"),
         ("qwen3_next", {}, "needs plain attention in every layer"),
-        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, "k_proj.weight: .* shared in units of 8 by 2"),
-        ("llama", {"intermediate_size": 81}, "gate_proj.weight: dimension 0 of .* cannot be shared by 2"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "k_proj.weight: .* shared in units of 8 by 2",
+        ),
+        (
+            "llama",
+            {"intermediate_size": 81},
+            "gate_proj.weight: dimension 0 of .* cannot be shared by 2",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_load(
-    saved: Saved, monkeypatch: pytest.MonkeyPatch, kind: str, overrides: dict[str, Any], message: str
+    saved: Saved,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    overrides: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.setattr("rollout.engine.TensorParallel", Alone)
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,11 @@ def with_disk(path: Path, directory: Path) -> Engine:
 
 @pytest.mark.parametrize("fault", ["torn", "foreign", "gone", "full"])
 def test_a_faulty_disk_costs_computing_and_is_logged(
-    path: Path, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    tmp_path: Path,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = with_disk(path, tmp_path)
     prompts = random_prompts((80, 100, 100, 100), seed=3)
@@ -75,7 +79,9 @@ def test_copies_to_the_host_that_fail_cost_nothing_but_themselves(
 ) -> None:
     engine = tiered(path)
     prompts = random_prompts((80, 100, 100, 100), seed=3)
-    monkeypatch.setattr(blocks_of(engine).tiers.lower.host, "backup_from_device_all_layer", out_of_memory)
+    monkeypatch.setattr(
+        blocks_of(engine).tiers.lower.host, "backup_from_device_all_layer", out_of_memory
+    )
     for prompt in prompts * 2:
         check(tiny(0), [prompt], [run(engine, [prompt])])
     assert "not kept below the device: no room" in caplog.text and engine.stats.loaded_tokens == 0

@@ -1,5 +1,7 @@
-"""A random workload over device, host and disk, with preemption both ways and weights that change: every row that a
-sample is given was made of its own tokens under the present weights. And one sequence swapped out and in."""
+"""A random workload over device, host and disk, with preemption both ways and weights that change:
+every row that a sample is given was made of its own tokens under the present weights. And one
+sequence swapped out and in.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.helpers.rollout.tiered_world import LAYERS, PAGES, PS, World
 
 
 def on_disk(tmp_path: Path, dice: random.Random, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A small disk that is full now and then, and whose files are damaged: by each call of the third field."""
+    """A small disk that is full now and then, and whose files are damaged: by each call of the
+    third field.
+    """
     allocate = os.posix_fallocate
 
     def sometimes_full(fd: int, offset: int, nbytes: int) -> None:
@@ -60,7 +64,9 @@ def test_weights_that_change_now_and_then(
     for _ in range(rounds(500, 20_000)):
         if len(world.scheduler.unfinished) < 6:
             world.submit()
-        what = dice.choices(["step", "raise", "pause", "abort", "fail", "damage"], [90, 1.5, 2, 2, 2, 3])[0]
+        what = dice.choices(
+            ["step", "raise", "pause", "abort", "fail", "damage"], [90, 1.5, 2, 2, 2, 3]
+        )[0]
         if what == "damage":
             damage(tmp_path, dice)
         elif what != "step":
@@ -71,17 +77,26 @@ def test_weights_that_change_now_and_then(
         world.step()
         world.check_ledgers()
     stats = world.scheduler.stats
-    assert min(stats.preempted_swap, stats.preempted_recompute, stats.swapped_back, stats.loaded_tokens) >= 5, stats
+    assert (
+        min(
+            stats.preempted_swap, stats.preempted_recompute, stats.swapped_back, stats.loaded_tokens
+        )
+        >= 5
+    ), stats
     assert min(world.seen.values()) >= 20 and world.version >= 3
     if disk:
         assert world.blocks.tiers.lower.lost_pages > 0
 
 
 @pytest.mark.parametrize("policy", get_args(WritePolicy))
-def test_weights_that_change_at_every_step(policy: WritePolicy, device: str, tmp_path: Path) -> None:
+def test_weights_that_change_at_every_step(
+    policy: WritePolicy, device: str, tmp_path: Path
+) -> None:
     """Samples run across changes, are swapped, parked and preempted; nothing is ever found."""
     dice = random.Random(policy)
-    world = World(device, dice, 24, write_policy=policy, disk_directory=tmp_path, disk_bytes=40 * 8192)
+    world = World(
+        device, dice, 24, write_policy=policy, disk_directory=tmp_path, disk_bytes=40 * 8192
+    )
     for step in range(150):
         if len(world.scheduler.unfinished) < 6:
             world.submit()
@@ -92,7 +107,10 @@ def test_weights_that_change_at_every_step(policy: WritePolicy, device: str, tmp
         world.step()
         world.check_ledgers()
     assert world.seen["found"] == 0 and world.seen["nothing found"] > 100
-    assert world.scheduler.stats.preempted_recompute > 0 and world.scheduler.stats.prefix_hit_tokens == 0
+    assert (
+        world.scheduler.stats.preempted_recompute > 0
+        and world.scheduler.stats.prefix_hit_tokens == 0
+    )
 
 
 # ---------------------------------------------------------------- one sequence
@@ -133,8 +151,9 @@ def make_world(device: str, monkeypatch: pytest.MonkeyPatch, host_pages: int = 6
 def test_a_swapped_sequence_comes_back(
     length: int, meanwhile: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, and what others have computed beyond; under new weights only what was computed again, without the last
-    page that is not whole."""
+    """All of it, and what others have computed beyond; under new weights only what was computed
+    again, without the last page that is not whole.
+    """
     world = make_world(device, monkeypatch)
     tokens = list(range(length))
     out = swapped(world, tokens)
@@ -156,7 +175,9 @@ def test_a_swapped_sequence_comes_back(
     world.blocks.check_integrity()
 
 
-def test_a_prefix_that_others_hold_is_no_cost_of_a_victim(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_that_others_hold_is_no_cost_of_a_victim(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, victims = make_world(device, monkeypatch), []
     monkeypatch.setattr(world.blocks.cost, "swaps", victims.append)
     tokens = list(range(8))

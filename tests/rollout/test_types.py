@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from rollout import DoubleSparsity, EngineConfig, KVTiers, Manifest, ParamSlice, SamplingParams, WriteReceipt
+from rollout import (
+    DoubleSparsity,
+    EngineConfig,
+    KVTiers,
+    Manifest,
+    ParamSlice,
+    SamplingParams,
+    WriteReceipt,
+)
 
 PIECE: dict[str, Any] = {
     "name": "w", "offset": 0, "shape": (2,), "dtype": "float32", "global_shape": (4,), "start": (2,), "index_base": 0,
@@ -21,15 +29,25 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
     ("made", "fields", "match"),
     [
         (SamplingParams, {"max_tokens": 0}, "max_tokens"),
-        *((SamplingParams, {"temperature": wrong}, "temperature") for wrong in (-0.1, float("nan"), float("inf"))),
+        *(
+            (SamplingParams, {"temperature": wrong}, "temperature")
+            for wrong in (-0.1, float("nan"), float("inf"))
+        ),
         (SamplingParams, {"top_k": -1}, "top_k"),
         *((SamplingParams, {"top_p": wrong}, "top_p") for wrong in (0.0, 1.5)),
         (SamplingParams, {"n": 0}, "n="),
         *((SamplingParams, {"seed": wrong}, "seed") for wrong in (-1, 2**63)),
-        *((SamplingParams, {name: 2.5}, f"{name}=2.5 must be whole") for name in ("max_tokens", "seed", "top_k", "n")),
+        *(
+            (SamplingParams, {name: 2.5}, f"{name}=2.5 must be whole")
+            for name in ("max_tokens", "seed", "top_k", "n")
+        ),
         (SamplingParams, {"max_tokens": None}, "max_tokens=None must be whole"),
         (SamplingParams, {"top_k": 10**30}, "top_k=10"),
-        (SamplingParams, {"temperature": 1e-38}, "temperature=1e-38 must be 0 .greedy., or finite and at least 1e-06"),
+        (
+            SamplingParams,
+            {"temperature": 1e-38},
+            "temperature=1e-38 must be 0 .greedy., or finite and at least 1e-06",
+        ),
         (SamplingParams, {"beam_width": 0}, "beam_width=0"),
         (SamplingParams, {"beam_width": 2, "n": 3}, "n=3 answers of a beam search of 2"),
         (SamplingParams, {"beam_width": 2, "temperature": 0.5}, "samples nothing"),
@@ -46,19 +64,39 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
         (EngineConfig, {"max_context_len": 1}, "max_context_len"),
         (EngineConfig, {"attention": "flash"}, "attention='flash'"),
         (EngineConfig, {"seed": -1}, "seed"),
-        (EngineConfig, {"tiers": TIERS, "prefix_cache": False}, "tiers are part of the prefix cache"),
+        (
+            EngineConfig,
+            {"tiers": TIERS, "prefix_cache": False},
+            "tiers are part of the prefix cache",
+        ),
         (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
         (EngineConfig, {"tensor_parallel_size": 2, "tiers": TIERS}, "ranks must decide alike"),
         (EngineConfig, {"tensor_parallel_size": 2, "tiers": ON_DISK}, "ranks must decide alike"),
-        (EngineConfig, {"tensor_parallel_size": 2, "kv_cache_dtype": "fp4_e2m1"}, "neither double_sparsity nor"),
+        (
+            EngineConfig,
+            {"tensor_parallel_size": 2, "kv_cache_dtype": "fp4_e2m1"},
+            "neither double_sparsity nor",
+        ),
         (KVTiers, {}, "give either ratio or size_bytes"),
         (KVTiers, {"host_ratio": 1.0, "host_bytes": 4}, "give either ratio or size_bytes"),
         (KVTiers, {"host_ratio": 1.0, "write_policy": "never"}, "no write policy 'never'"),
         (KVTiers, {"host_ratio": 1.0, "preemption": "never"}, "preemption='never' must be one of"),
-        (KVTiers, {"host_ratio": 1.0, "disk_bytes": 5}, "give disk_directory and disk_bytes together"),
+        (
+            KVTiers,
+            {"host_ratio": 1.0, "disk_bytes": 5},
+            "give disk_directory and disk_bytes together",
+        ),
         (KVTiers, {"host_ratio": 1.0, "layout": "random"}, "no layout 'random'"),
-        (DoubleSparsity, SPARSITY | {"heavy_channel_num": 0}, "heavy_channel_num=0 must be at least 1"),
-        (DoubleSparsity, SPARSITY | {"recent_token_num": 9}, "recent_token_num=9 exceeds heavy_token_num=8"),
+        (
+            DoubleSparsity,
+            SPARSITY | {"heavy_channel_num": 0},
+            "heavy_channel_num=0 must be at least 1",
+        ),
+        (
+            DoubleSparsity,
+            SPARSITY | {"recent_token_num": 9},
+            "recent_token_num=9 exceeds heavy_token_num=8",
+        ),
         (
             DoubleSparsity,
             SPARSITY | {"channels": (((0, 0),),)},
@@ -70,7 +108,9 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
         (WriteReceipt, RECEIPT | {"digest": 2**64}, "digest"),
     ],
 )
-def test_what_is_wrong_is_said_where_it_is_made(made: Any, fields: dict[str, Any], match: str) -> None:
+def test_what_is_wrong_is_said_where_it_is_made(
+    made: Any, fields: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         made(**fields)
 
@@ -91,8 +131,16 @@ def test_manifest_refuses_repeated_names_and_dangling_aliases() -> None:
 
 
 def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
-    manifest = Manifest(nbytes=8, slices=(ParamSlice(**PIECE),), aliases={"tied": "w"}, modules={}, layout_hash="one")
+    manifest = Manifest(
+        nbytes=8,
+        slices=(ParamSlice(**PIECE),),
+        aliases={"tied": "w"},
+        modules={},
+        layout_hash="one",
+    )
     first, second = (pickle.loads(pickle.dumps(manifest)) for _ in range(2))
     assert first == manifest and second is first
-    other = dataclasses.replace(first, layout_hash="two")  # carries no bytes of the one it was made from
+    other = dataclasses.replace(
+        first, layout_hash="two"
+    )  # carries no bytes of the one it was made from
     assert pickle.loads(pickle.dumps(other)) == other != manifest

@@ -1,4 +1,6 @@
-"""Updates of stores of tensor-parallel ranks: parts, padding, and parameters that a rank holds nothing of."""
+"""Updates of stores of tensor-parallel ranks: parts, padding, and parameters that a rank holds
+nothing of.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from rollout.types import WeightOffer, WriteReceipt
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
 
-EMBED, DOWN, NORM = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+EMBED, DOWN, NORM = (
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.norm.weight",
+)
 SHAPES = {EMBED: (5, 3), DOWN: (3, 8), NORM: (3,)}
 SIZE = 4
 
@@ -24,7 +30,9 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def store_of(rank: int, seed: int, saver: MemorySaver) -> WeightStore:
-    groups = shard_groups([one(name, *shape) for name, shape in SHAPES.items()], decoder_splits(2), rank, SIZE)
+    groups = shard_groups(
+        [one(name, *shape) for name, shape in SHAPES.items()], decoder_splits(2), rank, SIZE
+    )
     store = WeightStore(groups, {}, torch.float32, saver)
     store.load(weights(seed).items(), "a seed")
     return store
@@ -53,16 +61,21 @@ def write(offer: WeightOffer, source: WeightStore) -> WriteReceipt:
 @pytest.mark.parametrize("names", [None, (EMBED,), (DOWN, NORM)])
 @pytest.mark.parametrize("shadow", [False, True])
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_a_rank_gets_its_part_and_zeros(rank: int, shadow: bool, names: tuple[str, ...] | None) -> None:
+def test_a_rank_gets_its_part_and_zeros(
+    rank: int, shadow: bool, names: tuple[str, ...] | None
+) -> None:
     saver, raised = MemorySaver(device="cpu"), list[str]()
     store, new, old = (
-        store_of(rank, seed, each) for seed, each in ((1, saver), (2, MemorySaver()), (1, MemorySaver()))
+        store_of(rank, seed, each)
+        for seed, each in ((1, saver), (2, MemorySaver()), (1, MemorySaver()))
     )
     update = WeightUpdate(store, saver, lambda: raised.append(f"at version {store.version}"))
     offer = update.begin(1, shadow, names)
     receipt = write(offer, new)
     if rank == SIZE - 1 and names == (EMBED,):
-        assert receipt.nbytes == receipt.digest == 0, "five rows in parts of two: nothing is left for the last rank"
+        assert receipt.nbytes == receipt.digest == 0, (
+            "five rows in parts of two: nothing is left for the last rank"
+        )
     update.verify(receipt)
     update.commit(1)
     assert raised == ["at version 0"] and store.version == 1

@@ -1,4 +1,6 @@
-"""Random walks over updates, sleeps and loads: the engine answers as the model says it must, or says why it doesn't."""
+"""Random walks over updates, sleeps and loads: the engine answers as the model says it must, or
+says why it doesn't.
+"""
 
 import copy
 import tempfile
@@ -26,7 +28,9 @@ SEEDS = st.integers(1, 3)
 
 @dataclass(frozen=True)
 class Content:
-    """Seeds of the random models that NAMES, and the other parameters, are of; seed 0 is the checkpoint."""
+    """Seeds of the random models that NAMES, and the other parameters, are of; seed 0 is the
+    checkpoint.
+    """
 
     named: int
     rest: int
@@ -58,8 +62,9 @@ class Under:
 
 
 class UpdateMachine(RuleBasedStateMachine):
-    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to poison. `borrowed`: the
-    weights lie in the owner's pages."""
+    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to
+    poison. `borrowed`: the weights lie in the owner's pages.
+    """
 
     @initialize()
     def build(self) -> None:
@@ -75,7 +80,12 @@ class UpdateMachine(RuleBasedStateMachine):
     def active(self) -> bool:
         return not self.asleep
 
-    @rule(older=st.sampled_from([0, 0, 0, 0, 1]), more=st.integers(0, 2), shadow=st.booleans(), some=st.booleans())
+    @rule(
+        older=st.sampled_from([0, 0, 0, 0, 1]),
+        more=st.integers(0, 2),
+        shadow=st.booleans(),
+        some=st.booleans(),
+    )
     def begin(self, older: int, more: int, shadow: bool, some: bool) -> None:
         version = self.version - 1 if older else self.version + more
         names = NAMES if some else None
@@ -83,7 +93,9 @@ class UpdateMachine(RuleBasedStateMachine):
         if self.under is None:
             self.spared = shadow
         if refused:
-            with pytest.raises(StateError if self.asleep or self.borrowed or not older else ValueError):
+            with pytest.raises(
+                StateError if self.asleep or self.borrowed or not older else ValueError
+            ):
                 self.engine.begin_update(version, shadow=shadow, names=names)
             return
         offer = self.engine.begin_update(version, shadow=shadow, names=names)
@@ -131,7 +143,11 @@ class UpdateMachine(RuleBasedStateMachine):
         self.content, self.version = self.under.written, version
         self.under, self.spared = None, False
 
-    @rule(older=st.sampled_from([0, 0, 0, 1]), seed=SEEDS, claim=st.sampled_from([None, "right", "wrong"]))
+    @rule(
+        older=st.sampled_from([0, 0, 0, 1]),
+        seed=SEEDS,
+        claim=st.sampled_from([None, "right", "wrong"]),
+    )
     def adopt(self, older: int, seed: int, claim: str | None) -> None:
         layout = self.engine.manifest.layout_hash
         if older:
@@ -146,7 +162,9 @@ class UpdateMachine(RuleBasedStateMachine):
             self.content = None
         else:
             self.version += 1
-            self.engine.adopt_update(self.version, self.owner.ticket(), layout, digest if claim else None)
+            self.engine.adopt_update(
+                self.version, self.owner.ticket(), layout, digest if claim else None
+            )
             self.content = Content(seed, seed)
         self.engine.wake_up()
         self.asleep = False
@@ -204,7 +222,9 @@ class UpdateMachine(RuleBasedStateMachine):
             return
         assert self.content is not None
         [[out]] = self.engine.generate([PROMPT], params)
-        assert out.token_ids == expected(self.content) and set(out.weight_versions) == {self.version}
+        assert out.token_ids == expected(self.content) and set(out.weight_versions) == {
+            self.version
+        }
 
     @invariant()
     def pages_are_lent_as_long_as_they_are_served(self) -> None:
@@ -215,7 +235,9 @@ class UpdateMachine(RuleBasedStateMachine):
     def shadow_pages_are_there_when_needed_only(self) -> None:
         needed = self.under is not None and self.under.offer.shadow
         assert shadow_bytes(self.engine) == (self.size if needed else 0)
-        assert self.engine.weights_version == self.version and addresses(self.engine) == self.pointers
+        assert (
+            self.engine.weights_version == self.version and addresses(self.engine) == self.pointers
+        )
         self.engine.saver.check_integrity()
 
 

@@ -1,6 +1,8 @@
-"""Weights in shadow pages, pages of another saver, or messages: what is served when, what is held, what is refused.
+"""Weights in shadow pages, pages of another saver, or messages: what is served when, what is held,
+what is refused.
 
-Walks over all calls are in test_update_states.py; here is what errors say, and what only a device can get wrong.
+Walks over all calls are in test_update_states.py; here is what errors say, and what only a device
+can get wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ NOT_OPEN = "no weight update is open"
 
 @pytest.fixture
 def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3)  # what is refused waits for so long
+    monkeypatch.setattr(
+        "memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3
+    )  # what is refused waits for so long
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 
@@ -98,7 +102,12 @@ def end_update(engine: Engine, how: str) -> None:
 
 @pytest.mark.alone
 def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, device: str) -> None:
-    for how in ("commit", "abort", "refused", "sleep"):  # what is taken once: tables, a lease's thread
+    for how in (
+        "commit",
+        "abort",
+        "refused",
+        "sleep",
+    ):  # what is taken once: tables, a lease's thread
         end_update(engine, how)
     answers(engine)
     report, counted = engine.report(), family_bytes(device)
@@ -112,8 +121,13 @@ def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, devi
     for how in ("replaced", "abort", "refused", "sleep", "commit"):
         if how != "replaced":
             end_update(engine, how)
-        assert answers(engine) == expected(1 if how == "commit" else 3) and not shadow_bytes(engine), how
-        assert engine.report().committed_bytes == report.committed_bytes and family_bytes(device) == counted, how
+        assert answers(engine) == expected(1 if how == "commit" else 3) and not shadow_bytes(
+            engine
+        ), how
+        assert (
+            engine.report().committed_bytes == report.committed_bytes
+            and family_bytes(device) == counted
+        ), how
     assert WEIGHTS_SHADOW not in engine.tags
 
 
@@ -140,7 +154,9 @@ def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
         with pytest.raises(OutOfMemory, match="weights_shadow"):
             engine.begin_update(1, shadow=True)
         engine.abort_update("one engine had no room")
-        assert answers(engine) == before and engine.report().committed_bytes == report.committed_bytes
+        assert (
+            answers(engine) == before and engine.report().committed_bytes == report.committed_bytes
+        )
         saver.limit_bytes = None
         if again == 1:
             engine.begin_update(1, shadow=True)
@@ -205,11 +221,16 @@ def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, own
 
 @pytest.mark.parametrize("shadow", [False, True])
 def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
-    for names, match in (([], "names is empty"), (["lm_head.weight", "lora.A"], r"no parameters lora\.A \(1 in all")):
+    for names, match in (
+        ([], "names is empty"),
+        (["lm_head.weight", "lora.A"], r"no parameters lora\.A \(1 in all"),
+    ):
         with pytest.raises(ValueError, match=match):
             engine.begin_update(1, shadow=shadow, names=names)
     assert engine.unavailable_reason() is None and not shadow_bytes(engine)
-    assert engine.begin_update(1, shadow=shadow, names=["lm_head.weight"]).names == ("model.embed_tokens.weight",)
+    assert engine.begin_update(1, shadow=shadow, names=["lm_head.weight"]).names == (
+        "model.embed_tokens.weight",
+    )
     update(engine, 1, seed=1)
     offer = engine.begin_update(2, shadow=shadow, names=[*NORMS, NORMS[0]])
     assert offer.names == NORMS
@@ -221,7 +242,9 @@ def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
     assert answers(engine) != expected(1)
     engine.sleep(level=2)
     engine.wake_up()
-    with pytest.raises(StateError, match=r"some parameters only: the weights were discarded by sleep"):
+    with pytest.raises(
+        StateError, match=r"some parameters only: the weights were discarded by sleep"
+    ):
         engine.begin_update(3, shadow=shadow, names=NORMS)
 
 
@@ -235,7 +258,9 @@ def test_a_sleep_ends_an_update_in_place(engine: Engine, level: int) -> None:
     engine.wake_up()
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.commit_update(1)
-    with pytest.raises(StateError, match="a sleep ended the update to version 1" if level == 1 else "discarded"):
+    with pytest.raises(
+        StateError, match="a sleep ended the update to version 1" if level == 1 else "discarded"
+    ):
         answers(engine)
 
 
@@ -256,12 +281,16 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
 
 
 @pytest.mark.alone
-def test_the_pages_are_served_where_the_weights_were(engine: Engine, owner: Owner, device: str) -> None:
+def test_the_pages_are_served_where_the_weights_were(
+    engine: Engine, owner: Owner, device: str
+) -> None:
     answers(engine)  # fills the prefix cache by other weights
     pointers, held, own = addresses(engine), family_bytes(device), weight_bytes(engine)[0]
     size = owner.saver.report().committed_bytes
     for version in (1, 2, 3):
-        owner.lend(engine, version, seed=version, digest=owner.fill(version) if version == 2 else None)
+        owner.lend(
+            engine, version, seed=version, digest=owner.fill(version) if version == 2 else None
+        )
         assert weight_bytes(engine) == (0, size) and owner.saver.leases("params") == 1
         assert answers(engine) == expected(version) and addresses(engine) == pointers
         assert family_bytes(device) <= held - own
@@ -299,9 +328,14 @@ def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner, path: Pat
     ticket, layout = owner.ticket(), engine.manifest.layout_hash
     with pytest.raises(ValueError, match="version 2 is older than the engine's version 3"):
         engine.adopt_update(2, ticket, layout)
-    with pytest.raises(ValueError, match="laid out as other, these weights as .*layout=engine.manifest"):
+    with pytest.raises(
+        ValueError, match="laid out as other, these weights as .*layout=engine.manifest"
+    ):
         engine.adopt_update(4, ticket, "other")
-    with attach(engine.saver.share(WEIGHTS)), pytest.raises(LeaseError, match="'weights' by process"):
+    with (
+        attach(engine.saver.share(WEIGHTS)),
+        pytest.raises(LeaseError, match="'weights' by process"),
+    ):
         engine.adopt_update(4, ticket, layout)
     assert answers(engine) == before and weight_bytes(engine) == own and engine.weights_version == 3
     receipt = write(engine.begin_update(4, shadow=True), seed=1)
@@ -325,7 +359,9 @@ def test_other_tensors_on_the_tag_forbid_both(path: Path, first: bool) -> None:
     engine = Engine.from_pretrained(path, kv_tokens=512, saver=saver)
     other = saver.empty((256,), tag=WEIGHTS) if other is None else other
     committed = engine.report().committed_bytes
-    with pytest.raises(StateError, match="shadow pages need .* place the other tensors on another tag"):
+    with pytest.raises(
+        StateError, match="shadow pages need .* place the other tensors on another tag"
+    ):
         engine.begin_update(1, shadow=True)
     with pytest.raises(StateError, match="borrowed pages need tag weights for the weights alone"):
         engine.adopt_update(1, Owner(engine).ticket(), engine.manifest.layout_hash)
@@ -346,7 +382,11 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[Owner], Ticket], int | None
     "pages of version 1 have digest": (WeightUpdateError, Owner.ticket, 3),
     "'params' is paused": (LeaseError, paused, None),
     "the tag needs .* tag 'small' has": (ValueError, small, None),
-    "unknown ticket": (LeaseError, lambda owner: Ticket(**{**vars(owner.ticket()), "token": ""}), None),
+    "unknown ticket": (
+        LeaseError,
+        lambda owner: Ticket(**{**vars(owner.ticket()), "token": ""}),
+        None,
+    ),
 }
 
 
@@ -414,7 +454,9 @@ BOX = PackedBox(at=0, offset=64, shape=(2, 3), strides=(8, 1), itemsize=4)
         ({"strides": (1 << 40, 1)}, "are outside the weights"),
     ],
 )
-def test_a_box_outside_is_refused_before_any_is_written(changes: dict[str, Any], match: str, device: str) -> None:
+def test_a_box_outside_is_refused_before_any_is_written(
+    changes: dict[str, Any], match: str, device: str
+) -> None:
     pages = torch.zeros(64, dtype=torch.uint8, device=device)
     data = torch.ones(64, dtype=torch.uint8)
     with pytest.raises(WeightUpdateError, match=match):
@@ -426,7 +468,12 @@ def test_a_box_outside_is_refused_before_any_is_written(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "data", [torch.zeros(8), torch.zeros(128, dtype=torch.uint8)[::2], torch.zeros(8, 8, dtype=torch.uint8)]
+    "data",
+    [
+        torch.zeros(8),
+        torch.zeros(128, dtype=torch.uint8)[::2],
+        torch.zeros(8, 8, dtype=torch.uint8),
+    ],
 )
 def test_a_message_of_another_kind_is_refused(data: torch.Tensor) -> None:
     with pytest.raises(WeightUpdateError, match="uint8 on the CPU, in one piece"):

@@ -27,9 +27,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def store_for(path: Path, saver: MemorySaver | None = None, dtype: torch.dtype = torch.float32) -> WeightStore:
+def store_for(
+    path: Path, saver: MemorySaver | None = None, dtype: torch.dtype = torch.float32
+) -> WeightStore:
     config = load_model_config(path)
-    return WeightStore(parameter_groups(config), aliases(config), dtype, saver or MemorySaver(device="cpu"))
+    return WeightStore(
+        parameter_groups(config), aliases(config), dtype, saver or MemorySaver(device="cpu")
+    )
 
 
 @pytest.mark.parametrize(("kind", "overrides"), MODELS)
@@ -45,13 +49,20 @@ def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_t
     end, index = 0, 0
     for piece in store.manifest.slices:
         assert piece.offset >= end and piece.index_base == index
-        assert piece.shape == piece.global_shape and set(piece.start) == {0} and piece.dtype == "float32"
+        assert (
+            piece.shape == piece.global_shape
+            and set(piece.start) == {0}
+            and piece.dtype == "float32"
+        )
         end = piece.offset + 4 * math.prod(piece.shape)
         index += math.prod(piece.shape)
         assert torch.equal(store.tensor(piece.name), parameters[piece.name])
     assert store.manifest.nbytes == end
     assert store.param_nbytes == sum(p.nbytes for p in parameters.values())
-    assert store.digest() == sum(digest(parameters[s.name], s.index_base) for s in store.manifest.slices) % 2**64
+    assert (
+        store.digest()
+        == sum(digest(parameters[s.name], s.index_base) for s in store.manifest.slices) % 2**64
+    )
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     biases = "model.layers.0.self_attn.q_proj.bias" in parameters
     assert len(store.manifest.modules) == 2 * (2 + biases)
@@ -59,18 +70,28 @@ def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_t
         short = name.split(".")[-2]
         stacked = torch.cat([store.tensor(name.replace(short, part)) for part in parts[short]])
         fused = store.tensor(name)
-        assert module.offset % ALIGNMENT == 0 and fused.shape == module.shape and torch.equal(fused, stacked)
+        assert (
+            module.offset % ALIGNMENT == 0
+            and fused.shape == module.shape
+            and torch.equal(fused, stacked)
+        )
         assert fused.data_ptr() == store.tensor(name.replace(short, parts[short][0])).data_ptr()
     tied = overrides.get("tie_word_embeddings")
-    assert store.manifest.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    assert store.manifest.aliases == (
+        {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    )
 
 
-def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_of_some_parameters_and_of_other_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables are made once for a set of names, and hold for other memory of the same layout."""
     made: list[int] = []
     digest_of = weights_module.BytesDigest
     monkeypatch.setattr(
-        weights_module, "BytesDigest", lambda segments, device: made.append(1) or digest_of(segments, device)
+        weights_module,
+        "BytesDigest",
+        lambda segments, device: made.append(1) or digest_of(segments, device),
     )
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     store = store_for(tmp_path)
@@ -78,14 +99,26 @@ def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path, monkeypat
     slices = {piece.name: piece for piece in store.manifest.slices}
     some = ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
     expected = sum(
-        digest(store.tensor(name), slices[store.manifest.aliases.get(name, name)].index_base) for name in some
+        digest(store.tensor(name), slices[store.manifest.aliases.get(name, name)].index_base)
+        for name in some
     )
-    assert store.digest(names=some) == store.digest(names=[*some, "model.embed_tokens.weight"]) == expected % 2**64
+    assert (
+        store.digest(names=some)
+        == store.digest(names=[*some, "model.embed_tokens.weight"])
+        == expected % 2**64
+    )
     assert len(made) == 1, "a tied name is the stored one"
     assert store.digest(names=[]) == 0
     whole, before = store.digest(), len(made)
-    assert whole == sum(store.digest(names=[name]) for name in slices) % 2**64 == store.digest(names=slices)
-    copy = torch.zeros(arena_nbytes(parameter_groups(load_model_config(tmp_path)), torch.float32), dtype=torch.uint8)
+    assert (
+        whole
+        == sum(store.digest(names=[name]) for name in slices) % 2**64
+        == store.digest(names=slices)
+    )
+    copy = torch.zeros(
+        arena_nbytes(parameter_groups(load_model_config(tmp_path)), torch.float32),
+        dtype=torch.uint8,
+    )
     first = store.tensor("model.embed_tokens.weight")
     copy.copy_(torch.as_strided(first.view(torch.uint8).view(-1), copy.shape, (1,)))
     assert before < len(made)
@@ -114,7 +147,11 @@ def test_layout_hash_is_stable_and_changes_with_the_layout(tmp_path: Path) -> No
     config = load_model_config(tmp_path)
     groups = parameter_groups(config)
     manifest = build_manifest(groups, {}, torch.float32)
-    assert pickle.loads(pickle.dumps(manifest)) == manifest == build_manifest(groups, {}, torch.float32)
+    assert (
+        pickle.loads(pickle.dumps(manifest))
+        == manifest
+        == build_manifest(groups, {}, torch.float32)
+    )
     others = [
         build_manifest(groups, {}, torch.bfloat16),
         build_manifest(groups, {}, torch.float32, base=512),
@@ -148,8 +185,14 @@ def rewrite(path: Path, change: Any) -> None:
             lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
             "missing model.layers.1.mlp.up_proj.weight, unexpected nothing",
         ),
-        (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(1)}), "unexpected model.layers.0.extra.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\).*\(48,\)"),
+        (
+            lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(1)}),
+            "unexpected model.layers.0.extra.weight",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\).*\(48,\)",
+        ),
     ],
 )
 def test_refuses_checkpoints_that_do_not_fit(tmp_path: Path, change: Any, match: str) -> None:

@@ -23,11 +23,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Trainer]]:
-    """make(path, saver=True, layout=None, **config): saver=True makes one. The first trainer made ends the process
-    group, last."""
+    """make(path, saver=True, layout=None, **config): saver=True makes one. The first trainer made
+    ends the process group, last.
+    """
     with contextlib.ExitStack() as undo:
 
-        def make(path: str, saver: bool = True, layout: Manifest | None = None, **changes: Any) -> Trainer:
+        def make(
+            path: str, saver: bool = True, layout: Manifest | None = None, **changes: Any
+        ) -> Trainer:
             settings = config(path, **changes)
             memory = None
             if saver:

@@ -55,8 +55,14 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
         ({"prompt_ids": [[1], []]}, "prompt 1 is empty"),
         ({"old_logprobs": [[0.0], []]}, "old_logprobs 1 has 0 numbers for 2 response tokens"),
         ({"advantages": [1.0]}, "advantages has 1 entries"),
-        ({"advantages": [[1.0], [1.0]]}, "advantages 1 has 1 numbers for 2 response tokens; give one a token"),
-        ({"advantages": [[1.0], 1.0]}, "advantages 1 is no list; give every sequence one number a token"),
+        (
+            {"advantages": [[1.0], [1.0]]},
+            "advantages 1 has 1 numbers for 2 response tokens; give one a token",
+        ),
+        (
+            {"advantages": [[1.0], 1.0]},
+            "advantages 1 is no list; give every sequence one number a token",
+        ),
         ({"advantages": [1.0, [1.0, 2.0]]}, "advantages 0 is no list"),
         ({"values": [0.0, 0.0]}, "values 0 is no list"),
         ({"returns": [[0.0]]}, "returns has 1 entries"),
@@ -75,7 +81,9 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], mes
 def test_ranks_share_the_sequences_in_equal_steps(count: int, world: int, size: int) -> None:
     batch = make_batch(count, seed=count)
     shares = [deal(batch, rank, world, size) for rank in range(world)]
-    assert len({tuple(map(len, share)) for share in shares}) == 1, "collectives of the ranks would not match"
+    assert len({tuple(map(len, share)) for share in shares}) == 1, (
+        "collectives of the ranks would not match"
+    )
     rows = [row for share in shares for chunk in share for row in chunk if row >= 0]
     assert sorted(rows) == list(range(count))
     assert all(len(chunk) <= size for share in shares for chunk in share)
@@ -86,15 +94,21 @@ def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
     micro = pad(batch, [0, 1, 2, -1], CPU)
     assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
     assert (micro.first, micro.last) == (0, 2)
-    assert list(zip(micro.row.tolist(), micro.column.tolist(), micro.target.tolist(), strict=True)) == [
+    assert list(
+        zip(micro.row.tolist(), micro.column.tolist(), micro.target.tolist(), strict=True)
+    ) == [
         (0, 2, 7),
         (1, 0, 8),
         (1, 1, 9),
         (1, 2, 10),
     ]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
-    micro = pad(SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]]), [0, 1], CPU)
-    assert (micro.first, micro.last, micro.column.tolist()) == (3, 5, [2, 0, 1]), "logits that nobody asks for"
+    micro = pad(
+        SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]]), [0, 1], CPU
+    )
+    assert (micro.first, micro.last, micro.column.tolist()) == (3, 5, [2, 0, 1]), (
+        "logits that nobody asks for"
+    )
 
 
 @pytest.mark.parametrize("advantages", [[0.5, 9.0, -1.0], [[0.5], [], [-1.0, -1.0]]])
@@ -118,7 +132,9 @@ def test_log_probabilities_and_entropy() -> None:
     target = torch.arange(700) % 11
     chosen, entropy = token_logprobs(logits, target, 0.7)
     distribution = torch.distributions.Categorical(logits=logits.double() / 0.7)
-    allowed = rounding(2 * 11, 9.0)  # sums of 11 terms, of logits and their exponents; no logarithm is below -9
+    allowed = rounding(
+        2 * 11, 9.0
+    )  # sums of 11 terms, of logits and their exponents; no logarithm is below -9
     assert_within(chosen, distribution.log_prob(target), allowed, "chosen")
     assert_within(entropy, distribution.entropy(), allowed, "entropy")
 
@@ -148,12 +164,20 @@ def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: 
     ("value", "old", "wanted", "loss", "slope"),
     [
         (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # inside: plain
-        (2.0, 1.0, 3.0, 1.8**2 / 2, 0.0),  # too far towards the return: held at 1.2, which is the worse
+        (
+            2.0,
+            1.0,
+            3.0,
+            1.8**2 / 2,
+            0.0,
+        ),  # too far towards the return: held at 1.2, which is the worse
         (0.0, 1.0, 3.0, 3.0**2 / 2, -3.0),  # too far away from it: free, so that it comes back
         (4.0, 1.0, 1.0, 3.0**2 / 2, 3.0),
     ],
 )
-def test_the_clipped_value_loss(value: float, old: float, wanted: float, loss: float, slope: float) -> None:
+def test_the_clipped_value_loss(
+    value: float, old: float, wanted: float, loss: float, slope: float
+) -> None:
     values = torch.tensor([value], requires_grad=True)
     sums = value_clip(values, torch.tensor([old]), torch.tensor([wanted]), 0.2)
     assert float(sums.loss.detach()) == pytest.approx(loss)
@@ -163,7 +187,9 @@ def test_the_clipped_value_loss(value: float, old: float, wanted: float, loss: f
 
 
 def test_values_within_the_limit_are_not_clipped() -> None:
-    """Though old + (value - old) often rounds to more than the value, above all where that is small beside the old."""
+    """Though old + (value - old) often rounds to more than the value, above all where that is small
+    beside the old.
+    """
     generator = torch.Generator().manual_seed(1)
     old, values = torch.empty(1000).uniform_(-0.15, 0.15, generator=generator), torch.empty(1000)
     values.uniform_(-0.01, 0.01, generator=generator)
@@ -175,6 +201,8 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
     expected = (policy.exp() * (policy - reference)).sum()
-    estimate = sum(policy[i].exp() * kl_k3(policy[i : i + 1], reference[i : i + 1]) for i in range(7))
+    estimate = sum(
+        policy[i].exp() * kl_k3(policy[i : i + 1], reference[i : i + 1]) for i in range(7)
+    )
     torch.testing.assert_close(torch.as_tensor(estimate), expected)
     assert all(kl_k3(policy[i : i + 1], reference[i : i + 1]) >= 0 for i in range(7))

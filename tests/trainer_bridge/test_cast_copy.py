@@ -75,7 +75,11 @@ def test_a_hook_hears_of_what_is_written_and_no_more_and_stops_the_rest(
     impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cast_copy_module, "PART_BYTES", 7000)
-    given, target, seen = placements(SIZES, torch.float32, torch.bfloat16, device), target_on(device), list[int]()
+    given, target, seen = (
+        placements(SIZES, torch.float32, torch.bfloat16, device),
+        target_on(device),
+        list[int](),
+    )
 
     def look(done: int, total: int) -> None:
         written = [bool((target[p.offset : p.offset + p.nbytes] != UNTOUCHED).any()) for p in given]
@@ -109,9 +113,16 @@ def test_nothing_to_copy(device: str) -> None:
 
 
 def box_placements(
-    source: Tensor, box: tuple[slice, ...], shape: tuple[int, ...], at: tuple[int, ...], dtype: torch.dtype, offset: int
+    source: Tensor,
+    box: tuple[slice, ...],
+    shape: tuple[int, ...],
+    at: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int,
 ) -> list[Placement]:
-    """A box of a whole parameter `source`, to be written at `at` of a tensor of `shape` from byte `offset` on."""
+    """A box of a whole parameter `source`, to be written at `at` of a tensor of `shape` from byte
+    `offset` on.
+    """
     sizes = source[box].shape
     own, out = row_major(source.shape), row_major(shape)
     first = sum((part.start or 0) * stride for part, stride in zip(box, own, strict=True))
@@ -134,7 +145,9 @@ def box_placements(
 
 @settings(max_examples=40)
 @drawn(
-    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3),
+    dims=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3
+    ),
     offset=st.integers(0, 9).map(lambda n: 4 * n),
     chunk=st.integers(1, 20),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
@@ -142,7 +155,10 @@ def box_placements(
 def test_boxes_of_any_shape_are_written_like_slices(
     dims: list[tuple[int, int, int]], offset: int, chunk: int, dtype: torch.dtype
 ) -> None:
-    """By torch, in pieces of any size. dims: size, what the source has before it, what the target has before it."""
+    """By torch, in pieces of any size.
+
+    dims: size, what the source has before it, what the target has before it.
+    """
     shape = tuple(n + before for n, before, _ in dims)
     source = torch.randn(shape, generator=torch.Generator().manual_seed(6))
     box = tuple(slice(before, before + n) for n, before, _ in dims)
@@ -151,9 +167,18 @@ def test_boxes_of_any_shape_are_written_like_slices(
     end = offset + math.prod(out) * dtype.itemsize
     to = tuple(slice(before, before + n) for n, _, before in dims)
     expected[offset:end].view(dtype).view(out)[to] = source[box].to(dtype)
-    bits = source[box].to(dtype).flatten().view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).tolist()
+    bits = (
+        source[box]
+        .to(dtype)
+        .flatten()
+        .view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+        .tolist()
+    )
     numbers = torch.arange(source.numel()).view(shape)[box].flatten().tolist()
-    total = sum(element(1000 + i, b & (1 << 8 * dtype.itemsize) - 1) for i, b in zip(numbers, bits, strict=True))
+    total = sum(
+        element(1000 + i, b & (1 << 8 * dtype.itemsize) - 1)
+        for i, b in zip(numbers, bits, strict=True)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cast_copy_module, "CHUNK", chunk)
         target = target_on("cpu")
@@ -164,12 +189,21 @@ def test_boxes_of_any_shape_are_written_like_slices(
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("programs", [None, 2])
-def test_a_column_slice_and_experts_in_two_steps(impl: Impl, programs: int | None, device: str) -> None:
+def test_a_column_slice_and_experts_in_two_steps(
+    impl: Impl, programs: int | None, device: str
+) -> None:
     weights = torch.arange(-128, 128).repeat(30).view(60, 128).float().to(device)
     experts = torch.arange(-90, 90).repeat(8).view(4, 12, 30).float().to(device)
-    halves = box_placements(weights, (slice(10, 50), slice(64, 128)), (40, 64), (0, 0), torch.bfloat16, 0)
+    halves = box_placements(
+        weights, (slice(10, 50), slice(64, 128)), (40, 64), (0, 0), torch.bfloat16, 0
+    )
     third = box_placements(
-        experts, (slice(0, 4), slice(3, 6), slice(0, 30)), (4, 3, 30), (0, 0, 0), torch.bfloat16, 8192
+        experts,
+        (slice(0, 4), slice(3, 6), slice(0, 30)),
+        (4, 3, 30),
+        (0, 0, 0),
+        torch.bfloat16,
+        8192,
     )
     assert len(halves) == len(third) == 1
     target = target_on(device)
@@ -178,7 +212,9 @@ def test_a_column_slice_and_experts_in_two_steps(impl: Impl, programs: int | Non
         copy.result()
     copy.start(target, programs=programs)
     left, right = weights[10:50, 64:].bfloat16(), experts[:, 3:6].bfloat16()
-    total = by_definition(left, 1000 + 10 * 128 + 64, 128) + by_definition(right.reshape(4, 90), 1000 + 3 * 30, 360)
+    total = by_definition(left, 1000 + 10 * 128 + 64, 128) + by_definition(
+        right.reshape(4, 90), 1000 + 3 * 30, 360
+    )
     assert copy.result() == total % 2**64
     assert torch.equal(target[: left.nbytes], left.flatten().view(torch.uint8))
     assert torch.equal(target[8192 : 8192 + right.nbytes], right.flatten().view(torch.uint8))
@@ -193,14 +229,23 @@ def test_misfits_are_refused_before_anything_is_written() -> None:
     def rows(**changes: int) -> Placement:
         pitches = {"source_pitch": 2, "target_pitch": 2, "index_pitch": 2, **changes}
         return Placement(
-            source=torch.zeros(7), offset=0, dtype=torch.bfloat16, index_base=0, count=2, rows=3, **pitches
+            source=torch.zeros(7),
+            offset=0,
+            dtype=torch.bfloat16,
+            index_base=0,
+            count=2,
+            rows=3,
+            **pitches,
         )
 
     for wrong, text in [
         (placed(torch.zeros(4, 4).t()[:, :2]), "not contiguous"),
         (placed(torch.zeros(4), 3), "byte 3 is not aligned to torch.bfloat16"),
         (placed(torch.zeros(4), dtype=torch.float64), "1, 2 or 4 bytes, got torch.float64"),
-        (rows(source_pitch=3), "3 rows of 2 elements, 3 apart, reach beyond the end of source \\(7,\\)"),
+        (
+            rows(source_pitch=3),
+            "3 rows of 2 elements, 3 apart, reach beyond the end of source \\(7,\\)",
+        ),
         (rows(target_pitch=1), "rows of 2 elements overlap at a target_pitch of 1"),
         (rows(index_pitch=-1), "must not be negative, got \\(3, 2, 2, 2, -1\\)"),
     ]:

@@ -62,7 +62,9 @@ def test_a_run_goes_on_bit_for_bit(
     if "lora" in changes:
         stored = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.safetensors"))
         trained = sum(value.nbytes for value in bits(first).values())
-        assert trained < stored < trained + sum(shard.nbytes for shard in first.shards().values()), "with the base"
+        assert (
+            trained < stored < trained + sum(shard.nbytes for shard in first.shards().values())
+        ), "with the base"
 
 
 def test_saving_again_replaces_or_leaves_the_one_before(
@@ -92,9 +94,15 @@ def test_saving_again_replaces_or_leaves_the_one_before(
     assert_same_bits(bits(fresh), bits(trainer))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space left on device")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space left on device")]
+)
 def test_what_is_raised_while_it_writes_comes_out_as_it_is(
-    error: BaseException, model_path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    model_path: str,
+    make_trainer: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch wraps it into something of its own, which is no Exception."""
     trainer = make_trainer(model_path)
@@ -113,9 +121,7 @@ def test_what_is_raised_while_it_writes_comes_out_as_it_is(
 
 LOUDER = dataclasses.replace(LORA, alpha=9.0)
 SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}
-MISFIT = (
-    r"another model, nothing was loaded.*layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
-)
+MISFIT = r"another model, nothing was loaded.*layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +130,18 @@ MISFIT = (
         ({}, SMALLER, {}, MISFIT),
         (CRITIC, {}, {}, r"of another model, nothing was loaded: unknown critic\."),
         ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, r"base is \w{16} there, \w{16} here$"),
-        ({"lora": LORA}, {}, {"lora": LOUDER}, r"other adapters, nothing was loaded: alpha is 8\.0 there, 9\.0 here$"),
-        ({"lora": LORA}, {}, {}, "holds adapters, this trainer trains all parameters; nothing was loaded"),
+        (
+            {"lora": LORA},
+            {},
+            {"lora": LOUDER},
+            r"other adapters, nothing was loaded: alpha is 8\.0 there, 9\.0 here$",
+        ),
+        (
+            {"lora": LORA},
+            {},
+            {},
+            "holds adapters, this trainer trains all parameters; nothing was loaded",
+        ),
     ],
 )
 def test_another_models_checkpoint_changes_nothing(

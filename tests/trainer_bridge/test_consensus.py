@@ -25,7 +25,9 @@ from trainer_bridge.sync.consensus import StoreConsensus
 
 def together(store: dist.Store, size: int, run: Callable[[StoreConsensus], Any]) -> list[Any]:
     """What `run` returned or raised in each of `size` ranks."""
-    return in_threads(size, lambda rank: run(StoreConsensus(store, rank, size, key=KEY, timeout=20.0)))
+    return in_threads(
+        size, lambda rank: run(StoreConsensus(store, rank, size, key=KEY, timeout=20.0))
+    )
 
 
 def fail(error: BaseException) -> None:
@@ -50,12 +52,16 @@ def test_all_get_all_values_and_the_store_does_not_grow() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(0, 3), st.sets(st.integers(0, 3)))
-def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(size: int, at: int, failing: set[int]) -> None:
+def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(
+    size: int, at: int, failing: set[int]
+) -> None:
     def run(consensus: StoreConsensus) -> int:
         passed = 0
         for step in range(4):
             bad = step == at and consensus.rank in failing
-            consensus.agree(f"s{step}", (lambda: fail(ValueError("no room"))) if bad else lambda: None)
+            consensus.agree(
+                f"s{step}", (lambda: fail(ValueError("no room"))) if bad else lambda: None
+            )
             passed += 1
         return passed
 
@@ -67,7 +73,9 @@ def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(size: int, at: i
             assert isinstance(result, ValueError) and str(result) == "no room"
         else:
             text = "; ".join(f"rank {each}: ValueError: no room" for each in sorted(failing))
-            assert isinstance(result, SyncError) and result.reason == text and result.stage == f"s{at}"
+            assert (
+                isinstance(result, SyncError) and result.reason == text and result.stage == f"s{at}"
+            )
 
 
 def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
@@ -87,12 +95,16 @@ def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
         return errors
 
     for result in together(dist.HashStore(), 3, run):
-        assert "failed in stage 'write'" in result[0] and "waited 1 s for rank 1, in vain" in result[0]
+        assert (
+            "failed in stage 'write'" in result[0] and "waited 1 s for rank 1, in vain" in result[0]
+        )
         assert "failed in stage 'commit'" in result[1] and "start all ranks anew" in result[1]
 
 
 def test_ranks_that_make_other_calls_are_told() -> None:
-    found = together(dist.HashStore(), 2, lambda ranks: ranks.agree(f"stage of {ranks.rank}", lambda: None))
+    found = together(
+        dist.HashStore(), 2, lambda ranks: ranks.agree(f"stage of {ranks.rank}", lambda: None)
+    )
     for rank, result in enumerate(found):
         assert isinstance(result, SyncError)
         assert f"other ranks are in stage 'stage of {1 - rank}'" in str(result)
@@ -140,7 +152,9 @@ def test_a_strangers_words_are_no_ranks_and_run_nothing(what: str, tmp_path: Pat
         return consensus.agree("second", lambda: rank)
 
     poisoned, other = in_threads(2, run)
-    assert isinstance(poisoned, SyncError) and "somebody else writes to the ranks' store" in str(poisoned)
+    assert isinstance(poisoned, SyncError) and "somebody else writes to the ranks' store" in str(
+        poisoned
+    )
     assert other == [0, 1] and not marker.exists()
 
 
@@ -169,12 +183,22 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert [type(each) for each in plain.value(plain.text(value))] == [type(each) for each in value]
     with pytest.raises(TypeError, match="Path is not among the plain values"):
         plain.text(Path())
-    for text in ("{", '{"Path": ["/"]}', '{"Seat": [1]}', '{"tuple": [], "list": []}', "[" * 100_000):
+    for text in (
+        "{",
+        '{"Path": ["/"]}',
+        '{"Seat": [1]}',
+        '{"tuple": [], "list": []}',
+        "[" * 100_000,
+    ):
         with pytest.raises(ValueError):
             plain.value(text)
     sealed = seal(b"key", "here", plain.text(value))
     assert unseal(b"key", "here", sealed) == plain.text(value)
-    for key, place, data in ((b"other", "here", sealed), (b"key", "there", sealed), (b"key", "here", sealed + b" ")):
+    for key, place, data in (
+        (b"other", "here", sealed),
+        (b"key", "there", sealed),
+        (b"key", "here", sealed + b" "),
+    ):
         with pytest.raises(Forged):
             unseal(key, place, data)
     with pytest.raises(Forged):

@@ -27,33 +27,57 @@ ray = pytest.importorskip("ray")
     [
         ({}, {"devices": 0}, "nodes=1 and devices=0 must be at least 1"),
         ({}, {"nodes": 0}, "nodes=0 and devices=1 must be at least 1"),
-        ({"tensor_parallel_size": 2}, {"devices": 3}, "tensor_parallel_size=2 does not divide devices=3"),
+        (
+            {"tensor_parallel_size": 2},
+            {"devices": 3},
+            "tensor_parallel_size=2 does not divide devices=3",
+        ),
         ({"tensor_parallel_size": 2}, {"nodes": 2}, "an engine stays on one machine"),
-        ({}, {"devices": 2, "alias": True}, r"alias=True is for one device, these are 2; sync by copies"),
-        ({"device": "cuda:0"}, {}, "engine device cuda:0 and trainer device cpu differ; name one device"),
+        (
+            {},
+            {"devices": 2, "alias": True},
+            r"alias=True is for one device, these are 2; sync by copies",
+        ),
+        (
+            {"device": "cuda:0"},
+            {},
+            "engine device cuda:0 and trainer device cpu differ; name one device",
+        ),
     ],
 )
 def test_devices_that_do_not_fit(
     engine: dict[str, Any], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_bridge.coordinator.connected", lambda *_: pytest.fail("a cluster was started"))
+    monkeypatch.setattr(
+        "trainer_bridge.coordinator.connected", lambda *_: pytest.fail("a cluster was started")
+    )
     with pytest.raises(ValueError, match=message):
         with open_ray(config("nowhere"), engine, **options):
             pass
 
 
 def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> None:
-    given = {"path": "x", "device": "cpu", "dtype": "torch.float32", "seed": 2**63 - 1, "kv_tokens": 64}
+    given = {
+        "path": "x",
+        "device": "cpu",
+        "dtype": "torch.float32",
+        "seed": 2**63 - 1,
+        "kv_tokens": 64,
+    }
     made = [actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
     assert [each["engine"]["seed"] for each in made] == [2**63 - 1, 2**63 - 1, 0, 0]
-    assert all((each["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1) for each in made)
+    assert all(
+        (each["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1) for each in made
+    )
 
 
 def test_every_prompt_is_dealt_once_and_nobody_has_much_more_to_do() -> None:
     rng = random.Random(0)
     prompts = [[0] * rng.randint(1, 200) for _ in range(41)]
     params = [SamplingParams(max_tokens=rng.randint(1, 50), n=rng.randint(1, 4)) for _ in prompts]
-    work = [len(prompt) + each.n * each.max_tokens for prompt, each in zip(prompts, params, strict=True)]
+    work = [
+        len(prompt) + each.n * each.max_tokens for prompt, each in zip(prompts, params, strict=True)
+    ]
     dealt = deal_prompts(prompts, params, 3)
     assert sorted(number for numbers in dealt for number in numbers) == list(range(41))
     assert dealt == [sorted(numbers) for numbers in dealt] == deal_prompts(prompts, params, 3)
@@ -78,7 +102,9 @@ def test_nobody_adds_up_the_progress_of_replicas() -> None:
 
 
 class FakeRay:
-    """In the place of a cluster: what was asked of `ray.init`, and when it ended. It takes the signal, as Ray does."""
+    """In the place of a cluster: what was asked of `ray.init`, and when it ended. It takes the
+    signal, as Ray does.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, inside: bool) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -111,16 +137,25 @@ def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
         assert cluster.ended == 0
         raise KeyError
     (asked,) = cluster.asked
-    assert (asked["address"], asked["num_cpus"], asked["include_dashboard"]) == ("local", cpus, False)
+    assert (asked["address"], asked["num_cpus"], asked["include_dashboard"]) == (
+        "local",
+        cpus,
+        False,
+    )
     assert asked["reports"] == "0" and os.environ["RAY_USAGE_STATS_ENABLED"] == "perhaps"
     assert cluster.ended == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "of_the_job", "used"), [("auto", "1.2.3.4:5", "auto"), (None, "1.2.3.4:5", "1.2.3.4:5")]
+    ("given", "of_the_job", "used"),
+    [("auto", "1.2.3.4:5", "auto"), (None, "1.2.3.4:5", "1.2.3.4:5")],
 )
 def test_a_cluster_that_is_there_is_joined_and_left(
-    given: str | None, of_the_job: str, used: str, fake: Callable[..., FakeRay], monkeypatch: pytest.MonkeyPatch
+    given: str | None,
+    of_the_job: str,
+    used: str,
+    fake: Callable[..., FakeRay],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster, own = fake(), lambda *_: None
     monkeypatch.setenv("RAY_ADDRESS", of_the_job)

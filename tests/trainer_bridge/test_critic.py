@@ -20,7 +20,12 @@ from tests.helpers.trainer_bridge.models import (
 )
 from tests.helpers.trainer_bridge.plain import plain_bits
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
-from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
+from tests.helpers.trainer_bridge.tolerance import (
+    STABLE,
+    assert_learned,
+    assert_metrics,
+    assert_scores,
+)
 from trainer_bridge import CriticConfig, SequenceBatch, Trainer
 from trainer_bridge.training.shards import local_shard
 
@@ -43,7 +48,9 @@ class PlainCritic(torch.nn.Module):
         return self.lm_head(hidden)[len(prompt) - 1 : -1, 0]
 
 
-def plain_update(plain: PlainCritic, optimizer: torch.optim.Optimizer, batch: SequenceBatch) -> dict[str, float]:
+def plain_update(
+    plain: PlainCritic, optimizer: torch.optim.Optimizer, batch: SequenceBatch
+) -> dict[str, float]:
     assert batch.values is not None and batch.returns is not None
     terms = []
     for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
@@ -65,12 +72,16 @@ def head_of(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_critic_learns_as_plain_adamw_does(tied: bool, device: str, tmp_path: Path, make_trainer: Make) -> None:
+def test_the_critic_learns_as_plain_adamw_does(
+    tied: bool, device: str, tmp_path: Path, make_trainer: Make
+) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
     trainer = make_trainer(path, device=device, **STABLE, **BOTH)
     assert {value for row in trainer.compute_values(make_batch(3)) for value in row} == {0.0}
     plain = PlainCritic(path, head_of(trainer).cpu())
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-3, eps=STABLE["adam_eps"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=5e-3, eps=STABLE["adam_eps"], weight_decay=0.0
+    )
     policy = {name: shard.clone() for name, shard in trainer.shards().items()}
     for step in range(3):
         batch = value_batch(7, seed=step)
@@ -89,9 +100,13 @@ def test_the_critic_learns_as_plain_adamw_does(tied: bool, device: str, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_random_models_begin_alike_in_any_precision(family: str, tmp_path: Path, make_trainer: Make) -> None:
+def test_random_models_begin_alike_in_any_precision(
+    family: str, tmp_path: Path, make_trainer: Make
+) -> None:
     """fp32 masters that compute in bf16; the reference is stored in bf16."""
-    trainer = make_trainer(write_model(tmp_path, family), random_init=True, seed=4, param_dtype="bfloat16", **BOTH)
+    trainer = make_trainer(
+        write_model(tmp_path, family), random_init=True, seed=4, param_dtype="bfloat16", **BOTH
+    )
     assert trainer.critic is not None and trainer.reference is not None
     trainer.restore()
     critic = dict(trainer.critic.model.named_parameters())
@@ -113,7 +128,9 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     rows = [[0.1 * (i - j) for j in range(len(row))] for i, row in enumerate(batch.old_logprobs)]
     if advantages == "a token":
         batch = dataclasses.replace(batch, advantages=rows)
-    first = [[value + 0.3 * (j % 3 - 1) for j, value in enumerate(row)] for row in batch.old_logprobs]
+    first = [
+        [value + 0.3 * (j % 3 - 1) for j, value in enumerate(row)] for row in batch.old_logprobs
+    ]
     model = reference(model_path)
     terms = []
     for i, logp in enumerate(reference_logprobs(model, batch)):
@@ -121,7 +138,10 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
         ratio = (logp - torch.tensor(batch.old_logprobs[i])).exp()
         gain = torch.tensor(batch.advantages[i])
         toward = (torch.tensor(first[i]) - logp).exp()
-        terms.append(-torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.7 * (toward - toward.log() - 1))
+        terms.append(
+            -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+            + 0.7 * (toward - toward.log() - 1)
+        )
     loss = torch.cat(terms).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -132,7 +152,9 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
-def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: str, make_trainer: Make) -> None:
+def test_parking_what_has_not_changed_copies_nothing(
+    device: str, model_path: str, make_trainer: Make
+) -> None:
     trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
     saver = trainer.saver
     assert saver is not None
@@ -146,7 +168,9 @@ def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: st
 
     live = {tag: entry.live_bytes for tag, entry in saver.report().tags.items()}
     assert live["critic_optim"] >= 2 * live["critic"] * 0.99 and live["reference"] == live["params"]
-    assert saver.report().tags["reference"].committed_bytes == 0, "the reference is parked when it is made"
+    assert saver.report().tags["reference"].committed_bytes == 0, (
+        "the reference is parked when it is made"
+    )
     first = trainer.compute_log_prob(batch)
     for tag in ("params", "critic", "critic_optim"):
         assert parked(tag) == live[tag]
@@ -163,22 +187,35 @@ def test_parking_what_has_not_changed_copies_nothing(device: str, model_path: st
     trainer.update_actor(batch)
     trainer.update_critic(batch)
     trainer.restore("reference")
-    assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch), "what the policy was"
+    assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch), (
+        "what the policy was"
+    )
     assert trainer.compute_ref_log_prob(batch, 1.7) != first
     values = trainer.compute_values(batch)
-    assert [parked(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], "they have changed"
+    assert [parked(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], (
+        "they have changed"
+    )
     trainer.restore("critic")
     assert trainer.compute_values(batch) == values
 
 
 def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
-    plain, trainer, batch = make_trainer(model_path), make_trainer(model_path, **BOTH), value_batch(2)
-    for call, missing in ((plain.compute_values, "critic"), (plain.compute_ref_log_prob, "reference")):
+    plain, trainer, batch = (
+        make_trainer(model_path),
+        make_trainer(model_path, **BOTH),
+        value_batch(2),
+    )
+    for call, missing in (
+        (plain.compute_values, "critic"),
+        (plain.compute_ref_log_prob, "reference"),
+    ):
         with pytest.raises(StateError, match=f"has no {missing}; make the trainer with {missing}="):
             call(batch)
     with pytest.raises(ValueError, match="unknown tag 'critic'; the trainer has 'params', 'optim'"):
         plain.park("critic")
-    with pytest.raises(StateError, match=r"compute_ref_log_prob\(\) needs tag 'reference', which is parked"):
+    with pytest.raises(
+        StateError, match=r"compute_ref_log_prob\(\) needs tag 'reference', which is parked"
+    ):
         trainer.compute_ref_log_prob(batch)
     trainer.park("critic_optim")
     trainer.compute_values(batch)
@@ -186,5 +223,7 @@ def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> N
         with pytest.raises(StateError, match="needs tag 'critic_optim', which is parked"):
             call(batch)
     trainer.restore("critic_optim")
-    with pytest.raises(ValueError, match="update_critic needs a SequenceBatch with values and returns"):
+    with pytest.raises(
+        ValueError, match="update_critic needs a SequenceBatch with values and returns"
+    ):
         trainer.update_critic(make_batch(2))

@@ -43,9 +43,13 @@ class World:
         self.held.add(tag)
         if self.roomy:
             return
-        assert not {"optim", "weights"} <= self.held, "optimizer and rollout weights at once do not fit"
+        assert not {"optim", "weights"} <= self.held, (
+            "optimizer and rollout weights at once do not fit"
+        )
         assert not {"params", "kv_cache"} <= self.held, "parameters and KV cache at once do not fit"
-        assert "reference" not in self.held or not self.held & {"params", "critic"}, "two models at once do not fit"
+        assert "reference" not in self.held or not self.held & {"params", "critic"}, (
+            "two models at once do not fit"
+        )
 
 
 class FakeTrainer:
@@ -59,7 +63,9 @@ class FakeTrainer:
         (tag,) = tags
         self.world.at(f"park_{tag}")
         if tag == "params" and "weights" in self.world.held:
-            assert self.world.version is not None, "parameters given up before the rollout confirmed"
+            assert self.world.version is not None, (
+                "parameters given up before the rollout confirmed"
+            )
         self.world.held.remove(tag)
 
     def restore(self, *tags: str) -> None:
@@ -80,7 +86,9 @@ class FakeTrainer:
     def _served(self, version: int) -> SyncReceipt:
         self.world.at("sync_weights")
         self.world.version, self.world.reason = version, None
-        zero = dict.fromkeys(("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"), 0)
+        zero = dict.fromkeys(
+            ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"), 0
+        )
         return SyncReceipt(version=version, digests=(1,), stages={}, **zero)
 
 
@@ -123,7 +131,10 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
 
 
 MODELS, LENT = {"critic": True, "reference": True}, {"alias": True}
-GO, LENDING = "wake_weights sync_weights park_params wake_kv_cache sleep", "sync_weights wake_kv_cache sleep"
+GO, LENDING = (
+    "wake_weights sync_weights park_params wake_kv_cache sleep",
+    "sync_weights wake_kv_cache sleep",
+)
 KEEPING = "wake_weights sync_weights wake_kv_cache sleep"  # params
 ROUNDS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "params", f"park_optim {GO} restore_params restore_optim"),
@@ -145,7 +156,11 @@ ROUNDS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"keep": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
     ({"keep": ("params",)}, "", f"park_optim {KEEPING} restore_optim"),
-    ({"keep": ("kv_cache", "cuda_graph")}, "params", f"park_optim {GO} restore_params restore_optim"),
+    (
+        {"keep": ("kv_cache", "cuda_graph")},
+        "params",
+        f"park_optim {GO} restore_params restore_optim",
+    ),
     ({"keep": ("params", "optim", *THEIRS)}, "", KEEPING),
     (LENT, "params", f"park_optim {LENDING} restore_optim"),
     ({**LENT, "keep": ("optim",)}, "params", f"empty_cache {LENDING}"),
@@ -154,7 +169,9 @@ ROUNDS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "models", "stages"), ROUNDS)
-def test_who_holds_what_in_a_round_and_which_stages_it_takes(options: dict[str, Any], models: str, stages: str) -> None:
+def test_who_holds_what_in_a_round_and_which_stages_it_takes(
+    options: dict[str, Any], models: str, stages: str
+) -> None:
     """What is kept never leaves, and comes once; models score one at a time."""
     alias, keep = options.get("alias", False), set(options.get("keep", ()))
     world, seen = World(options.get("critic", False), roomy=alias or bool(keep)), list[str]()
@@ -167,17 +184,27 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(options: dict[str, 
         assert world.held | kept == served | kept and world.held >= kept & trained
         for model in models.split():
             cycle.to_score(model)
-            assert world.held | kept == {model} | kept and world.held >= kept & trained and cycle.state == "score"
+            assert (
+                world.held | kept == {model} | kept
+                and world.held >= kept & trained
+                and cycle.state == "score"
+            )
         cycle.to_train()
         assert world.held == trained | kept
-        assert seen[begun:] == [s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept]
+        assert seen[begun:] == [
+            s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept
+        ]
 
 
-@pytest.mark.parametrize(("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")])
+@pytest.mark.parametrize(
+    ("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")]
+)
 def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str) -> None:
     cycle = pair(World(critic=True), **has)
     cycle.to_rollout(1)
-    with pytest.raises(ValueError, match=rf"to_score\('{model}'\): no such model here; known: params"):
+    with pytest.raises(
+        ValueError, match=rf"to_score\('{model}'\): no such model here; known: params"
+    ):
         cycle.to_score(model)
     cycle.to_score()
 
@@ -186,7 +213,9 @@ def test_what_cannot_be_kept_is_refused() -> None:
     known = "params, optim, critic, critic_optim, reference, weights"
     with pytest.raises(ValueError, match=rf"keep names unknown tags \['kv'\]; known: {known}"):
         pair(World(), keep=["kv", "params"])
-    with pytest.raises(ValueError, match="keep names 'weights', but with alias the trainer gets these pages back"):
+    with pytest.raises(
+        ValueError, match="keep names 'weights', but with alias the trainer gets these pages back"
+    ):
         pair(World(), alias=True, keep=["weights"])
 
 
@@ -194,9 +223,12 @@ VERBS = ("to_rollout", "to_score", "to_train")
 
 
 @pytest.mark.parametrize(
-    ("alias", "stage"), [*((False, stage) for stage in TO_ROLLOUT + TO_TRAIN), *((True, stage) for stage in ALIAS)]
+    ("alias", "stage"),
+    [*((False, stage) for stage in TO_ROLLOUT + TO_TRAIN), *((True, stage) for stage in ALIAS)],
 )
-def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(alias: bool, stage: str) -> None:
+def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(
+    alias: bool, stage: str
+) -> None:
     world, seen = World(roomy=alias), list[str]()
     cycle = pair(world, seen, alias=alias)
     world.fail_at = {stage}
@@ -207,8 +239,14 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
     assert caught.value.cause is world.error
     assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
     assert stage not in seen
-    serving = (alias or "weights" in world.held) and "kv_cache" in world.held and world.version is not None
-    assert not serving or stage == "sleep", "only a rollout that could not be put to sleep still serves"
+    serving = (
+        (alias or "weights" in world.held)
+        and "kv_cache" in world.held
+        and world.version is not None
+    )
+    assert not serving or stage == "sleep", (
+        "only a rollout that could not be put to sleep still serves"
+    )
     if stage in POISONING:
         assert world.reason == str(caught.value)
     with pytest.raises(StateError, match=rf"legal now: nothing \(stage '{stage}' failed"):
@@ -263,7 +301,9 @@ class Walk(RuleBasedStateMachine):
     @rule(verb=st.sampled_from(VERBS), model=st.sampled_from(["params", "reference", "critic"]))
     def move(self, verb: str, model: str) -> None:
         legal = TRANSITIONS[self.cycle.state]
-        arguments: tuple[Any, ...] = {"to_rollout": (self.version + 1,), "to_score": (model,)}.get(verb, ())
+        arguments: tuple[Any, ...] = {"to_rollout": (self.version + 1,), "to_score": (model,)}.get(
+            verb, ()
+        )
         if verb not in legal:
             said = rf"{verb}\(\) in state '{self.cycle.state}': legal now: {', '.join(legal)}$"
             with pytest.raises(StateError, match=said):
@@ -274,7 +314,11 @@ class Walk(RuleBasedStateMachine):
         getattr(self.cycle, verb)(*arguments)
         assert self.cycle.state == legal[verb]
 
-    @rule(stage=st.sampled_from([*TO_ROLLOUT, *TO_TRAIN, "restore_critic", "park_critic_optim", "park_reference"]))
+    @rule(
+        stage=st.sampled_from(
+            [*TO_ROLLOUT, *TO_TRAIN, "restore_critic", "park_critic_optim", "park_reference"]
+        )
+    )
     def break_next(self, stage: str) -> None:
         """Arm a failure, go round until it strikes, and start over as a new run would."""
         self.world.fail_at = {stage}

@@ -12,11 +12,18 @@ from trainer_bridge.protocols import TrainerSide
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 
 SIDES = [(Rollout, RemoteRollout, Engine), (TrainerSide, RemoteTrainer, Trainer)]
-ASKED = [(name, handle, real) for protocol, handle, real in SIDES for name in dir(protocol) if not name.startswith("_")]
+ASKED = [
+    (name, handle, real)
+    for protocol, handle, real in SIDES
+    for name in dir(protocol)
+    if not name.startswith("_")
+]
 
 
 @pytest.mark.parametrize(("name", "handle", "real"), ASKED)
-def test_a_handle_has_the_methods_of_what_it_stands_for(name: str, handle: type, real: type) -> None:
+def test_a_handle_has_the_methods_of_what_it_stands_for(
+    name: str, handle: type, real: type
+) -> None:
     mine, theirs = getattr(handle, name), getattr(real, name)
     assert mine.__doc__ or not theirs.__doc__
     if isinstance(theirs, property):

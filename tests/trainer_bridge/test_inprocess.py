@@ -23,7 +23,13 @@ from rollout.types import Manifest
 from tests.helpers.memory import family_bytes, memory_maps, settled_fds
 from tests.helpers.peers import Gone, Peer
 from tests.helpers.trainer_bridge.engines import PipedEngine
-from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from tests.helpers.trainer_bridge.layouts import (
+    decoder_groups,
+    manifest,
+    manifests,
+    parameters,
+    piece,
+)
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
 from trainer_bridge.sync.layout import byte_offsets
@@ -59,14 +65,18 @@ def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> lis
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
         assert receipt.version == engine.weights_version == version
-        assert (receipt.nbytes == 0) == alias and len(receipt.digests) == (not alias or version == 1)
+        assert (receipt.nbytes == 0) == alias and len(receipt.digests) == (
+            not alias or version == 1
+        )
         seen.append(tokens_of(engine))
         cycle.to_train()
         trainer.update_actor(make_batch(4, seed=version))
     return seen
 
 
-def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_breaks_poisons_the_engine(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
         write = trainer.sync_weights
 
@@ -78,7 +88,9 @@ def test_a_sync_that_breaks_poisons_the_engine(model_path: str, monkeypatch: pyt
             return write(version, on_part=stop)
 
         monkeypatch.setattr(trainer, "sync_weights", broken)
-        with pytest.raises(CycleError, match="stage 'sync_weights' failed: RuntimeError: cosmic ray"):
+        with pytest.raises(
+            CycleError, match="stage 'sync_weights' failed: RuntimeError: cosmic ray"
+        ):
             Cycle(trainer, engine).to_rollout(1)
         engine.wake_up()
         with pytest.raises(StateError, match="sync_weights.*cosmic ray"):
@@ -110,7 +122,9 @@ def test_by_handle_and_by_pages_is_the_same(
             trainer.connect([engine], transport="handle")
         (handle,) = trainer.transports
         assert (handle.kind, handle.nbytes, handle.reason) == ("handle", mapped.nbytes, "asked for")
-        assert caplog.messages == [str(handle)] and "by handle over the handle instead of mapped pages" in str(handle)
+        assert caplog.messages == [
+            str(handle)
+        ] and "by handle over the handle instead of mapped pages" in str(handle)
         if not shadow:
             engine.sleep(2)
             engine.wake_up()
@@ -149,14 +163,22 @@ def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: 
         scores = trainer.compute_log_prob(batch)
         cycle = Cycle(trainer, engine)
         trainer.empty_cache()
-        hog = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda:0")
-        with pytest.raises(CycleError, match=r"stage 'wake_kv_cache' failed: .*needs 5\d\d.* MiB") as caught:
+        hog = torch.empty(
+            torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda:0"
+        )
+        with pytest.raises(
+            CycleError, match=r"stage 'wake_kv_cache' failed: .*needs 5\d\d.* MiB"
+        ) as caught:
             cycle.to_rollout(1)
         cause = caught.value.cause
         assert isinstance(cause, OutOfMemory)
         assert cause.holders["torch's tensors"] >= hog.nbytes and cause.requested_bytes >= 512 << 20
         tags = engine.report().tags
-        assert [tags[tag].state for tag in ("weights", "kv_cache", "cuda_graph")] == ["active", "paused", "paused"]
+        assert [tags[tag].state for tag in ("weights", "kv_cache", "cuda_graph")] == [
+            "active",
+            "paused",
+            "paused",
+        ]
         del hog
         torch.cuda.empty_cache()
         engine.wake_up()
@@ -194,16 +216,26 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
             tag = engine.report().tags["weights"]
             assert (tag.committed_bytes, tag.borrowed_bytes) == (0, full["params"])
             if device == "cpu":
-                assert family_bytes(device) == held - full["optim"] + engine.report().committed_bytes
+                assert (
+                    family_bytes(device) == held - full["optim"] + engine.report().committed_bytes
+                )
             ours = trainer.compute_log_prob(make_batch(2))  # reading is allowed
             cycle.to_score()
-            assert committed(trainer) == {"params": full["params"], "optim": 0} and committed(engine) == asleep
+            assert (
+                committed(trainer) == {"params": full["params"], "optim": 0}
+                and committed(engine) == asleep
+            )
             assert engine.report().tags["weights"].borrowed_bytes == 0 and trainer.saver is not None
-            assert trainer.saver.leases("params") == 0 and trainer.compute_log_prob(make_batch(2)) == ours
+            assert (
+                trainer.saver.leases("params") == 0
+                and trainer.compute_log_prob(make_batch(2)) == ours
+            )
             cycle.to_train()
             assert committed(trainer) == full
         assert device != "cpu" or family_bytes(device) == held
-        assert pointers == [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        assert pointers == [
+            engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices
+        ]
         assert trainer.report().backup_bytes == engine.report().backup_bytes == 0
 
 
@@ -216,10 +248,14 @@ def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
             if version in (9, 59):
                 resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
         first, last = resting
-        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]  # one a round would be 50
+        assert (
+            last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
+        )  # one a round would be 50
 
 
-def test_lent_parameters_are_neither_changed_nor_parked(device: str, model_path: str, tmp_path: Path) -> None:
+def test_lent_parameters_are_neither_changed_nor_parked(
+    device: str, model_path: str, tmp_path: Path
+) -> None:
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
         cycle = Cycle(trainer, engine, alias=True, keep=["optim"])
         trainer.save_checkpoint(str(tmp_path / "step"))
@@ -229,7 +265,9 @@ def test_lent_parameters_are_neither_changed_nor_parked(device: str, model_path:
             lambda: trainer.update_actor(make_batch(2)),
             lambda: trainer.load_checkpoint(str(tmp_path / "step")),
         ):
-            with pytest.raises(StateError, match=r"would change parameters that a rollout serves; put its weights"):
+            with pytest.raises(
+                StateError, match=r"would change parameters that a rollout serves; put its weights"
+            ):
                 change()
         with pytest.raises(LeaseError, match="'params'"):
             trainer.park("params")
@@ -269,7 +307,9 @@ def swapped(layout: Manifest) -> Manifest:
     one, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
     offsets = {piece.name: piece.offset for piece in layout.slices}
     moved = {one: offsets[other], other: offsets[one]}
-    slices = tuple(dataclasses.replace(p, offset=moved.get(p.name, p.offset)) for p in layout.slices)
+    slices = tuple(
+        dataclasses.replace(p, offset=moved.get(p.name, p.offset)) for p in layout.slices
+    )
     return dataclasses.replace(layout, slices=slices)
 
 
@@ -282,7 +322,9 @@ def test_the_first_share_reads_back_and_notices(
     with pytest.raises(WeightUpdateError, match="pages of version 1 have digest"):
         trainer.share_weights(1)
     engine.wake_up()
-    with pytest.raises(StateError, match="weights undefined: WeightUpdateError: the pages of version 1 have digest"):
+    with pytest.raises(
+        StateError, match="weights undefined: WeightUpdateError: the pages of version 1 have digest"
+    ):
         tokens_of(engine)
     trainer.park()
     trainer.restore()
@@ -310,34 +352,51 @@ def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., 
         engine.saver.close()
 
 
-def test_what_needs_a_layout_says_so(model_path: str, tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_what_needs_a_layout_says_so(
+    model_path: str, tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
     engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
-    with pytest.raises(StateError, match="weights undefined: the weights were never loaded; commit a weight update"):
+    with pytest.raises(
+        StateError, match="weights undefined: the weights were never loaded; commit a weight update"
+    ):
         tokens_of(engine)
     trainer = make_trainer(model_path)
     trainer.connect([engine])
-    with pytest.raises(StateError, match=r"make the trainer with layout=engine.manifest, and call connect"):
+    with pytest.raises(
+        StateError, match=r"make the trainer with layout=engine.manifest, and call connect"
+    ):
         trainer.share_weights(1)
     with pytest.raises(ValueError, match="layout is for one rank with a MemorySaver"):
         make_trainer(model_path, saver=False, layout=engine.manifest)
     with pytest.raises(
-        ValueError, match=r"cannot lie.*embed_tokens.weight: torch.bfloat16 in the trainer, torch.float"
+        ValueError,
+        match=r"cannot lie.*embed_tokens.weight: torch.bfloat16 in the trainer, torch.float",
     ):
         make_trainer(model_path, dtype="bfloat16", layout=engine.manifest)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight: shape \(64, 32\) in the trainer, \(96, 32\) in"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight: shape \(64, 32\) in the trainer, \(96, 32\) in"
+    ):
         make_trainer(write_model(tmp_path, vocab_size=64), layout=engine.manifest)
     engine.saver.close()
 
 
 def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str) -> None:
-    engine, saver = Engine.from_pretrained(model_path, load_weights=False, **ENGINE), MemorySaver("cpu")
+    engine, saver = (
+        Engine.from_pretrained(model_path, load_weights=False, **ENGINE),
+        MemorySaver("cpu"),
+    )
     other = saver.empty((64,), tag="params", content="host")
     trainer = Trainer(config(model_path), saver, layout=engine.manifest)
     try:
         trainer.connect([engine])
-        with pytest.raises(ValueError, match=r"lies at byte 256 of tag 'params', the layout says 0; allocate nothing"):
+        with pytest.raises(
+            ValueError,
+            match=r"lies at byte 256 of tag 'params', the layout says 0; allocate nothing",
+        ):
             trainer.share_weights(1)
-        assert saver.leases("params") == 0 and committed(engine)["weights"] > 0, "the engine was asked"
+        assert saver.leases("params") == 0 and committed(engine)["weights"] > 0, (
+            "the engine was asked"
+        )
     finally:
         trainer.close()
         del other
@@ -350,15 +409,29 @@ def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     sizes = {name: draw(st.integers(1, 9)) for name in ("hidden", "vocab", "inner")}
-    return {**sizes, "kv_heads": kv_heads, "heads": kv_heads * draw(st.integers(1, 2)), "tied": draw(st.booleans())}
+    return {
+        **sizes,
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 2)),
+        "tied": draw(st.booleans()),
+    }
 
 
-@given(shape=shapes(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), base=st.sampled_from([0, 256]))
+@given(
+    shape=shapes(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    base=st.sampled_from([0, 256]),
+)
 @settings(max_examples=60)
-def test_parameters_lie_where_the_layout_says(shape: dict[str, Any], dtype: torch.dtype, base: int) -> None:
+def test_parameters_lie_where_the_layout_says(
+    shape: dict[str, Any], dtype: torch.dtype, base: int
+) -> None:
     groups = decoder_groups(**shape)
     (layout,) = manifests(groups, 1, dtype, base, shape["tied"])
-    params = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters(groups).items()}
+    params = {
+        name: torch.empty(size, dtype=dtype, device="meta")
+        for name, size in parameters(groups).items()
+    }
     starts = byte_offsets(layout, params)
     specs = [(tuple(param.shape), dtype) for param in params.values()]
     tensors = side_by_side(specs, torch.device("cpu"), None, "", [starts[name] for name in params])
@@ -384,7 +457,9 @@ def test_everything_that_does_not_agree_is_listed() -> None:
         aliases={"tied": "same"},
     )
     layout = dataclasses.replace(layout, zeros=((1024, 4),))
-    params = {name: torch.empty(4, 2) for name in ("tied", "wide", "strided", "half", "part", "ours")}
+    params = {
+        name: torch.empty(4, 2) for name in ("tied", "wide", "strided", "half", "part", "ours")
+    }
     with pytest.raises(ValueError) as caught:
         byte_offsets(layout, params)
     assert str(caught.value) == (
@@ -404,7 +479,9 @@ def test_an_engine_that_dies_has_lent_pages_no_longer(
 ) -> None:
     engines = [PipedEngine(model_path, device, **ENGINE) for _ in range(2)]
     try:
-        trainer = make_trainer(model_path, device=device, layout=engines[0].weight_layout().manifest)
+        trainer = make_trainer(
+            model_path, device=device, layout=engines[0].weight_layout().manifest
+        )
         trainer.connect(engines)
         trainer.share_weights(1)
         for engine in engines:

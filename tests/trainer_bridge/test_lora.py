@@ -1,4 +1,6 @@
-"""Adapters in the trainer: what they compute and learn, where they lie, what of them is synced, saved and refused."""
+"""Adapters in the trainer: what they compute and learn, where they lie, what of them is synced,
+saved and refused.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver import StateError
 from rollout import Engine
-from tests.helpers.trainer_bridge.models import make_batch, reference, reference_logprobs, write_model
+from tests.helpers.trainer_bridge.models import (
+    make_batch,
+    reference,
+    reference_logprobs,
+    write_model,
+)
 from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, weights
-from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
+from tests.helpers.trainer_bridge.tolerance import (
+    STABLE,
+    assert_learned,
+    assert_metrics,
+    assert_scores,
+)
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.sync.lora_merge import LowRank
 
@@ -29,7 +41,9 @@ LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_p
 
 
 def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """base + scale * b @ a by hand, rounded once; parameters without adapters as they are. One rank."""
+    """base + scale * b @ a by hand, rounded once; parameters without adapters as they are. One
+    rank.
+    """
     params: Any = dict(trainer.model.named_parameters())
     own = {name: param.detach().to_local() for name, param in params.items() if "lora_" not in name}
     for name in own:
@@ -46,7 +60,9 @@ class Allowed(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.products = (
-            torch.backends.cuda.matmul if torch.device(device).type == "cuda" else torch.backends.mkldnn.matmul
+            torch.backends.cuda.matmul
+            if torch.device(device).type == "cuda"
+            else torch.backends.mkldnn.matmul
         )
         self.seen: list[str] = []
 
@@ -57,7 +73,10 @@ class Allowed(TorchDispatchMode):
 
 
 def test_adapters_are_merged_in_full_precision_where_less_is_allowed(device: str) -> None:
-    """On most CPUs only the switch can be seen. fp32 sums of 16 products: (16 + 2) roundings of 2^-24 of the terms."""
+    """On most CPUs only the switch can be seen.
+
+    fp32 sums of 16 products: (16 + 2) roundings of 2^-24 of the terms.
+    """
     base, b, a = (torch.randn(shape, device=device) for shape in ((64, 96), (64, 16), (16, 96)))
     before, mode = torch.get_float32_matmul_precision(), Allowed(device)
     torch.set_float32_matmul_precision("medium")
@@ -70,19 +89,27 @@ def test_adapters_are_merged_in_full_precision_where_less_is_allowed(device: str
         torch.set_float32_matmul_precision(before)
     assert mode.seen == ["ieee"]
     terms = base.double().abs() + 2 * b.double().abs() @ a.double().abs()
-    assert ((out - (base.double() + 2 * b.double() @ a.double())).abs() <= 18 * 2**-24 * terms).all()
+    assert (
+        (out - (base.double() + 2 * b.double() @ a.double())).abs() <= 18 * 2**-24 * terms
+    ).all()
 
 
 def plain_lora(path: str, trainer: Trainer) -> Any:
-    """The transformers model with the trainer's adapters, hooked in and differentiated by plain autograd."""
+    """The transformers model with the trainer's adapters, hooked in and differentiated by plain
+    autograd.
+    """
     model = reference(path)
     model.requires_grad_(False)
     starts: Any = dict(trainer.model.named_parameters())
     for name, layer in list(model.named_modules()):
         if name.rpartition(".")[2] in LORA.target_modules:
             for x in ("lora_a", "lora_b"):
-                layer.register_parameter(x, torch.nn.Parameter(starts[f"{name}.{x}"].detach().to_local().clone()))
-            layer.register_forward_hook(lambda own, x, y: y + LORA.scale * (x[0] @ own.lora_a.T @ own.lora_b.T))
+                layer.register_parameter(
+                    x, torch.nn.Parameter(starts[f"{name}.{x}"].detach().to_local().clone())
+                )
+            layer.register_forward_hook(
+                lambda own, x, y: y + LORA.scale * (x[0] @ own.lora_a.T @ own.lora_b.T)
+            )
     return model
 
 
@@ -92,7 +119,10 @@ def test_only_adapters_learn_and_as_plain_adamw(
     tied: bool, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
-    trainer, batch = make_trainer(path, lora=LORA, clip_eps_high=0.3, **STABLE, **changes), make_batch(7)
+    trainer, batch = (
+        make_trainer(path, lora=LORA, clip_eps_high=0.3, **STABLE, **changes),
+        make_batch(7),
+    )
     base = {name: shard.clone() for name, shard in trainer.shards().items()}
     model = plain_lora(path, trainer)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -110,7 +140,9 @@ def test_only_adapters_learn_and_as_plain_adamw(
     assert trainer.compute_log_prob(batch, base=True) == first != trainer.compute_log_prob(batch)
 
 
-def test_a_starts_by_seed_and_name_within_kaimings_bound(model_path: str, make_trainer: Make) -> None:
+def test_a_starts_by_seed_and_name_within_kaimings_bound(
+    model_path: str, make_trainer: Make
+) -> None:
     one, same, other = (make_trainer(model_path, lora=LORA, seed=seed) for seed in (0, 0, 1))
     assert_same_bits(bits(one), bits(same))
     start = {name: value for name, value in bits(one).items() if name.endswith("lora_a")}
@@ -119,11 +151,16 @@ def test_a_starts_by_seed_and_name_within_kaimings_bound(model_path: str, make_t
         bound = 1 / math.sqrt(value.shape[1])
         assert 0.8 * bound < value.abs().max() <= bound
         assert not torch.equal(value, bits(other)[name])
-        assert sum(value.shape == each.shape and torch.equal(value, each) for each in start.values()) == 1
+        assert (
+            sum(value.shape == each.shape and torch.equal(value, each) for each in start.values())
+            == 1
+        )
 
 
 def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_trainer: Make) -> None:
-    """Moments of the adapters alone; the reference of a mixed-precision policy needs no other masters."""
+    """Moments of the adapters alone; the reference of a mixed-precision policy needs no other
+    masters.
+    """
     trainer = make_trainer(model_path, lora=LORA, param_dtype="bfloat16")
     trainer.update_actor(make_batch(4))
     assert trainer.saver is not None
@@ -137,7 +174,9 @@ def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_traine
     assert {shard.dtype for shard in trainer.shards().values()} == {torch.bfloat16}
     assert {value.dtype for value in bits(trainer).values()} == {torch.float32}
     assert any((value != value.bfloat16()).any() for value in bits(trainer).values())
-    assert trainer.optimizer.state.keys() == {param for name, param in named.items() if "lora_" in name}
+    assert trainer.optimizer.state.keys() == {
+        param for name, param in named.items() if "lora_" in name
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -147,9 +186,14 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     trainer = make_trainer(model_path, lora=LORA, param_dtype=dtype)
     engine = Engine.from_pretrained(model_path, kv_tokens=64, dtype=getattr(torch, dtype))
     trainer.connect([engine])
-    whole, size = sum(each.nbytes for each in weights(engine).values()), getattr(torch, dtype).itemsize
+    whole, size = (
+        sum(each.nbytes for each in weights(engine).values()),
+        getattr(torch, dtype).itemsize,
+    )
     own = trainer.shards()
-    changed = sum(shard.numel() for name, shard in own.items() if name.split(".")[-2] in LORA.target_modules)
+    changed = sum(
+        shard.numel() for name, shard in own.items() if name.split(".")[-2] in LORA.target_modules
+    )
 
     def check(version: int, nbytes: int) -> None:
         trainer.update_actor(make_batch(5, seed=version))
@@ -171,12 +215,16 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     check(6, whole)
     named: Any = dict(trainer.model.named_parameters())
     named["model.layers.1.mlp.down_proj.lora_b"].detach().to_local()[3, 2] = math.nan
-    with pytest.raises(ValueError, match=r"the adapter of model\.layers\.1\.mlp\.down_proj\.weight has NaN"):
+    with pytest.raises(
+        ValueError, match=r"the adapter of model\.layers\.1\.mlp\.down_proj\.weight has NaN"
+    ):
         trainer.sync_weights(7, check_finite=True)
     assert engine.served_version() == 6
 
 
-def test_saved_adapters_have_pefts_names_and_meaning(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+def test_saved_adapters_have_pefts_names_and_meaning(
+    model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
     """Merged into plain transformers they score as the trainer does."""
     trainer, batch = make_trainer(model_path, lora=LORA), make_batch(5)
     for seed in range(2):
@@ -199,12 +247,17 @@ def test_targets_that_the_model_has_not_are_refused(model_path: str, make_traine
     def targets(*names: str) -> LoraConfig:
         return dataclasses.replace(LORA, target_modules=names)
 
-    with pytest.raises(ValueError, match="no linear layer is called k_porj, norm; there are: down_proj, gate_proj"):
+    with pytest.raises(
+        ValueError, match="no linear layer is called k_porj, norm; there are: down_proj, gate_proj"
+    ):
         make_trainer(model_path, lora=targets("norm", "q_proj", "k_porj"))
-    with pytest.raises(ValueError, match="lm_head shares its weight with another layer; leave it out"):
+    with pytest.raises(
+        ValueError, match="lm_head shares its weight with another layer; leave it out"
+    ):
         make_trainer(model_path, lora=targets("lm_head"))
     with pytest.raises(
-        ValueError, match=r"LoraConfig.target_modules=\('a', 'a'\): name at least one layer, none twice"
+        ValueError,
+        match=r"LoraConfig.target_modules=\('a', 'a'\): name at least one layer, none twice",
     ):
         targets("a", "a")
     with pytest.raises(ValueError, match="LoraConfig.rank=0: must be at least 1"):
@@ -222,4 +275,6 @@ def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trai
     with pytest.raises(ValueError, match="save_adapters"):
         trainer.save_adapters("nowhere")
     with pytest.raises(ValueError, match="with TrainerConfig.lora leave it away"):
-        make_trainer(model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest)
+        make_trainer(
+            model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest
+        )

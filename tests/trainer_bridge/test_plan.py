@@ -1,6 +1,8 @@
-"""What a plan refuses, in words, and what it takes; who sends what, in which order; how long a large one takes.
+"""What a plan refuses, in words, and what it takes; who sends what, in which order; how long a
+large one takes.
 
-That its copies are right and cross as few links as they can is shown by the syncs of test_session_property.py.
+That its copies are right and cross as few links as they can is shown by the syncs of
+test_session_property.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from torch.distributed.tensor import Replicate, Shard
 from rollout.model.params import Group, one, stack
 from rollout.types import Manifest, ModuleTensor
 from tests.helpers.peers import Peer
-from tests.helpers.trainer_bridge.layouts import decoder_groups, manifest, manifests, parameters, piece
+from tests.helpers.trainer_bridge.layouts import (
+    decoder_groups,
+    manifest,
+    manifests,
+    parameters,
+    piece,
+)
 from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target, make_plan
 from trainer_bridge.sync.shard_dims import aligned_dims
 from trainer_bridge.sync.shards import fsdp_shards, local_box
@@ -28,17 +36,25 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shards_of(shapes: Shapes, world: int) -> list[SourceShard]:
-    return [shard for name, shape in shapes.items() for shard in fsdp_shards(name, shape, "float32", world)]
+    return [
+        shard
+        for name, shape in shapes.items()
+        for shard in fsdp_shards(name, shape, "float32", world)
+    ]
 
 
 def plan_of(shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None) -> Plan:
     world = max((shard.rank for shard in shards), default=0) + 1
-    return make_plan(shards, [Target(manifest=each, place="cpu") for each in targets], ["cpu"] * world, names)
+    return make_plan(
+        shards, [Target(manifest=each, place="cpu") for each in targets], ["cpu"] * world, names
+    )
 
 
 def at(rank: int, start: tuple[int, ...], shape: tuple[int, ...]) -> SourceShard:
     """A part of "a", [4, 4]."""
-    return SourceShard(name="a", global_shape=(4, 4), dtype="float32", start=start, shape=shape, rank=rank)
+    return SourceShard(
+        name="a", global_shape=(4, 4), dtype="float32", start=start, shape=shape, rank=rank
+    )
 
 
 A = manifest(piece("a", 0, (4, 4)))
@@ -47,22 +63,45 @@ A = manifest(piece("a", 0, (4, 4)))
 @pytest.mark.parametrize(
     ("shapes", "target", "message"),
     [
-        ({"a": (4,)}, manifest(piece("a", 0, (4,)), piece("b", 16, (4,))), "missing in the trainer: b"),
+        (
+            {"a": (4,)},
+            manifest(piece("a", 0, (4,)), piece("b", 16, (4,))),
+            "missing in the trainer: b",
+        ),
         ({"a": (4,), "x": (2,)}, manifest(piece("a", 0, (4,))), "unknown to the rollout: x"),
-        ({"a": (4, 2)}, manifest(piece("a", 0, (2, 4))), r"a: shape \(4, 2\) in the trainer, \(2, 4\) in the rollout"),
+        (
+            {"a": (4, 2)},
+            manifest(piece("a", 0, (2, 4))),
+            r"a: shape \(4, 2\) in the trainer, \(2, 4\) in the rollout",
+        ),
         ({"a": (4,)}, manifest(piece("a", 0, (4,), global_shape=(5,))), "a: shape"),
-        ({"a": (4,), "b": (4,)}, manifest(piece("a", 0, (4,)), piece("b", 8, (4,))), "a and b overlap at byte 8"),
+        (
+            {"a": (4,), "b": (4,)},
+            manifest(piece("a", 0, (4,)), piece("b", 8, (4,))),
+            "a and b overlap at byte 8",
+        ),
         ({"a": (4,)}, manifest(piece("a", 2, (4,))), "not aligned"),
         ({"a": (4,)}, manifest(piece("a", 0, (4,)), nbytes=12), "ends at byte 16"),
-        ({"a": (2, 2)}, manifest(piece("a", 0, (2, 2), strides=(4, 1)), nbytes=20), "ends at byte 24"),
+        (
+            {"a": (2, 2)},
+            manifest(piece("a", 0, (2, 2), strides=(4, 1)), nbytes=20),
+            "ends at byte 24",
+        ),
         (
             dict.fromkeys("abc", (2, 2)),  # a and b lie alike
             manifest(
-                *(piece(n, at, (2, 2), strides=(step, 1)) for n, at, step in (("a", 0, 4), ("b", 64, 4), ("c", 128, 1)))
+                *(
+                    piece(n, at, (2, 2), strides=(step, 1))
+                    for n, at, step in (("a", 0, 4), ("b", 64, 4), ("c", 128, 1))
+                )
             ),
             "c and c overlap at byte 132",
         ),
-        ({"e": (4,), "h": (4,)}, manifest(piece("e", 0, (4,)), aliases={"h": "e"}), "e and h are one parameter"),
+        (
+            {"e": (4,), "h": (4,)},
+            manifest(piece("e", 0, (4,)), aliases={"h": "e"}),
+            "e and h are one parameter",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(shapes: Shapes, target: Manifest, message: str) -> None:
@@ -76,7 +115,12 @@ def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
     with pytest.raises(ValueError, match="nothing was written") as error:
         plan_of(shards_of({"a": (3,), "c": (1,)}, 1), target, other, target)
     text = str(error.value)
-    for problem in ("missing in the trainer: b", "missing in the trainer: d", "unknown to the rollout: c", "a: shape"):
+    for problem in (
+        "missing in the trainer: b",
+        "missing in the trainer: d",
+        "unknown to the rollout: c",
+        "a: shape",
+    ):
         assert text.count(problem) == 1
 
 
@@ -86,15 +130,29 @@ def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
         ([at(0, (0, 0), (2, 4))], r"a: element \(2, 0\) is held by no rank"),
         ([at(0, (2, 0), (2, 4)), at(1, (0, 0), (2, 2))], r"a: element \(0, 2\) is held by no rank"),
         ([at(0, (0, 0), (4, 0))], r"a: element \(0, 0\) is held by no rank"),
-        ([at(0, (0, 0), (3, 4)), at(1, (2, 0), (2, 4))], r"element \(2, 0\) is held by ranks 0 and 1"),
-        ([at(0, (0, 0), (4, 4)), at(1, (0, 0), (4, 4)), at(2, (3, 3), (1, 1))], r"\(3, 3\) is held by ranks 0 and 2"),
+        (
+            [at(0, (0, 0), (3, 4)), at(1, (2, 0), (2, 4))],
+            r"element \(2, 0\) is held by ranks 0 and 1",
+        ),
+        (
+            [at(0, (0, 0), (4, 4)), at(1, (0, 0), (4, 4)), at(2, (3, 3), (1, 1))],
+            r"\(3, 3\) is held by ranks 0 and 2",
+        ),
         ([at(0, (0, 0), (2, 4)), at(0, (2, 0), (2, 4))], "a: rank 0 holds two different parts"),
         ([at(0, (0, 0), (5, 4))], r"a: rank 0 holds \(5, 4\) at \(0, 0\), outside \(4, 4\)"),
         ([at(0, (0,), (4,))], "a: rank 0 holds"),
-        ([at(0, (0, 0), (4, 4)), dataclasses.replace(at(1, (0, 0), (4, 4)), global_shape=(4, 5))], r"a: shapes \(4, 4"),
+        (
+            [
+                at(0, (0, 0), (4, 4)),
+                dataclasses.replace(at(1, (0, 0), (4, 4)), global_shape=(4, 5)),
+            ],
+            r"a: shapes \(4, 4",
+        ),
     ],
 )
-def test_parts_that_are_missing_or_in_each_others_way(shards: list[SourceShard], message: str) -> None:
+def test_parts_that_are_missing_or_in_each_others_way(
+    shards: list[SourceShard], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(shards, A)
 
@@ -142,7 +200,9 @@ def test_only_some_names() -> None:
     assert [copy.name for copy in plan.copies(0)] == ["b"]
     assert plan.nbytes == (8,)
     assert plan.layout_hash != plan_of(shards, target).layout_hash
-    assert plan_of(shards_of({"b": (2,)}, 1), target, names=["b"]).nbytes == (8,)  # the others need not be there
+    assert plan_of(shards_of({"b": (2,)}, 1), target, names=["b"]).nbytes == (
+        8,
+    )  # the others need not be there
     with pytest.raises(ValueError, match="unknown to both sides: x"):
         plan_of(shards, target, names=["a", "x"])
     with pytest.raises(ValueError, match="missing in the trainer: a"):
@@ -161,7 +221,10 @@ def test_a_plan_is_made_once_for_the_same_targets_shards_and_places() -> None:
     ):
         assert planner.plan(other).layout_hash != plan.layout_hash
     for world, places in ((1, ["cpu"]), (2, ["cpu", "GPU-0"])):
-        assert make_plan(shards_of({"a": (4,)}, world), [target], places).layout_hash != plan.layout_hash
+        assert (
+            make_plan(shards_of({"a": (4,)}, world), [target], places).layout_hash
+            != plan.layout_hash
+        )
 
 
 ROWS = (4, 8)
@@ -176,7 +239,11 @@ def hsdp(names: list[str], replicas: int, size: int) -> list[SourceShard]:
     for name, at in itertools.product(names, itertools.product(range(replicas), range(size))):
         start, shape = local_box(ROWS, [Replicate(), Shard(0)], (replicas, size), at)
         rank = at[0] * size + at[1]
-        shards.append(SourceShard(name=name, global_shape=ROWS, dtype="float32", start=start, shape=shape, rank=rank))
+        shards.append(
+            SourceShard(
+                name=name, global_shape=ROWS, dtype="float32", start=start, shape=shape, rank=rank
+            )
+        )
     return shards
 
 
@@ -195,7 +262,9 @@ def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
 
 
 def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -> None:
-    plan = make_plan(hsdp(["p0", "p1"], 2, 1), [Target(manifest=layers(2), place="cpu")], ["cpu", "cpu"])
+    plan = make_plan(
+        hsdp(["p0", "p1"], 2, 1), [Target(manifest=layers(2), place="cpu")], ["cpu", "cpu"]
+    )
     assert [len(plan.copies(rank)) for rank in range(2)] == [1, 1]
     assert plan.link_bytes == {}
     places = [f"GPU-{i}" for i in range(4)]
@@ -209,8 +278,13 @@ def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -
 def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
     places = ["GPU-0", "GPU-1", "GPU-2"]
     engines = [Target(manifest=layers(2), place=place) for place in (*places, "GPU-1")]
-    plan = make_plan([s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, "float32", 3)], engines, places)
-    order = [[target for target, _ in itertools.groupby(copy.target for copy in plan.copies(r))] for r in range(2)]
+    plan = make_plan(
+        [s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, "float32", 3)], engines, places
+    )
+    order = [
+        [target for target, _ in itertools.groupby(copy.target for copy in plan.copies(r))]
+        for r in range(2)
+    ]
     assert order == [[0, 1, 2, 3], [1, 3, 2, 0]]
     for rank in range(3):
         for _, copies in itertools.groupby(plan.copies(rank), key=lambda copy: copy.target):
@@ -218,16 +292,26 @@ def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
             assert offsets == sorted(offsets)
 
 
-def shared_by(names_dims: dict[str, int], shapes: dict[str, tuple[int, ...]], layouts: list[Manifest]) -> Plan:
+def shared_by(
+    names_dims: dict[str, int], shapes: dict[str, tuple[int, ...]], layouts: list[Manifest]
+) -> Plan:
     world = len(layouts)
     places = [f"GPU-{i}" for i in range(world)]
-    shards = [s for n, shape in shapes.items() for s in fsdp_shards(n, shape, "float32", world, names_dims.get(n, 0))]
-    return make_plan(shards, [Target(manifest=m, place=p) for m, p in zip(layouts, places, strict=True)], places)
+    shards = [
+        s
+        for n, shape in shapes.items()
+        for s in fsdp_shards(n, shape, "float32", world, names_dims.get(n, 0))
+    ]
+    return make_plan(
+        shards, [Target(manifest=m, place=p) for m, p in zip(layouts, places, strict=True)], places
+    )
 
 
 @pytest.mark.parametrize("vocab", [16, 13])
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2)])
-def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(size: int, kv_heads: int, vocab: int) -> None:
+def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(
+    size: int, kv_heads: int, vocab: int
+) -> None:
     groups = decoder_groups(hidden=12, vocab=vocab, heads=4, kv_heads=kv_heads, inner=8, tied=False)
     groups = [group for group in groups if "experts.gate_up" not in group.params[0].name]
     layouts, shapes = manifests(groups, size, torch.bfloat16), parameters(groups)
@@ -251,15 +335,24 @@ def test_aligned_dims_keep_what_fsdp_cannot_share_and_what_gains_nothing() -> No
     groups = decoder_groups(hidden=4, vocab=8, heads=3, kv_heads=3, inner=3, tied=True)
     whole = manifests(groups, 1, torch.bfloat16, tied=True)
     assert aligned_dims(whole * 2) == {}  # replicas: each needs everything
-    columns = [piece("a", 0, (4, 3), start=(0, first), global_shape=(4, 5), strides=(3, 1)) for first in (0, 2)]
+    columns = [
+        piece("a", 0, (4, 3), start=(0, first), global_shape=(4, 5), strides=(3, 1))
+        for first in (0, 2)
+    ]
     assert aligned_dims([manifest(each) for each in columns]) == {}  # 5 columns over 2 ranks
-    experts = manifests(decoder_groups(hidden=4, vocab=8, heads=2, kv_heads=2, inner=4, tied=True), 2, torch.bfloat16)
+    experts = manifests(
+        decoder_groups(hidden=4, vocab=8, heads=2, kv_heads=2, inner=4, tied=True),
+        2,
+        torch.bfloat16,
+    )
     assert "model.layers.0.mlp.experts.gate_up_proj" not in aligned_dims(experts)
 
 
 @pytest.mark.extended
 def test_a_plan_of_235_billion_parameters_takes_5_s_and_1_gib() -> None:
-    """In a process of its own: the memory is counted with torch and all else that it needs, the time is its CPU's."""
+    """In a process of its own: the memory is counted with torch and all else that it needs, the
+    time is its CPU's.
+    """
     peer = Peer(measured)
     try:
         seconds, resident = peer.hear(120)
@@ -277,12 +370,17 @@ def measured(pipe: Connection) -> None:
     places = [f"GPU-{i}" for i in range(64)]
     targets = [Target(manifest=layouts[i % 8], place=place) for i, place in enumerate(places)]
     make_plan(shards_of(shapes, 64), targets, places).copies(5)
-    pipe.send((time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    pipe.send(
+        (time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    )
 
 
 def layer(name: str) -> list[Group]:
     attention, mlp = f"{name}self_attn.", f"{name}mlp."
-    heads = [(f"{attention}{n}_proj.weight", (rows, 4096)) for n, rows in (("q", 8192), ("k", 512), ("v", 512))]
+    heads = [
+        (f"{attention}{n}_proj.weight", (rows, 4096))
+        for n, rows in (("q", 8192), ("k", 512), ("v", 512))
+    ]
     return [
         stack(f"{attention}qkv_proj.weight", heads),
         one(f"{attention}o_proj.weight", 4096, 8192),

@@ -15,7 +15,15 @@ from tests.helpers.faults import dying_trainer, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes, memfd_bytes
 from tests.helpers.ray_cluster import CPUS, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
-from trainer_bridge import ActorDied, ActorTimeout, Cycle, CycleError, SequenceBatch, TrainerConfig, open_ray
+from trainer_bridge import (
+    ActorDied,
+    ActorTimeout,
+    Cycle,
+    CycleError,
+    SequenceBatch,
+    TrainerConfig,
+    open_ray,
+)
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.ray_cluster import reserved
 
@@ -24,7 +32,9 @@ pytestmark = pytest.mark.ray
 ENGINE = {"kv_tokens": 256, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8]]
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=3, ignore_eos=True)
-GAP = 5e-5  # log-probabilities of magnitude 8 in fp32, an ulp of 5e-7, some dozens of roundings in two layers and head
+# log-probabilities of magnitude 8 in fp32, an ulp of 5e-7, some dozens of roundings in two layers
+# and head
+GAP = 5e-5
 
 
 def on(device: str, path: str) -> TrainerConfig:
@@ -35,7 +45,10 @@ def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed
     device: str, model_path: str, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     dying = dying_trainer(first=5)
-    with open_ray(on(device, model_path), ENGINE, alias=True, trainer_actor=dying) as (trainer, rollout):
+    with open_ray(on(device, model_path), ENGINE, alias=True, trainer_actor=dying) as (
+        trainer,
+        rollout,
+    ):
         pids = [trainer.call("pid"), rollout.call("pid")]
         assert len({os.getpid(), *pids}) == 3
         copy(trainer, rollout)
@@ -71,7 +84,9 @@ def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
             assert row == pytest.approx(sample.logprobs, abs=GAP)
         cycle.to_train()
         assert trainer.report().committed_bytes == full
-        trainer.update_actor(dataclasses.replace(batch, old_logprobs=ours, advantages=[1.0, -1.0, 1.0, -1.0]))
+        trainer.update_actor(
+            dataclasses.replace(batch, old_logprobs=ours, advantages=[1.0, -1.0, 1.0, -1.0])
+        )
     assert len(stages) == 16
 
 
@@ -91,26 +106,37 @@ def lend(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device
         assert cycle.to_rollout(version).nbytes == 0 and rollout.weights_version == version
         assert trainer.report().committed_bytes == full
         assert device != "cpu" or memfd_bytes(pids) == full + rollout.report().committed_bytes
-        seen.append([sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group])
+        seen.append(
+            [sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group]
+        )
         cycle.to_train()
-        assert rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
+        assert (
+            rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
+        )
         trainer.update_actor(make_batch(4))
     assert seen[0] != seen[1]
 
 
 def be_silent(trainer: RemoteTrainer) -> None:
     trainer.timeout = 0.5
-    with pytest.raises(ActorTimeout, match=r"the trainer actor gave no answer for 0\.5 s in nap\(\)"):
+    with pytest.raises(
+        ActorTimeout, match=r"the trainer actor gave no answer for 0\.5 s in nap\(\)"
+    ):
         trainer.call("nap")
     trainer.timeout = 600.0
 
 
 def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
     cycle = Cycle(trainer, rollout)
-    with pytest.raises(CycleError, match="stage 'sync_weights' failed: ActorDied: the trainer actor died") as caught:
+    with pytest.raises(
+        CycleError, match="stage 'sync_weights' failed: ActorDied: the trainer actor died"
+    ) as caught:
         cycle.to_rollout(5)
     cause: Any = caught.value.cause
-    assert isinstance(cause, ActorDied) and (cause.actor, cause.method) == ("trainer", "sync_weights")
+    assert isinstance(cause, ActorDied) and (cause.actor, cause.method) == (
+        "trainer",
+        "sync_weights",
+    )
     assert not getattr(caught.value, "__notes__", []), "the rollout could not be told"
     rollout.wake_up(["kv_cache"])
     with pytest.raises(StateError, match="sync_weights.*trainer actor died"):
@@ -121,14 +147,21 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
         cycle.to_rollout(6)
 
 
-def test_a_rollout_killed_when_half_is_written(device: str, model_path: str, ray_cluster: RayCluster) -> None:
+def test_a_rollout_killed_when_half_is_written(
+    device: str, model_path: str, ray_cluster: RayCluster
+) -> None:
     batch, before = make_batch(4), family_bytes("cpu")
-    with open_ray(on(device, model_path), ENGINE, trainer_actor=killing_trainer()) as (trainer, rollout):
+    with open_ray(on(device, model_path), ENGINE, trainer_actor=killing_trainer()) as (
+        trainer,
+        rollout,
+    ):
         pids = [trainer.call("pid"), rollout.call("pid")]
         scores = trainer.compute_log_prob(batch)
         trainer.call("kill_in_sync", pids[1])
         cycle = Cycle(trainer, rollout)
-        with pytest.raises(CycleError, match="stage 'sync_weights' failed: .*the rollout actor died") as caught:
+        with pytest.raises(
+            CycleError, match="stage 'sync_weights' failed: .*the rollout actor died"
+        ) as caught:
             cycle.to_rollout(1)
         assert isinstance(caught.value.cause, ActorDied)
         assert "the rollout could not be told" in caught.value.__notes__[-1]
@@ -150,18 +183,27 @@ def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(
 def test_a_cluster_that_is_too_small_is_told_at_once(ray_cluster: RayCluster) -> None:
     devices = CPUS // 2
     with reserved(1, devices, on_gpu=False) as places:
-        assert len(places) == devices and all(place["num_cpus"] == 1 and place["num_gpus"] == 0 for place in places)
+        assert len(places) == devices and all(
+            place["num_cpus"] == 1 and place["num_gpus"] == 0 for place in places
+        )
     for nodes, per_node, count in ((1, devices + 1, 0), (2, 1, 1)):
-        with pytest.raises(ValueError, match=rf"has {count} nodes with .*'CPU': {2 * per_node}.*, {nodes} are needed"):
+        with pytest.raises(
+            ValueError,
+            match=rf"has {count} nodes with .*'CPU': {2 * per_node}.*, {nodes} are needed",
+        ):
             with reserved(nodes, per_node, on_gpu=False):
                 pass
     ray_cluster.wait_free()
 
 
-def test_what_is_taken_by_others_is_told_in_time(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_taken_by_others_is_told_in_time(
+    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer_bridge.remote.ray_cluster.START_SECONDS", 0.2)
     with reserved(1, CPUS // 2, on_gpu=False):
-        with pytest.raises(ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"):
+        with pytest.raises(
+            ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"
+        ):
             with reserved(1, 1, on_gpu=False):
                 pass
     ray_cluster.wait_free()

@@ -1,4 +1,6 @@
-"""On GPUs: FSDP2 over two, an engine or a tensor-parallel rank beside each trainer rank; what does not grow."""
+"""On GPUs: FSDP2 over two, an engine or a tensor-parallel rank beside each trainer rank; what does
+not grow.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,37 @@ def tokens(engine: Any) -> list[list[int]]:
 
 def committed(side: RemoteGroup) -> list[dict[str, int]]:
     """Bytes on the tags of each rank."""
-    return [{name: tag.committed_bytes for name, tag in each.report().tags.items()} for each in side.each()]
+    return [
+        {name: tag.committed_bytes for name, tag in each.report().tags.items()}
+        for each in side.each()
+    ]
 
 
 def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[list[list[int]]]:
-    """What the engines answer before and after an update; weights are verified in every sync, memory changes hands."""
+    """What the engines answer before and after an update; weights are verified in every sync,
+    memory changes hands.
+    """
     cycle, seen, full = Cycle(trainer, rollout), [], committed(trainer)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert len(receipt.digests) == 2 and receipt.version == version
         if size == 1:
-            assert 2 * receipt.link_bytes == receipt.nbytes, "each rank has half of what both replicas take"
+            assert 2 * receipt.link_bytes == receipt.nbytes, (
+                "each rank has half of what both replicas take"
+            )
         else:
-            assert 5 * receipt.link_bytes < receipt.nbytes, "trainer and engine ranks of one device are not aligned"
+            assert 5 * receipt.link_bytes < receipt.nbytes, (
+                "trainer and engine ranks of one device are not aligned"
+            )
         assert [each.weights_version for each in rollout.each()] == [version, version]
         assert all(not any(tags.values()) for tags in committed(trainer))
         assert all(tags["weights"] and tags["kv_cache"] for tags in committed(rollout))
         seen.append(tokens(rollout))
         cycle.to_train()
-        assert all(not any(tags.values()) for tags in committed(rollout)) and committed(trainer) == full
+        assert (
+            all(not any(tags.values()) for tags in committed(rollout))
+            and committed(trainer) == full
+        )
         if version == 1:
             trainer.update_actor(make_batch(6))
     return seen
@@ -78,7 +92,9 @@ def test_two_gpus_serve_what_one_trainer_holds(
 
 
 def syncs(rank: int, path: str, count: int) -> dict[str, int]:
-    """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much they grew after all."""
+    """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much
+    they grew after all.
+    """
     engine = Engine.from_pretrained(path, device=f"cuda:{rank}", kv_tokens=256, load_weights=False)
     trainer = Trainer(config(path, device=f"cuda:{rank}"))
     trainer.connect([engine])
@@ -107,7 +123,9 @@ def held() -> dict[str, int]:
 def test_nothing_grows_over_syncs(world: int, tmp_path: Path) -> None:
     count = rounds(50, 1000)
     for grown in results(
-        start_ranks(syncs, world, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl")
+        start_ranks(
+            syncs, world, tmp_path / "store", write_model(tmp_path / "model"), count, backend="nccl"
+        )
     ):
         assert grown["device"] == grown["descriptors"] == 0, grown
         assert grown["resident"] < 4 << 20, f"{grown}: host memory of {count} syncs"

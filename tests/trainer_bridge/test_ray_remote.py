@@ -1,4 +1,6 @@
-"""Actors that are called alike: whose error is raised, and who is waited for. The actors here do nothing else."""
+"""Actors that are called alike: whose error is raised, and who is waited for. The actors here do
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def start(*ranks: int | None) -> list[RemoteActor]:
             return self.rank, value
 
         def generate(self, prompts: list[Any], params: list[Any], on_progress: Any) -> list[Any]:
-            return [(self.rank, prompt, each.max_tokens) for prompt, each in zip(prompts, params, strict=True)]
+            return [
+                (self.rank, prompt, each.max_tokens)
+                for prompt, each in zip(prompts, params, strict=True)
+            ]
 
         def fail(self, *errors: Exception | None) -> None:
             if (error := errors[self.rank]) is not None:
@@ -73,12 +78,15 @@ def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
     assert group.call("say", value="so") == (0, "so")
     assert [each.call_one("say", 2) for each in group.each()] == [(0, 2), (1, 2)]
     with pytest.raises(
-        ValueError, match=r"report\(\) is of one rank, these are trainer\[0\], trainer\[1\]; ask one of"
+        ValueError,
+        match=r"report\(\) is of one rank, these are trainer\[0\], trainer\[1\]; ask one of",
     ):
         group.call_one("report")
 
 
-def test_replicas_answer_what_they_are_dealt_in_the_order_of_the_prompts(ranks: list[RemoteActor]) -> None:
+def test_replicas_answer_what_they_are_dealt_in_the_order_of_the_prompts(
+    ranks: list[RemoteActor],
+) -> None:
     """Of an engine of two ranks, each twice here, both are asked and the first one answers."""
     prompts = [[1] * length for length in (3, 9, 4, 5, 8)]
     params = [SamplingParams(max_tokens=number + 1) for number in range(5)]
@@ -89,19 +97,25 @@ def test_replicas_answer_what_they_are_dealt_in_the_order_of_the_prompts(ranks: 
     assert RemoteRollout(ranks, SECONDS).generate(prompts, params) == expected
     engines = RemoteRollout([first, second, second, first], SECONDS, engine_size=2)
     assert engines.generate(prompts, params) == expected
-    assert engines.generate(prompts[:1], params[0]) == [(0, prompts[0], 1)], "one replica has nothing to do"
+    assert engines.generate(prompts[:1], params[0]) == [(0, prompts[0], 1)], (
+        "one replica has nothing to do"
+    )
 
 
 def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGroup) -> None:
     with pytest.raises(ValueError, match=r"^same$"):
         group.call("fail", ValueError("same"), ValueError("same"))
-    with pytest.raises(RankFailed, match=r"^the trainer\[1\] actor failed in fail\(\): OSError: cosmic ray$") as caught:
+    with pytest.raises(
+        RankFailed, match=r"^the trainer\[1\] actor failed in fail\(\): OSError: cosmic ray$"
+    ) as caught:
         group.call("fail", None, OSError("cosmic ray"))
     assert isinstance(caught.value.error, OSError) and caught.value.__cause__ is caught.value.error
 
 
 @pytest.mark.parametrize("cause", [0, 1])
-def test_what_a_rank_raises_because_of_another_is_not_the_cause(cause: int, group: RemoteGroup) -> None:
+def test_what_a_rank_raises_because_of_another_is_not_the_cause(
+    cause: int, group: RemoteGroup
+) -> None:
     errors = [SyncError("write", f"rank {cause}: OSError: cosmic ray"), OSError("cosmic ray")]
     with pytest.raises(RankFailed) as caught:
         group.call("fail", *(errors if cause else errors[::-1]))
@@ -111,12 +125,16 @@ def test_what_a_rank_raises_because_of_another_is_not_the_cause(cause: int, grou
 def test_who_is_silent_is_named(group: RemoteGroup, tmp_path: Path) -> None:
     group.call("say", "both are there")
     group.timeout = 3.0
-    with pytest.raises(ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 3 s in wait\(\)"):
+    with pytest.raises(
+        ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 3 s in wait\(\)"
+    ):
         group.call("wait", str(tmp_path / "go on"), None)
     (tmp_path / "go on").touch()
 
 
-def test_nobody_waits_for_the_others_of_one_that_died(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_nobody_waits_for_the_others_of_one_that_died(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
     dying = RemoteGroup(start(0, 1), SECONDS)
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in die\(\)"):
         dying.call("die", 1, str(tmp_path / "never"))

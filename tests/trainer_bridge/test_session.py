@@ -1,4 +1,6 @@
-"""A sync of one rank: what lies in the rollout's pages afterwards, on any device, and what is refused untouched."""
+"""A sync of one rank: what lies in the rollout's pages afterwards, on any device, and what is
+refused untouched.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,21 @@ def make_target(device: str) -> Iterator[Make]:
 
 def check(target: PageTarget, tensors: dict[str, Tensor]) -> None:
     for number, p in enumerate(target.layout.slices):
-        assert torch.equal(target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))), p.name
+        assert torch.equal(
+            target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))
+        ), p.name
 
 
-def alone(*targets: PageTarget, derived: dict[str, LowRank] | None = None, **sources: Any) -> WeightSync:
+def alone(
+    *targets: PageTarget, derived: dict[str, LowRank] | None = None, **sources: Any
+) -> WeightSync:
     device = str(targets[0].arena.device)
-    mine = {name: tensor for name, tensor in {**full(device), **sources}.items() if tensor is not None}
-    return WeightSync(shards(1), lambda: mine, targets, place=targets[0].place, derived=lambda: derived or {})
+    mine = {
+        name: tensor for name, tensor in {**full(device), **sources}.items() if tensor is not None
+    }
+    return WeightSync(
+        shards(1), lambda: mine, targets, place=targets[0].place, derived=lambda: derived or {}
+    )
 
 
 def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target: Make) -> None:
@@ -58,11 +68,15 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     sync = alone(target)
     for version in (1, 2):
         receipt = sync.sync(version)
-        assert target.version == receipt.version == version and receipt.digests == (target.digest(),)
+        assert target.version == receipt.version == version and receipt.digests == (
+            target.digest(),
+        )
         assert (receipt.nbytes, receipt.link_bytes) == (2 * sum(map(math.prod, SHAPES.values())), 0)
         assert target.leases() == 1
     assert list(receipt.stages) == ["prepare", "open", "map", "write", "verify", "commit"]
-    assert int((target.arena == 0xA5).sum()) >= target.layout.nbytes - receipt.nbytes, "padding was written"
+    assert int((target.arena == 0xA5).sum()) >= target.layout.nbytes - receipt.nbytes, (
+        "padding was written"
+    )
     target.saver.pause()
     target.saver.resume()
     assert target.leases() == 0
@@ -79,7 +93,9 @@ def test_all_targets_that_were_opened_hear_of_one_that_fails(stage: str, make_ta
     with pytest.raises(OSError, match=f"cosmic ray in {stage}"):
         alone(first, second).sync(1)
     assert first.version is None and "cosmic ray" in first.reason
-    assert (second.version, second.untouched()) == ((0, True) if stage == "begin" else (None, False))
+    assert (second.version, second.untouched()) == (
+        (0, True) if stage == "begin" else (None, False)
+    )
 
 
 @pytest.mark.parametrize("scratch", [16, 80, 1 << 20])
@@ -87,7 +103,10 @@ def test_derived_weights_are_written_in_pieces_of_any_size(
     scratch: int, device: str, make_target: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row, five rows or all at once, from one shard into two tensor-parallel slices of columns."""
-    monkeypatch.setattr("trainer_bridge.sync.rank_copies.DerivedCopies", partial(DerivedCopies, scratch_bytes=scratch))
+    monkeypatch.setattr(
+        "trainer_bridge.sync.rank_copies.DerivedCopies",
+        partial(DerivedCopies, scratch_bytes=scratch),
+    )
     draw = torch.Generator().manual_seed(5)
     a, b = torch.randn((3, 4), generator=draw), torch.randn((10, 3), generator=draw)
     halves = make_target(columns(0)), make_target(columns(1))
@@ -97,9 +116,14 @@ def test_derived_weights_are_written_in_pieces_of_any_size(
 
 
 @pytest.mark.parametrize("b", [(6, 3), (7, 2)])
-def test_factors_that_do_not_fit_are_refused_untouched(b: tuple[int, int], make_target: Make) -> None:
+def test_factors_that_do_not_fit_are_refused_untouched(
+    b: tuple[int, int], make_target: Make
+) -> None:
     target, misfit = make_target(), LowRank(a=torch.zeros(3, 3), b=torch.zeros(b), scale=1.0)
-    with pytest.raises(ValueError, match=rf"nothing was written: proj: b \({b[0]}, {b[1]}\) @ a \(3, 3\) does not fit"):
+    with pytest.raises(
+        ValueError,
+        match=rf"nothing was written: proj: b \({b[0]}, {b[1]}\) @ a \(3, 3\) does not fit",
+    ):
         alone(target, derived={"proj": misfit}).sync(1)
     assert target.untouched() and target.version == 0
 
@@ -107,7 +131,10 @@ def test_factors_that_do_not_fit_are_refused_untouched(b: tuple[int, int], make_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout_hash": "newer"}, "stale plan for version 9: made for layout .*, the rollout offers newer"),
+        (
+            {"layout_hash": "newer"},
+            "stale plan for version 9: made for layout .*, the rollout offers newer",
+        ),
         ({"nbytes": 1 << 30}, "its manifest describes 1073741824"),
     ],
 )
@@ -135,7 +162,9 @@ def test_sources_that_do_not_do_leave_the_target_as_it_was(
     change: dict[str, Any], message: str, device: str, make_target: Make
 ) -> None:
     target = make_target()
-    change = {name: tensor if tensor is None else tensor.to(device) for name, tensor in change.items()}
+    change = {
+        name: tensor if tensor is None else tensor.to(device) for name, tensor in change.items()
+    }
     with pytest.raises(ValueError, match=f"nothing was written: .*{message}"):
         alone(target, **change).sync(1, check_finite=True)
     assert target.untouched() and target.version == 0, "it was not even begun"
@@ -148,18 +177,24 @@ def test_sources_that_do_not_do_leave_the_target_as_it_was(
 def test_what_overflows_in_the_dtype_that_is_written_is_refused(
     dtype: str, largest: float, beyond: float, device: str, make_target: Make
 ) -> None:
-    """`largest` becomes the last finite number, `beyond`, finite in fp32, infinity; merged with adapters, too."""
+    """`largest` becomes the last finite number, `beyond`, finite in fp32, infinity; merged with
+    adapters, too.
+    """
     target = make_target(whole(dtype))
     norm = torch.tensor([0.0, largest, 0.0, 0.0], device=device)
     alone(target, norm=norm).sync(1, check_finite=True)
     norm[3] = beyond
     with pytest.raises(ValueError, match=f"norm has values beyond the range of {dtype}"):
         alone(target, norm=norm).sync(2, check_finite=True)
-    halves = LowRank(a=torch.ones(1, 3, device=device), b=torch.full((7, 1), beyond / 2, device=device), scale=1.0)
+    halves = LowRank(
+        a=torch.ones(1, 3, device=device),
+        b=torch.full((7, 1), beyond / 2, device=device),
+        scale=1.0,
+    )
     with pytest.raises(ValueError, match=f"proj has values beyond the range of {dtype}"):
-        alone(target, proj=torch.full((7, 3), beyond / 2, device=device), derived={"proj": halves}).sync(
-            2, check_finite=True
-        )
+        alone(
+            target, proj=torch.full((7, 3), beyond / 2, device=device), derived={"proj": halves}
+        ).sync(2, check_finite=True)
     assert target.version == 1
 
 

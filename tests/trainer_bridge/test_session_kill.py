@@ -1,8 +1,9 @@
-"""Trainer ranks killed at every moment of a sync: engines go on with a whole version, or refuse and say why.
+"""Trainer ranks killed at every moment of a sync: engines go on with a whole version, or refuse and
+say why.
 
-Two replicas never end with different versions: where one has committed and the other has not been heard of, the rank
-that is left poisons its own. For a moment they may differ, but only once both are verified, for then all ranks have
-agreed to commit.
+Two replicas never end with different versions: where one has committed and the other has not been
+heard of, the rank that is left poisons its own. For a moment they may differ, but only once both
+are verified, for then all ranks have agreed to commit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """told: a driver that finds the victim dead tells its engine. before: how the version before was synced."""
+    """told: a driver that finds the victim dead tells its engine.
+
+    before: how the version before was synced.
+    """
 
     death: Death
     victim: int
@@ -97,14 +101,18 @@ def drawn(count: int) -> list[Round]:
         moment, victim, shadow = kinds[stage][number // len(STAGES) % len(kinds[stage])]
         death = Death(stage=stage, moment=moment, part=rng.uniform(0, 1.9))
         before, told = rng.random() < 0.5, rng.random() < 0.5
-        found.append(Round(death=death, victim=victim, shadow=shadow, shadow_before=before, told=told))
+        found.append(
+            Round(death=death, victim=victim, shadow=shadow, shadow_before=before, told=told)
+        )
     return found
 
 
 def synced(pair: Pair, version: int, **how: Any) -> None:
     pair.order(version, **how)
     results = pair.results()
-    assert all(isinstance(result, SyncReceipt) and result.version == version for result in results), results
+    assert all(
+        isinstance(result, SyncReceipt) and result.version == version for result in results
+    ), results
 
 
 class Killing:
@@ -131,7 +139,13 @@ class Killing:
         self.check_both(old)
         assert pair.held() == self.floor, "the death before has left memory behind"
         self.version = old + 1
-        pair.order(self.version, dies=case.victim, death=case.death, shadow=case.shadow, timeout=KILL_PATIENCE)
+        pair.order(
+            self.version,
+            dies=case.victim,
+            death=case.death,
+            shadow=case.shadow,
+            timeout=KILL_PATIENCE,
+        )
         self.watch(case, old)
         self.check_results(case, pair.results())
         pair.stop()
@@ -157,7 +171,10 @@ class Killing:
             assert isinstance(result, SyncReceipt) and result.version == self.version
             return
         assert isinstance(result, SyncError) and result.stage == case.fails_in, result
-        assert f"rank {1 - case.victim} waited {KILL_PATIENCE:g} s for rank {case.victim}, in vain" in str(result)
+        assert (
+            f"rank {1 - case.victim} waited {KILL_PATIENCE:g} s for rank {case.victim}, in vain"
+            in str(result)
+        )
         if case.survivors_version(0) is None:
             assert str(result) in str(self.pair.engines[1 - case.victim].unavailable_reason())
 
@@ -173,7 +190,9 @@ class Killing:
             with pair.locks[victim]:
                 pair.engines[victim].abort_update("its trainer has died")
             assert pair.serves(victim) == (old if left_open else None)
-            assert left_open or "its trainer has died" in str(pair.engines[victim].unavailable_reason())
+            assert left_open or "its trainer has died" in str(
+                pair.engines[victim].unavailable_reason()
+            )
             left_open = False
         held = pair.held()
         if left_open:  # until it is told, or the next update begins
@@ -197,10 +216,16 @@ def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
     deadline = time.monotonic() + 5
     while settled_fds() > fds + SLACK_FDS or _threads() - threads:
         left = _threads() - threads
-        assert time.monotonic() < deadline, f"{settled_fds()} fds, {fds} before; threads {left} beside {threads}"
+        assert time.monotonic() < deadline, (
+            f"{settled_fds()} fds, {fds} before; threads {left} beside {threads}"
+        )
         time.sleep(0.05)
 
 
 def _threads() -> Counter[str]:
     """By name, but for the one that a process starts once, with its first kept lease or loan."""
-    return Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith("memsaver-loans"))
+    return Counter(
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.name.startswith("memsaver-loans")
+    )

@@ -1,4 +1,6 @@
-"""Syncs in a row over drawn layouts: what lies in the pages, what crossed links, who serves what when one fails."""
+"""Syncs in a row over drawn layouts: what lies in the pages, what crossed links, who serves what
+when one fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from tests.helpers.effort import rounds
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
-from tests.helpers.trainer_bridge.sync_cases import SCALE, Fault, Layout, Step, Whole, layouts, steps, whole
+from tests.helpers.trainer_bridge.sync_cases import (
+    SCALE,
+    Fault,
+    Layout,
+    Step,
+    Whole,
+    layouts,
+    steps,
+    whole,
+)
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge.errors import SyncError
@@ -52,7 +63,9 @@ class Trainer:
 
 @dataclasses.dataclass
 class Engine:
-    """A target, the rank that speaks for it, and what it should serve: a version with these values, or nothing."""
+    """A target, the rank that speaks for it, and what it should serve: a version with these values,
+    or nothing.
+    """
 
     target: StoredWeights
     rank: int
@@ -80,9 +93,13 @@ class World:
 
     def _trainer(self, number: int) -> Trainer:
         shards = [shard for shard in self.layout.shards if shard.rank == number]
-        sources = {shard.name: torch.empty(shard.shape, dtype=self.layout.source_dtype) for shard in shards}
+        sources = {
+            shard.name: torch.empty(shard.shape, dtype=self.layout.source_dtype) for shard in shards
+        }
         targets = [engine.target for engine in self.engines if engine.rank == number]
-        return Trainer(Rank(sources=sources, targets=targets, place=self.layout.places[number]), shards)
+        return Trainer(
+            Rank(sources=sources, targets=targets, place=self.layout.places[number]), shards
+        )
 
     # ---------------------------------------------------------------- running
 
@@ -109,7 +126,9 @@ class World:
         outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedConsensus)
         for problem in (*problems, *outcomes):
             if problem is not None:
-                traceback.clear_frames(problem.__traceback__)  # they hold tensors, and those hold savers
+                traceback.clear_frames(
+                    problem.__traceback__
+                )  # they hold tensors, and those hold savers
                 raise problem
 
     def possible(self, step: Step) -> Step:
@@ -122,7 +141,11 @@ class World:
         assert rank.sync is not None
 
         def strike(stage: str, moment: str) -> None:
-            if fault is not None and (stage, moment) == (fault.stage, fault.moment) and self.struck(fault) == number:
+            if (
+                fault is not None
+                and (stage, moment) == (fault.stage, fault.moment)
+                and self.struck(fault) == number
+            ):
                 raise OSError("cosmic ray")
 
         rank.consensus.hook = strike
@@ -150,10 +173,14 @@ class World:
                     engine.version = None
         for trainer in self.trainers:
             for shard in trainer.shards:
-                assert torch.equal(trainer.rank.sources[shard.name], values.base[shard.name][box_of(shard)])
+                assert torch.equal(
+                    trainer.rank.sources[shard.name], values.base[shard.name][box_of(shard)]
+                )
         for engine in self.engines:
             assert engine.target.store.version == engine.version
-            assert engine.version is not None or "cosmic ray" in engine.target.store.undefined_reason
+            assert (
+                engine.version is not None or "cosmic ray" in engine.target.store.undefined_reason
+            )
             engine.target.check_bytes()
             if engine.version is not None:
                 for piece in engine.target.store.manifest.slices:
@@ -170,7 +197,9 @@ class World:
 
     def loses(self, engine: Engine, step: Step, fault: Fault) -> bool:
         """Is the engine poisoned by the fault?"""
-        went = fault.moment == "done" or engine.rank != self.struck(fault)  # its step of the stage was made
+        went = fault.moment == "done" or engine.rank != self.struck(
+            fault
+        )  # its step of the stage was made
         if fault.stage == "prepare" or (fault.stage == "open" and not went):
             return False
         return not step.shadow or (fault.stage == "commit" and went)
@@ -179,12 +208,20 @@ class World:
         sync = self.trainers[0].rank.sync
         assert sync is not None
         names = set(step.some or self.layout.shapes)
-        link = sum(self.far(engine, piece) for engine in self.engines for piece in self.pieces(engine, names))
+        link = sum(
+            self.far(engine, piece)
+            for engine in self.engines
+            for piece in self.pieces(engine, names)
+        )
         digests = tuple(self.digest(engine, step, names) for engine in self.engines)
         nbytes = sum(sum(self.nbytes(engine, names)) for engine in self.engines)
         for result in results:
             assert isinstance(result, SyncReceipt), result
-            assert (result.version, result.nbytes, result.link_bytes) == (self.version, nbytes, link)
+            assert (result.version, result.nbytes, result.link_bytes) == (
+                self.version,
+                nbytes,
+                link,
+            )
             assert result.digests == digests
         if step.some is None:
             assert (nbytes, link) == (sum(sync.plan.nbytes), sum(sync.plan.link_bytes.values()))
@@ -202,7 +239,9 @@ class World:
         return [engine.target.read(piece).nbytes for piece in self.pieces(engine, names)]
 
     def pieces(self, engine: Engine, names: set[str]) -> list[ParamSlice]:
-        return [p for p in engine.target.store.manifest.slices if self.layout.stored[p.name] in names]
+        return [
+            p for p in engine.target.store.manifest.slices if self.layout.stored[p.name] in names
+        ]
 
     def digest(self, engine: Engine, step: Step, names: set[str]) -> int:
         """Of whole parameters, as the target's dtype has them; of derived ones, as they lie there."""
@@ -222,7 +261,13 @@ class World:
             assert torch.equal(found, values.base[name][box_of(piece)].to(found.dtype)), piece
             return
         rows, columns = box_of(piece)
-        assert_merged(found, values.base[name][rows, columns], values.a[name][:, columns], values.b[name][rows], SCALE)
+        assert_merged(
+            found,
+            values.base[name][rows, columns],
+            values.a[name][:, columns],
+            values.b[name][rows],
+            SCALE,
+        )
 
     def close(self) -> None:
         for engine in self.engines:

@@ -33,8 +33,14 @@ def test_shards_are_those_of_torch_chunk(size: int, world: int, dim: int) -> Non
         ([Replicate(), _StridedShard(0, split_factor=2), Shard(0)], [(2, 0), (1, 0)]),
         ([_StridedShard(0, split_factor=2), Shard(1), Shard(0)], [(2, 0), (0, 0), (1, 1)]),
         ([_StridedShard(0, split_factor=6), Shard(0), Shard(0)], [(1, 0), (2, 0), (0, 0)]),
-        ([_StridedShard(1, split_factor=2), _StridedShard(1, split_factor=2), Shard(1)], [(2, 1), (0, 1), (1, 1)]),
-        ([_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0)], [(2, 0), (1, 0), (0, 0)]),
+        (
+            [_StridedShard(1, split_factor=2), _StridedShard(1, split_factor=2), Shard(1)],
+            [(2, 1), (0, 1), (1, 1)],
+        ),
+        (
+            [_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0)],
+            [(2, 0), (1, 0), (0, 0)],
+        ),
     ],
 )
 def test_boxes_are_chunks_of_chunks_in_the_order_of_sharing(
@@ -55,7 +61,10 @@ def test_boxes_are_chunks_of_chunks_in_the_order_of_sharing(
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ([_StridedShard(0, split_factor=2), Replicate()], "no mesh dimension further right makes 2 parts"),
+        (
+            [_StridedShard(0, split_factor=2), Replicate()],
+            "no mesh dimension further right makes 2 parts",
+        ),
         ([_StridedShard(0, split_factor=3), Shard(0)], "makes 3 parts of dimension 0"),
         ([_StridedShard(0, split_factor=2), Shard(1)], "is no box"),
         ([Partial(), Shard(0)], "only sharded and replicated"),

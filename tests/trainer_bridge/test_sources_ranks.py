@@ -1,4 +1,6 @@
-"""Shards of real DTensors in four processes on gloo: FSDP2, HSDP, tensor parallel + FSDP2, uneven sizes, other dims."""
+"""Shards of real DTensors in four processes on gloo: FSDP2, HSDP, tensor parallel + FSDP2, uneven
+sizes, other dims.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from trainer_bridge.sync.plan import SourceShard
 from trainer_bridge.sync.shards import dtensor_shards
 
 WORLD = 4
-SHAPES = {"even": (8, 4), "uneven": (7, 3), "few": (2, 5), "row": (1, 2), "long": (9,), "experts": (3, 8, 4)}
+SHAPES = {
+    "even": (8, 4),
+    "uneven": (7, 3),
+    "few": (2, 5),
+    "row": (1, 2),
+    "long": (9,),
+    "experts": (3, 8, 4),
+}
 LAYOUTS = ["fsdp", "fsdp dims", "hsdp", "tp rows + fsdp", "tp columns + fsdp", "tp + fsdp dims"]
 WHOLE = {
     "fsdp",
@@ -54,13 +63,25 @@ def model(layout: str) -> nn.Module:
             continue  # FSDP2 shares other dimensions than 0 evenly only
         tensor = full(name)
         if layout.startswith("tp"):
-            dim = 0 if "rows" in layout or len(shape) == 1 else 1 if "columns" in layout else len(shape) - 1
+            dim = (
+                0
+                if "rows" in layout or len(shape) == 1
+                else 1
+                if "columns" in layout
+                else len(shape) - 1
+            )
             tensor = distribute_tensor(tensor, mesh["tp"], [Shard(dim)])
         module.register_parameter(name, nn.Parameter(tensor))
     if layout.startswith("tp"):
-        module.register_parameter("norm", nn.Parameter(torch.arange(5.0)))  # whole on each tensor-parallel rank
+        module.register_parameter(
+            "norm", nn.Parameter(torch.arange(5.0))
+        )  # whole on each tensor-parallel rank
     meshes = {"fsdp": init_device_mesh("cpu", (WORLD,)), "hsdp": mesh}
-    fully_shard(module, mesh=meshes.get(layout.split()[0], mesh["dp"]), shard_placement_fn=last_dim if dims else None)
+    fully_shard(
+        module,
+        mesh=meshes.get(layout.split()[0], mesh["dp"]),
+        shard_placement_fn=last_dim if dims else None,
+    )
     return module
 
 
@@ -100,9 +121,15 @@ def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
         holders = torch.zeros(whole.shape, dtype=torch.int64)
         for rank, held in enumerate(ranks):
             shard, local = shards[rank], held[layout][name].local
-            assert all(other == shards[other.rank] for other in held[layout][name].shards), "ranks disagree"
+            assert all(other == shards[other.rank] for other in held[layout][name].shards), (
+                "ranks disagree"
+            )
             box = box_of(shard)
-            assert (shard.global_shape, shard.dtype, shard.shape) == (whole.shape, "float32", local.shape)
+            assert (shard.global_shape, shard.dtype, shard.shape) == (
+                whole.shape,
+                "float32",
+                local.shape,
+            )
             assert torch.equal(whole[box], local), (name, rank)
             holders[box] += 1
         replicas = 2 if layout == "hsdp" or name == "norm" else 1

@@ -1,4 +1,6 @@
-"""The trainer against plain transformers and torch.optim, what parking does to it, and how it begins at random."""
+"""The trainer against plain transformers and torch.optim, what parking does to it, and how it
+begins at random.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memsaver import OutOfMemory, StateError, TagError
 from rollout import SamplingParams
 from tests.helpers.memory import scribble
-from tests.helpers.trainer_bridge.models import config, describe, make_batch, reference, reference_logprobs, write_model
+from tests.helpers.trainer_bridge.models import (
+    config,
+    describe,
+    make_batch,
+    reference,
+    reference_logprobs,
+    write_model,
+)
 from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
+from tests.helpers.trainer_bridge.tolerance import (
+    STABLE,
+    assert_learned,
+    assert_metrics,
+    assert_scores,
+)
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.training.initial import randomise_weights
 
@@ -47,45 +61,64 @@ def test_the_model_and_its_log_probabilities_are_those_of_transformers(
 ) -> None:
     path = write_model(tmp_path, family, **changes)
     plain, trainer = reference(path), make_trainer(path, device=device)
-    assert_same_bits({name: each.cpu() for name, each in trainer.shards().items()}, dict(plain.named_parameters()))
+    assert_same_bits(
+        {name: each.cpu() for name, each in trainer.shards().items()},
+        dict(plain.named_parameters()),
+    )
     buffers = dict(trainer.model.named_buffers())
     assert buffers
     if device == "cpu":  # they are computed, on the device
         assert_same_bits(buffers, dict(plain.named_buffers()))
     model: Any = trainer.model
     assert all(isinstance(layer, FSDPModule) for layer in [model, *model.model.layers])
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == changes.get("tie_word_embeddings", True)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == changes.get(
+        "tie_word_embeddings", True
+    )
     assert trainer.saver is not None
     for buffer in buffers.values():
         with pytest.raises(TagError):
             trainer.saver.offset_of(buffer)
     batch = make_batch(7)
-    batch = dataclasses.replace(batch, response_ids=[*batch.response_ids[:6], []], old_logprobs=None)
+    batch = dataclasses.replace(
+        batch, response_ids=[*batch.response_ids[:6], []], old_logprobs=None
+    )
     for temperature in (1.0, 0.6):
         batch = dataclasses.replace(batch, temperature=temperature)
         with torch.no_grad():
             assert_scores(trainer.compute_log_prob(batch), reference_logprobs(plain, batch))
     batch = dataclasses.replace(batch, temperature=1.7)  # the argument overrides the batch's
-    assert trainer.compute_log_prob(dataclasses.replace(batch, temperature=1.0), 1.7) == trainer.compute_log_prob(batch)
+    assert trainer.compute_log_prob(
+        dataclasses.replace(batch, temperature=1.0), 1.7
+    ) == trainer.compute_log_prob(batch)
 
 
 def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     hidden = 256 if device == "cpu" else 2048  # extents are pages of 4 KiB there, of 2 MiB here
-    trainer = make_trainer(write_model(tmp_path, hidden_size=hidden, intermediate_size=2 * hidden), device=device)
+    trainer = make_trainer(
+        write_model(tmp_path, hidden_size=hidden, intermediate_size=2 * hidden), device=device
+    )
     trainer.update_actor(make_batch(4))
     saver, shards = trainer.saver, trainer.shards()
     assert saver is not None
     elements = sum(param.numel() for param in trainer.model.parameters())
     tags = saver.report().tags
     for tag, expected in (("params", 4 * elements), ("optim", 8 * elements)):
-        assert expected <= tags[tag].live_bytes <= tags[tag].committed_bytes <= tags[tag].live_bytes * 1.02
+        assert (
+            expected
+            <= tags[tag].live_bytes
+            <= tags[tag].committed_bytes
+            <= tags[tag].live_bytes * 1.02
+        )
         assert tags[tag].live_bytes <= expected * 1.001 and tags[tag].content == "host"
     for name, param in trainer.model.named_parameters():
         assert saver.offset_of(shards[name]) < tags["params"].live_bytes
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert saver.offset_of(trainer.optimizer.state[param][moment].to_local()) < tags["optim"].live_bytes
+            assert (
+                saver.offset_of(trainer.optimizer.state[param][moment].to_local())
+                < tags["optim"].live_bytes
+            )
     addresses = {name: shard.data_ptr() for name, shard in shards.items()}
     trainer.update_actor(make_batch(4, seed=1))
     assert addresses == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
@@ -101,15 +134,24 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     ],
 )
 def test_steps_are_those_of_plain_adamw_however_they_are_cut_up(
-    tied: bool, decay: int | None, changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make
+    tied: bool,
+    decay: int | None,
+    changes: dict[str, Any],
+    device: str,
+    tmp_path: Path,
+    make_trainer: Make,
 ) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
     adam: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1}
     model = reference(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=STABLE["adam_eps"], **adam)
     end = 1.0 if decay is None else 0.0
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=decay or 1)
-    trainer = make_trainer(path, device=device, clip_eps_high=0.3, decay_steps=decay, **STABLE, **adam, **changes)
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        optimizer, start_factor=1.0, end_factor=end, total_iters=decay or 1
+    )
+    trainer = make_trainer(
+        path, device=device, clip_eps_high=0.3, decay_steps=decay, **STABLE, **adam, **changes
+    )
     norm, max_norm, steps = 0.0, changes.get("max_grad_norm", 1.0), 4 if decay == 3 else 3
     for step in range(steps):
         batch = make_batch(7, seed=step)
@@ -128,19 +170,29 @@ def test_mixed_precision_keeps_full_precision_masters(model_path: str, make_trai
     full, mixed = make_trainer(model_path), make_trainer(model_path, param_dtype="bfloat16")
     batch = make_batch(5)
     rows = zip(mixed.compute_log_prob(batch), full.compute_log_prob(batch), strict=True)
-    assert 1e-5 < max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True)) < 0.2
+    assert (
+        1e-5 < max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True)) < 0.2
+    )
     mixed.update_actor(batch)
     assert {shard.dtype for shard in mixed.shards().values()} == {torch.float32}
     assert any((shard != shard.bfloat16()).any() for shard in mixed.shards().values())
 
 
-def test_parking_keeps_every_bit_and_every_address(device: str, model_path: str, make_trainer: Make) -> None:
-    trainer, twin = make_trainer(model_path, device=device), make_trainer(model_path, saver=False, device=device)
+def test_parking_keeps_every_bit_and_every_address(
+    device: str, model_path: str, make_trainer: Make
+) -> None:
+    trainer, twin = (
+        make_trainer(model_path, device=device),
+        make_trainer(model_path, saver=False, device=device),
+    )
     batches = [make_batch(5, seed=seed) for seed in range(3)]
     for side in (trainer, twin):
         side.update_actor(batches[0])
         side.compute_log_prob(batches[1])  # leaves the root unsharded, if nobody drops it
-    before, addresses = bits(trainer), {name: shard.data_ptr() for name, shard in trainer.shards().items()}
+    before, addresses = (
+        bits(trainer),
+        {name: shard.data_ptr() for name, shard in trainer.shards().items()},
+    )
     assert trainer.saver is not None
     live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
     trainer.park("optim")
@@ -161,7 +213,9 @@ def test_parking_keeps_every_bit_and_every_address(device: str, model_path: str,
 
 
 @pytest.mark.parametrize("saver", [True, False])
-def test_what_needs_a_parked_tag_says_so(saver: bool, model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+def test_what_needs_a_parked_tag_says_so(
+    saver: bool, model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
     trainer, batch = make_trainer(model_path, saver=saver), make_batch(2)
     trainer.park("optim")
     with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'optim', which is parked"):
@@ -234,7 +288,9 @@ def test_a_batch_the_model_cannot_take_is_refused(
         make_trainer(model_path).update_actor(SequenceBatch(**{**fields, **changes}))
 
 
-def test_a_directory_without_a_fitting_model_is_refused(model_path: str, make_trainer: Make, tmp_path: Path) -> None:
+def test_a_directory_without_a_fitting_model_is_refused(
+    model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
     for random in (False, True):
         with pytest.raises(ValueError, match="no config.json"):
             make_trainer(str(tmp_path / "nothing"), random_init=random)
@@ -243,12 +299,15 @@ def test_a_directory_without_a_fitting_model_is_refused(model_path: str, make_tr
         make_trainer(str(tmp_path))
     other = Path(write_model(tmp_path / "other", "qwen2", num_hidden_layers=1, head_dim=8))
     (tmp_path / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.self_attn\.k_norm\.weight") as caught:
+    with pytest.raises(
+        ValueError, match=r"missing model\.layers\.0\.self_attn\.k_norm\.weight"
+    ) as caught:
         make_trainer(str(tmp_path))
     assert "unknown model.layers.0.self_attn.q_proj.bias" in str(caught.value)
 
 
-# ---------------------------------------------------------------- random weights, which never lie on the disk
+# ---------------------------------------------------------------- random weights, which never lie
+# on the disk
 
 
 def clones(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -264,11 +323,18 @@ def clones(trainer: Trainer) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weights_are_distributed_as_transformers_makes_them(
-    family: str, changes: dict[str, Any], dtype: str, device: str, tmp_path: Path, make_trainer: Make
+    family: str,
+    changes: dict[str, Any],
+    dtype: str,
+    device: str,
+    tmp_path: Path,
+    make_trainer: Make,
 ) -> None:
     path = describe(tmp_path, family, **changes)
     trainer = make_trainer(path, random_init=True, dtype=dtype, device=device)
-    plain = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_parameters())
+    plain = dict(
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_parameters()
+    )
     shards = trainer.shards()
     assert shards.keys() == plain.keys()
     deviation = json.loads((tmp_path / "config.json").read_text())["initializer_range"]
@@ -286,8 +352,12 @@ def test_weights_are_distributed_as_transformers_makes_them(
     assert not shards["model.embed_tokens.weight"][5].any()
     together = torch.cat(normal)
     assert float(together.std()) == pytest.approx(1, abs=0.02)
-    assert float((together.abs() < 1).float().mean()) == pytest.approx(0.6827, abs=0.02), "not normal"
-    assert len({tuple(values[:4].tolist()) for values in normal}) == len(normal), "two parameters begin alike"
+    assert float((together.abs() < 1).float().mean()) == pytest.approx(0.6827, abs=0.02), (
+        "not normal"
+    )
+    assert len({tuple(values[:4].tolist()) for values in normal}) == len(normal), (
+        "two parameters begin alike"
+    )
 
 
 def test_the_same_seed_gives_the_same_bits(device: str, tmp_path: Path, make_trainer: Make) -> None:
@@ -302,7 +372,9 @@ def test_the_same_seed_gives_the_same_bits(device: str, tmp_path: Path, make_tra
         assert torch.equal(shard, other.shards()[name]) == (shard.ndim == 1), name
 
 
-def test_filling_the_shards_takes_no_other_memory(device: str, tmp_path: Path, make_trainer: Make) -> None:
+def test_filling_the_shards_takes_no_other_memory(
+    device: str, tmp_path: Path, make_trainer: Make
+) -> None:
     model = make_trainer(describe(tmp_path, hidden_size=256), random_init=True, device=device).model
     if device == "cpu":
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -334,4 +406,6 @@ def test_a_described_model_generates_and_learns(dtype: str, device: str, tmp_pat
         assert any(not torch.equal(shard, before[name]) for name, shard in trainer.shards().items())
         for param in trainer.model.parameters():
             moments = trainer.optimizer.state[param]
-            assert {param.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {getattr(torch, dtype)}
+            assert {param.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {
+                getattr(torch, dtype)
+            }

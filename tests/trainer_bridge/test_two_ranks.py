@@ -1,4 +1,5 @@
-"""Two processes on gloo do what one does: scores, steps, parking, checkpoints, and a sync that both write.
+"""Two processes on gloo do what one does: scores, steps, parking, checkpoints, and a sync that both
+write.
 
 Sizes that two does not divide, so that the second rank's shards are shorter and padded by FSDP.
 """
@@ -16,9 +17,20 @@ import torch
 import memsaver
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.trainer_bridge.models import config, describe, make_batch, value_batch, write_model
+from tests.helpers.trainer_bridge.models import (
+    config,
+    describe,
+    make_batch,
+    value_batch,
+    write_model,
+)
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
-from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics, assert_scores
+from tests.helpers.trainer_bridge.tolerance import (
+    STABLE,
+    assert_learned,
+    assert_metrics,
+    assert_scores,
+)
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
 from trainer_bridge.training import initial
 from trainer_bridge.training.shards import shard_box
@@ -48,10 +60,14 @@ def learn(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def sync(trainer: Trainer, path: str) -> dict[str, Any]:
-    """Rank 0's process holds the engine; both ranks write, the engine verifies. Returns its weights by name."""
+    """Rank 0's process holds the engine; both ranks write, the engine verifies. Returns its weights
+    by name.
+    """
     engines = connected(trainer, path)
     receipt = trainer.sync_weights(1)
-    return {"receipt": receipt} | {name: value for engine in engines for name, value in weights(engine).items()}
+    return {"receipt": receipt} | {
+        name: value for engine in engines for name, value in weights(engine).items()
+    }
 
 
 def connected(trainer: Trainer, path: str) -> list[Engine]:
@@ -61,7 +77,9 @@ def connected(trainer: Trainer, path: str) -> list[Engine]:
 
 
 def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
-    """A second trainer, whose o_proj are sharded by columns: the same model, learning and synced the same."""
+    """A second trainer, whose o_proj are sharded by columns: the same model, learning and synced
+    the same.
+    """
     names = [name for name in trainer.shards() if name.endswith("o_proj.weight")]
     refused = ""
     try:
@@ -84,8 +102,9 @@ def parked(trainer: Trainer) -> int:
 
 
 def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
-    """A third trainer, with adapters on weights that are sharded by rows and by columns. hand: the merged weights of
-    this rank's shards, each with its box."""
+    """A third trainer, with adapters on weights that are sharded by rows and by columns. hand: the
+    merged weights of this rank's shards, each with its box.
+    """
     columns = {name: 1 for name in trainer.shards() if name.endswith("o_proj.weight")}
     settings = dataclasses.replace(trainer.config, lora=LORA)
     other = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
@@ -94,7 +113,9 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     result |= {"metrics": learn(other), "learned": bits(other, whole=True), "weights": whole(other)}
     params: Any = dict(other.model.named_parameters())
     hand = []
-    for name in (f"{each.removesuffix('.lora_a')}.weight" for each in params if each.endswith("lora_a")):
+    for name in (
+        f"{each.removesuffix('.lora_a')}.weight" for each in params if each.endswith("lora_a")
+    ):
         a, b = (result["weights"][name.replace("weight", f"lora_{x}")] for x in "ab")
         (row, column), (rows, width) = shard_box(params[name])
         base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
@@ -111,28 +132,44 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
 
 
 def drawn(path: str) -> dict[str, Any]:
-    """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is sharded by columns.
-    boxes: of the shards."""
+    """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is
+    sharded by columns.
+    boxes: of the shards.
+    """
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
     once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
     assert_same_bits(once.shards(), again.shards())
-    return {"shards": dict(once.shards()), "boxes": {name: shard_box(p) for name, p in once.model.named_parameters()}}
+    return {
+        "shards": dict(once.shards()),
+        "boxes": {name: shard_box(p) for name, p in once.model.named_parameters()},
+    }
 
 
 def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
-    """A trainer that has critic and reference: what they say and learn, before and after they were parked."""
-    trainer = Trainer(config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver)
+    """A trainer that has critic and reference: what they say and learn, before and after they were
+    parked.
+    """
+    trainer = Trainer(
+        config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver
+    )
     assert trainer.critic is not None
     trainer.restore("reference")
     before = trainer.compute_ref_log_prob(make_batch(COUNTS[0]))
     learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
     values = trainer.compute_values(make_batch(COUNTS[0]))
     trainer.park()
-    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)  # takes what was freed; a rank can have no process of its own
+    torch.full(
+        (1 << 20,), 0xFF, dtype=torch.uint8
+    )  # takes what was freed; a rank can have no process of its own
     trainer.restore()
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
     assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
-    return {"scores": before, "values": values, "metrics": learned, "learned": bits(trainer.critic, whole=True)}
+    return {
+        "scores": before,
+        "values": values,
+        "metrics": learned,
+        "learned": bits(trainer.critic, whole=True),
+    }
 
 
 def worker(rank: int, path: str, out: str) -> None:
@@ -140,7 +177,11 @@ def worker(rank: int, path: str, out: str) -> None:
     trainer = Trainer(config(path, **CHANGES), saver)
     result: dict[str, Any] = {
         "tags": saver.report().tags,
-        "offsets": {name: saver.offset_of(shard) for name, shard in trainer.shards().items() if shard.numel()},
+        "offsets": {
+            name: saver.offset_of(shard)
+            for name, shard in trainer.shards().items()
+            if shard.numel()
+        },
         "scores": trainer.compute_log_prob(make_batch(COUNTS[0])),
         "metrics": learn(trainer),
         "learned": bits(trainer, whole=True),
@@ -148,7 +189,9 @@ def worker(rank: int, path: str, out: str) -> None:
     }
     before = bits(trainer)
     trainer.park()
-    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)  # takes what was freed; a rank can have no process of its own
+    torch.full(
+        (1 << 20,), 0xFF, dtype=torch.uint8
+    )  # takes what was freed; a rank can have no process of its own
     trainer.restore()
     assert_same_bits(bits(trainer), before)
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
@@ -166,7 +209,9 @@ def worker(rank: int, path: str, out: str) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    describe(out / "described", pad=60, **UNEVEN)  # the padding row is the second rank's: shards of 49 and 48 rows
+    describe(
+        out / "described", pad=60, **UNEVEN
+    )  # the padding row is the second rank's: shards of 49 and 48 rows
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -174,13 +219,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list
 Ranks = tuple[str, Path, list[dict[str, Any]]]
 
 
-def assert_learning(result: dict[str, Any], metrics: list[dict[str, float]], learned: dict[str, torch.Tensor]) -> None:
+def assert_learning(
+    result: dict[str, Any], metrics: list[dict[str, float]], learned: dict[str, torch.Tensor]
+) -> None:
     for got, wanted in zip(result["metrics"], metrics, strict=True):
         assert_metrics(got, wanted)
     assert_learned(result["learned"], learned, STEPS)
 
 
-def test_two_ranks_compute_what_one_does(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+def test_two_ranks_compute_what_one_does(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
     path, _, results = two_ranks
     alone = make_trainer(path, **CHANGES)
     scores, metrics = alone.compute_log_prob(make_batch(COUNTS[0])), learn(alone)
@@ -190,7 +239,9 @@ def test_two_ranks_compute_what_one_does(two_ranks: Ranks, make_trainer: Callabl
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
-def test_two_ranks_value_and_refer_as_one_does(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+def test_two_ranks_value_and_refer_as_one_does(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
     path, _, results = two_ranks
     make_trainer(path)  # its process group
     alone = with_models(path)
@@ -210,7 +261,9 @@ def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:
             assert report.committed_bytes <= report.live_bytes * 1.02 + 4096
 
 
-def test_one_rank_goes_on_from_a_checkpoint_of_two(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+def test_one_rank_goes_on_from_a_checkpoint_of_two(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
     path, out, results = two_ranks
     alone = make_trainer(path, **CHANGES)
     assert alone.load_checkpoint(str(out / "checkpoint")) == {"ranks": 2}
@@ -227,7 +280,9 @@ def test_two_ranks_draw_the_model_of_one(
     seen = dict.fromkeys(alone, 0)
     for result in (each["drawn"] for each in two_ranks[2]):
         for name, shard in result["shards"].items():
-            box = tuple(slice(at, at + size) for at, size in zip(*result["boxes"][name], strict=True))
+            box = tuple(
+                slice(at, at + size) for at, size in zip(*result["boxes"][name], strict=True)
+            )
             assert torch.equal(shard, alone[name][box]), name
             seen[name] += shard.numel()
     assert seen == {name: whole.numel() for name, whole in alone.items()}
@@ -240,7 +295,10 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
     for result in two_ranks[2]:
         columns = result["columns"]
         assert set(columns["shapes"]) == {(33, 15)}
-        assert "down_proj.weight: FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts" in columns["refused"]
+        assert (
+            "down_proj.weight: FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts"
+            in columns["refused"]
+        )
         assert "lm_head is no parameter" in columns["refused"]
         assert_learning(columns, result["metrics"], result["learned"])
     first, second = (result["columns"] for result in two_ranks[2])
@@ -251,7 +309,9 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
         assert torch.equal(synced[name], value), name
 
 
-def test_adapters_learn_on_two_ranks_as_on_one(two_ranks: Ranks, make_trainer: Callable[..., Trainer]) -> None:
+def test_adapters_learn_on_two_ranks_as_on_one(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
     path, out, results = two_ranks
     alone = make_trainer(path, **CHANGES, lora=LORA)
     metrics = learn(alone)
@@ -273,11 +333,17 @@ def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:
     assert len(changed) == 6
     for name in synced.keys() - changed:
         assert torch.equal(synced[name], first["weights"][name]), name
-    assert first["second"].nbytes == sum(synced[name].nbytes for name in changed) < first["first"].nbytes
+    assert (
+        first["second"].nbytes
+        == sum(synced[name].nbytes for name in changed)
+        < first["first"].nbytes
+    )
 
 
 def test_padded_adapters_lie_on_their_own_tag(two_ranks: Ranks) -> None:
-    """So that the frozen base is copied to the host once, also on the rank whose shards are shorter."""
+    """So that the frozen base is copied to the host once, also on the rank whose shards are
+    shorter.
+    """
     for result in (each["adapted"] for each in two_ranks[2]):
         live = {tag: report.live_bytes for tag, report in result["tags"].items()}
         assert result["moved"] == [sum(live.values()), live["adapters"] + live["optim"]]

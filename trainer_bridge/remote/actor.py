@@ -147,15 +147,17 @@ class RemoteRollout(RemoteGroup):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """The prompts are dealt over the replicas; answers come in the order of the prompts. A replica that refuses one
-        counts those that it was dealt.
+        """The prompts are dealt over the replicas; answers come in the order of the prompts. A
+        replica that refuses one counts those that it was dealt.
 
-        on_progress runs in the actor: pass something picklable that sends the numbers on. ValueError with several
-        replicas, whose numbers nobody adds up.
+        on_progress runs in the actor: pass something picklable that sends the numbers on.
+        ValueError with several replicas, whose numbers nobody adds up.
         """
         each = for_each(prompts, params)
         if on_progress is not None and len(self._engines) > 1:
-            raise ValueError(f"on_progress is for one engine, these are {len(self._engines)} replicas; leave it away")
+            raise ValueError(
+                f"on_progress is for one engine, these are {len(self._engines)} replicas; leave it away"
+            )
         dealt = deal_prompts(prompts, each, len(self._engines))
         args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
         for engine, numbers in zip(self._engines, dealt, strict=True):
@@ -176,4 +178,7 @@ def seats(ranks: RemoteGroup) -> list[Seat | None]:
     host, port = ranks.each()[0].call("meet")
     size, seconds = len(ranks.ranks), ranks.timeout
     key = secrets.token_bytes(32)
-    return [Seat(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key) for rank in range(size)]
+    return [
+        Seat(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key)
+        for rank in range(size)
+    ]

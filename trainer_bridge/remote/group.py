@@ -1,4 +1,7 @@
-"""Blocking handles on Ray actors, one or several that are called alike. ray is imported when first needed."""
+"""Blocking handles on Ray actors, one or several that are called alike.
+
+ray is imported when first needed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, RankFailed, SyncError
 
-_GRACE_SECONDS = 5.0  # for the other ranks to answer, too, when one has failed: it may be by another's fault
+_GRACE_SECONDS = (
+    5.0  # for the other ranks to answer, too, when one has failed: it may be by another's fault
+)
 _ECHOES = (SyncError, RankError)  # what a rank raises because of another
 
 
@@ -47,10 +52,12 @@ class RemoteActor:
 
 
 class RemoteGroup:
-    """Actors that are called alike, rank by rank; a call blocks until all have answered. Often it is one actor.
+    """Actors that are called alike, rank by rank; a call blocks until all have answered. Often it
+    is one actor.
 
-    What all ranks raise, or the only one, is raised here; `RankFailed` names the rank where others did not raise it.
-    `ActorDied` and `ActorTimeout` name the actor and the method; nobody waits for the others when one has died.
+    What all ranks raise, or the only one, is raised here; `RankFailed` names the rank where others
+    did not raise it. `ActorDied` and `ActorTimeout` name the actor and the method; nobody waits for
+    the others when one has died.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float) -> None:
@@ -77,12 +84,19 @@ class RemoteGroup:
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Each rank with arguments of its own; a rank with None is not called, and its answer is None."""
+        """Each rank with arguments of its own; a rank with None is not called, and its answer is
+        None.
+        """
         pairs = zip(self.ranks, args, strict=True)
-        return self._gather(method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs])
+        return self._gather(
+            method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs]
+        )
 
     def call_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What is different on every rank. ValueError where there are several: ask one of `each()`."""
+        """What is different on every rank.
+
+        ValueError where there are several: ask one of `each()`.
+        """
         if len(self.ranks) > 1:
             raise ValueError(f"{method}() is of one rank, these are {self.name}; ask one of each()")
         return self.call(method, *args, **kwargs)
@@ -90,7 +104,9 @@ class RemoteGroup:
     def _gather(self, method: str, references: Sequence[Any]) -> list[Any]:
         import ray
 
-        waiting = {reference: rank for rank, reference in enumerate(references) if reference is not None}
+        waiting = {
+            reference: rank for rank, reference in enumerate(references) if reference is not None
+        }
         called = len(waiting)
         answers: list[Any] = [None] * len(references)
         failed: list[tuple[int, Exception]] = []
@@ -114,7 +130,9 @@ class RemoteGroup:
             raise ActorTimeout(silent, method, f"gave no answer for {self.timeout:g} s")
         return answers
 
-    def _cause(self, method: str, failed: Sequence[tuple[int, Exception]], called: int) -> Exception:
+    def _cause(
+        self, method: str, failed: Sequence[tuple[int, Exception]], called: int
+    ) -> Exception:
         """The error to raise: the first that no other rank is to blame for."""
         rank, first = min(failed, key=lambda each: isinstance(each[1], _ECHOES))
         if len(failed) == called and len({(type(error), str(error)) for _, error in failed}) == 1:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from rollout.types import SamplingParams
 
 
-def deal_prompts(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int) -> list[list[int]]:
+def deal_prompts(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
+) -> list[list[int]]:
     """Numbers of the prompts of every replica, ascending; the same for the same requests.
 
-    The longest go first, each to the replica that has the least to do: so much at most as the tokens of the prompt and
-    of all its answers.
+    The longest go first, each to the replica that has the least to do: so much at most as the
+    tokens of the prompt and of all its answers.
     """
     work = [
         len(prompt) + max(each.n, each.beam_width) * each.max_tokens

@@ -15,7 +15,9 @@ from memsaver.common.signals import held
 
 START_SECONDS = 60.0  # for Ray to find room
 _NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
-_STORE_BYTES = 256 << 20  # of Ray's object store: batches and messages only, weights never pass through it
+_STORE_BYTES = (
+    256 << 20
+)  # of Ray's object store: batches and messages only, weights never pass through it
 _ACTORS = 2  # a device: a trainer rank and an engine rank
 
 Place = dict[str, Any]
@@ -24,8 +26,9 @@ Place = dict[str, Any]
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connected to a Ray cluster inside; what was there before stays. devices: that one of our own must have room
-    for."""
+    """Connected to a Ray cluster inside; what was there before stays. devices: that one of our own
+    must have room for.
+    """
     import ray
 
     if ray.is_initialized():
@@ -37,7 +40,8 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
             with _sigterm_kept():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            # Interrupted halfway, a cluster leaves agents behind, which never learn that it is gone.
+            # Interrupted halfway, a cluster leaves agents behind, which never learn that it is
+            # gone.
             with held(), _sigterm_kept():
                 _start(devices)
         yield
@@ -50,7 +54,10 @@ def _sigterm_kept() -> Iterator[None]:
     """ray.init puts a handler of its own in the place of the caller's."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
-    if threading.current_thread() is threading.main_thread() and handler not in (signal.SIG_DFL, None):
+    if threading.current_thread() is threading.main_thread() and handler not in (
+        signal.SIG_DFL,
+        None,
+    ):
         signal.signal(signal.SIGTERM, handler)
 
 
@@ -82,7 +89,8 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Where to run the actors of each device, node by node; one bundle a device, so that its actors get the same GPU.
+    """Where to run the actors of each device, node by node; one bundle a device, so that its actors
+    get the same GPU.
 
     ValueError where the cluster has no such nodes, or they are not free in time.
     """
@@ -108,7 +116,12 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
                 ) from error
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
         yield [
-            {**half, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)}
+            {
+                **half,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            }
             for group in groups
             for index in range(devices)
         ]
@@ -119,7 +132,11 @@ def _check_nodes(count: int, needed: dict[str, float]) -> None:
     import ray
 
     there = [_named(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    large = [node for node in there if all(node.get(name, 0) >= amount for name, amount in needed.items())]
+    large = [
+        node
+        for node in there
+        if all(node.get(name, 0) >= amount for name, amount in needed.items())
+    ]
     if len(large) < count:
         raise ValueError(
             f"the Ray cluster has {len(large)} nodes with {needed}, {count} are needed (its nodes: {there}); "

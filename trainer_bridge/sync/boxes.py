@@ -41,7 +41,10 @@ class Box(NamedTuple):
             for low, high in ((start[dim], first), (first + size, start[dim] + shape[dim])):
                 if low < high:
                     rest.append(
-                        Box((*start[:dim], low, *start[dim + 1 :]), (*shape[:dim], high - low, *shape[dim + 1 :]))
+                        Box(
+                            (*start[:dim], low, *start[dim + 1 :]),
+                            (*shape[:dim], high - low, *shape[dim + 1 :]),
+                        )
                     )
             start[dim], shape[dim] = first, size
         return rest
@@ -65,7 +68,9 @@ def dot(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """First element and length of part `index` of `size` elements, as by `torch.chunk`: the last may be empty."""
+    """First element and length of part `index` of `size` elements, as by `torch.chunk`: the last
+    may be empty.
+    """
     each = -(-size // parts)
     first = min(size, index * each)
     return first, min(size, first + each) - first

@@ -1,4 +1,6 @@
-"""Cast tensors, write them where they belong, and digest the bits written: one pass over memory on a GPU."""
+"""Cast tensors, write them where they belong, and digest the bits written: one pass over memory on
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ OnPart = Callable[[int, int], None]
 class Placement:
     """Rows of `count` elements of contiguous `source`, cast to `dtype`, go to the target.
 
-    offset: byte of the first element, which has number `index_base`. count: None: all of `source`. Pitches: elements
-    from one of `rows` rows to the next, in the source, in the target and in the numbers.
+    offset: byte of the first element, which has number `index_base`. count: None: all of `source`.
+    Pitches: elements from one of `rows` rows to the next, in the source, in the target and in the
+    numbers.
     """
 
     source: Tensor
@@ -57,13 +60,17 @@ class Placement:
 
 
 class CastCopy:
-    """Many placements, to be written again and again: on a GPU in few launches, from tables made once, with one wait.
+    """Many placements, to be written again and again: on a GPU in few launches, from tables made
+    once, with one wait.
 
-    The sources must keep their addresses. Device memory: the tables, under 16 MiB; nothing grows with the model.
+    The sources must keep their addresses. Device memory: the tables, under 16 MiB; nothing grows
+    with the model.
     """
 
     def __init__(self, placements: Sequence[Placement], impl: Impl = "auto") -> None:
-        """A ValueError names a source that is too short or not contiguous, a wrong offset, pitch or dtype."""
+        """A ValueError names a source that is too short or not contiguous, a wrong offset, pitch or
+        dtype.
+        """
         for each in placements:
             _check(each)
         self._placements = tuple(placements)
@@ -81,21 +88,31 @@ class CastCopy:
         """Whether `start` returns before it is done."""
         return self._table is not None and self._table.is_cuda
 
-    def run(self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None) -> int:
+    def run(
+        self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
+    ) -> int:
         """`start`, then `result`."""
         self.start(target, on_part, programs)
         return self.result()
 
-    def start(self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None) -> None:
-        """Begin to write into `target`, uint8, whose byte 0 the offsets count from, on the current stream.
+    def start(
+        self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
+    ) -> None:
+        """Begin to write into `target`, uint8, whose byte 0 the offsets count from, on the current
+        stream.
 
-        Returns before it is done on a GPU. When `on_part` is called, what it counts as written has been; waiting for
-        that costs a GPU a pause. programs: as in `SegmentTable.launch`; without a kernel it means nothing.
+        Returns before it is done on a GPU. When `on_part` is called, what it counts as written has
+        been; waiting for that costs a GPU a pause. programs: as in `SegmentTable.launch`; without a
+        kernel it means nothing.
         """
         if target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end:
-            raise ValueError(f"cast_copy needs {self._end} bytes, got {target.dtype} {tuple(target.shape)}")
+            raise ValueError(
+                f"cast_copy needs {self._end} bytes, got {target.dtype} {tuple(target.shape)}"
+            )
         self._value, self._launched = None, False
-        if self._table is not None and target.is_cuda == self._table.is_cuda:  # perhaps of another GPU
+        if (
+            self._table is not None and target.is_cuda == self._table.is_cuda
+        ):  # perhaps of another GPU
             self._start_table(self._table, target, on_part, programs)
             self._launched = True
             return
@@ -107,8 +124,9 @@ class CastCopy:
         self._value = total % (1 << 64)
 
     def result(self) -> int:
-        """Wait for the last `start`; the digest of the cast values, computed from the source side: what the target
-        should now hold."""
+        """Wait for the last `start`; the digest of the cast values, computed from the source side:
+        what the target should now hold.
+        """
         if self._launched:
             assert self._table is not None
             return self._table.digest()
@@ -116,7 +134,9 @@ class CastCopy:
             raise ValueError("cast_copy was not started, or its start failed; call start first")
         return self._value
 
-    def _start_table(self, table: SegmentTable, target: Tensor, on_part: OnPart | None, programs: int | None) -> None:
+    def _start_table(
+        self, table: SegmentTable, target: Tensor, on_part: OnPart | None, programs: int | None
+    ) -> None:
         base = target.data_ptr()
         if on_part is None:
             table.launch(base, programs=programs)
@@ -128,14 +148,20 @@ class CastCopy:
             table.launch(base, first, last, programs=programs)
 
 
-def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int | None = None) -> int:
-    """Write `source`, cast to target's dtype, into `target` (same shape), by torch on any device, in bounded pieces.
+def cast_copy(
+    target: Tensor, source: Tensor, index_base: int, index_pitch: int | None = None
+) -> int:
+    """Write `source`, cast to target's dtype, into `target` (same shape), by torch on any device,
+    in bounded pieces.
 
-    Both are contiguous; or, if `index_pitch` is given, [rows, width] with contiguous rows, and numbers rise by so much
-    from row to row. index_base: number of the first element. Returns the digest of the cast values.
+    Both are contiguous; or, if `index_pitch` is given, [rows, width] with contiguous rows, and
+    numbers rise by so much from row to row. index_base: number of the first element. Returns the
+    digest of the cast values.
     """
     if target.shape != source.shape:
-        raise ValueError(f"cast_copy: source {tuple(source.shape)} does not fit target {tuple(target.shape)}")
+        raise ValueError(
+            f"cast_copy: source {tuple(source.shape)} does not fit target {tuple(target.shape)}"
+        )
     if index_pitch is None:
         assert target.is_contiguous() and source.is_contiguous()
         target, source = target.view(1, -1), source.view(1, -1)
@@ -150,18 +176,24 @@ def cast_copy(target: Tensor, source: Tensor, index_base: int, index_pitch: int 
 
 
 def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """No NaN and no infinity among the elements (contiguous, any float dtype), cast to `dtype`: where that has the
-    smaller range, a large number is one."""
+    """No NaN and no infinity among the elements (contiguous, any float dtype), cast to `dtype`:
+    where that has the smaller range, a large number is one.
+    """
     flat = source.detach().view(-1)
     chunks = (
-        flat[first : first + CHUNK_CUDA].to(dtype or source.dtype) for first in range(0, flat.numel(), CHUNK_CUDA)
+        flat[first : first + CHUNK_CUDA].to(dtype or source.dtype)
+        for first in range(0, flat.numel(), CHUNK_CUDA)
     )
-    readable = (chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks)  # isfinite knows no fp8
+    readable = (
+        chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks
+    )  # isfinite knows no fp8
     return all(bool(torch.isfinite(chunk).all()) for chunk in readable)
 
 
 def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of placements, each of at most PART_BYTES or of one placement; one of them starts at half of all."""
+    """Ranges of placements, each of at most PART_BYTES or of one placement; one of them starts at
+    half of all.
+    """
     parts, first, nbytes = [], 0, 0
     for i, size in enumerate(sizes):
         if i > first and (i == len(sizes) // 2 or nbytes + size > PART_BYTES):
@@ -189,7 +221,9 @@ def _check(each: Placement) -> None:
     if min(numbers) < 0:
         raise ValueError(f"cast_copy: rows, count and pitches must not be negative, got {numbers}")
     if each.rows > 1 and each.width > each.target_pitch:
-        raise ValueError(f"cast_copy: rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}")
+        raise ValueError(
+            f"cast_copy: rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}"
+        )
     if _span(each, each.source_pitch) > each.source.numel():
         raise ValueError(
             f"cast_copy: {each.rows} rows of {each.width} elements, {each.source_pitch} apart, reach beyond the end of "
@@ -199,7 +233,9 @@ def _check(each: Placement) -> None:
 
 def _by_torch(target: Tensor, each: Placement) -> int:
     shape = (each.rows, each.width)
-    place = target[each.offset : each.end].view(each.dtype).as_strided(shape, (each.target_pitch, 1))
+    place = (
+        target[each.offset : each.end].view(each.dtype).as_strided(shape, (each.target_pitch, 1))
+    )
     source = each.source.detach().view(-1).as_strided(shape, (each.source_pitch, 1))
     return cast_copy(place, source, each.index_base, each.index_pitch)
 

@@ -1,7 +1,8 @@
 """Ranks agree before each step that cannot be undone: all of them go on, or none does.
 
-A round: every rank says what came of its own step, waits for the others', and then the round is decided once for all,
-in the store, by whoever is first: "go", or that a rank gave up waiting. So a rank that comes late never goes on alone.
+A round: every rank says what came of its own step, waits for the others', and then the round is
+decided once for all, in the store, by whoever is first: "go", or that a rank gave up waiting. So a
+rank that comes late never goes on alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch.distributed as dist
 
 from memsaver import Ticket
 from memsaver.common.plain import Forged, Plain, seal, unseal
-from rollout.types import CommitReceipt, Manifest, ModuleTensor, ParamSlice, VerifyReceipt, WeightLayout, WeightOffer
+from rollout.types import (
+    CommitReceipt,
+    Manifest,
+    ModuleTensor,
+    ParamSlice,
+    VerifyReceipt,
+    WeightLayout,
+    WeightOffer,
+)
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.rank_copies import Written
 from trainer_bridge.sync.shards import SourceShard
@@ -27,7 +36,16 @@ T = TypeVar("T")
 _GO = "go"
 _KEY_BYTES = 32
 _PLAIN = Plain(  # what ranks of a sync say
-    *(ParamSlice, ModuleTensor, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt, Ticket, IpcTicket),
+    *(
+        ParamSlice,
+        ModuleTensor,
+        WeightLayout,
+        WeightOffer,
+        VerifyReceipt,
+        CommitReceipt,
+        Ticket,
+        IpcTicket,
+    ),
     *(SourceShard, Written),
     whole=(Manifest,),
 )
@@ -42,8 +60,9 @@ class Consensus(Protocol):
     def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
         """Run `step` here; what it returned on every rank, by rank, once it has succeeded on all.
 
-        Where it failed, its own exception is raised here after the others were told; elsewhere a `SyncError` names the
-        stage, the rank and the error, or the ranks that gave no answer in time.
+        Where it failed, its own exception is raised here after the others were told; elsewhere a
+        `SyncError` names the stage, the rank and the error, or the ranks that gave no answer in
+        time.
         """
         ...
 
@@ -58,13 +77,17 @@ class Alone:
 
 
 class StoreConsensus:
-    """Over a store that all ranks reach, and perhaps others: what does not carry the key's seal is no rank's word, and
-    nothing is unpickled. After a time-out, or when the store is gone, it is of no more use: the ranks do not know any
-    longer what the others do."""
+    """Over a store that all ranks reach, and perhaps others: what does not carry the key's seal is
+    no rank's word, and nothing is unpickled. After a time-out, or when the store is gone, it is of
+    no more use: the ranks do not know any longer what the others do.
+    """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, key: bytes, timeout: float = 60.0) -> None:
-        """key: the ranks' secret. timeout: seconds a rank waits for the others in one stage. The store is this object's
-        own (a PrefixStore)."""
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, key: bytes, timeout: float = 60.0
+    ) -> None:
+        """key: the ranks' secret. timeout: seconds a rank waits for the others in one stage. The
+        store is this object's own (a PrefixStore).
+        """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} must be in [0, {size})")
         if timeout <= 0:
@@ -100,8 +123,13 @@ class StoreConsensus:
             decision = self._decide(prefix, keys)
             if decision != _GO:
                 raise SyncError(stage, decision)
-            answers = [_PLAIN.value(unseal(self._key, *said)) for said in zip(keys, self._all(keys), strict=True)]
-            if before >= 0:  # all ranks have passed the round in between, so nobody reads these any more
+            answers = [
+                _PLAIN.value(unseal(self._key, *said))
+                for said in zip(keys, self._all(keys), strict=True)
+            ]
+            if (
+                before >= 0
+            ):  # all ranks have passed the round in between, so nobody reads these any more
                 self._store.delete_key(f"{before}/{self.rank}")
                 if self.rank == 0:
                     self._store.delete_key(f"{before}/decision")
@@ -112,10 +140,14 @@ class StoreConsensus:
         except RuntimeError as error:
             if isinstance(error, SyncError):
                 raise
-            raise SyncError(stage, f"the ranks' store does not answer ({error}); its process may have ended") from error
+            raise SyncError(
+                stage, f"the ranks' store does not answer ({error}); its process may have ended"
+            ) from error
         self._round += 1
         if strays := sorted({said[0] for said in answers} - {stage}):
-            raise SyncError(stage, f"other ranks are in stage {strays[0]!r}: all ranks must make the same calls")
+            raise SyncError(
+                stage, f"other ranks are in stage {strays[0]!r}: all ranks must make the same calls"
+            )
         return answers
 
     def _all(self, keys: list[str]) -> list[bytes]:
@@ -132,7 +164,9 @@ class StoreConsensus:
             if silent:
                 wanted = f"rank {self.rank} waited {self.timeout:g} s for {_ranks(silent)}, in vain"
         place = f"{prefix}decision"
-        return unseal(self._key, place, self._store.compare_set(place, "", self._sealed(place, wanted)))
+        return unseal(
+            self._key, place, self._store.compare_set(place, "", self._sealed(place, wanted))
+        )
 
     def _sealed(self, place: str, text: str) -> str:
         return seal(self._key, place, text).decode()
@@ -141,10 +175,14 @@ class StoreConsensus:
 _made = itertools.count()
 
 
-def group_consensus(group: dist.ProcessGroup, *, key: bytes | None = None, timeout: float = 60.0) -> Consensus:
+def group_consensus(
+    group: dist.ProcessGroup, *, key: bytes | None = None, timeout: float = 60.0
+) -> Consensus:
     """Of the ranks of a process group, over its store. All ranks make as many, in the same order.
 
-    key: the ranks' secret (`Seat.key`); None: rank 0 makes one and tells the others through the group."""
+    key: the ranks' secret (`Seat.key`); None: rank 0 makes one and tells the others through the
+    group.
+    """
     size = dist.get_world_size(group)
     if size == 1:
         return Alone()
@@ -154,7 +192,11 @@ def group_consensus(group: dist.ProcessGroup, *, key: bytes | None = None, timeo
 
 
 def _told_key(group: dist.ProcessGroup) -> bytes:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else "cpu"
+    )
     key = torch.frombuffer(bytearray(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8).to(device)
     dist.broadcast(key, group_src=0, group=group)
     return bytes(key.tolist())

@@ -1,4 +1,6 @@
-"""Parameters where a rollout keeps them: what must agree for an engine to serve the trainer's own pages."""
+"""Parameters where a rollout keeps them: what must agree for an engine to serve the trainer's own
+pages.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from rollout.types import Manifest, ParamSlice
 def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
     """Where the layout has each parameter, by the trainer's name: bytes from the start of the tag.
 
-    A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes. Tied parameters are
-    looked up by the name that the layout stores. Tensors may be on any device, meta too.
+    A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes.
+    Tied parameters are looked up by the name that the layout stores. Tensors may be on any device,
+    meta too.
     """
     stored = {layout.aliases.get(name, name): name for name in params}
     count = Counter(piece.name for piece in layout.slices)
-    problems = [f"{name} is not in the rollout's layout" for name in sorted(stored.keys() - count.keys())]
+    problems = [
+        f"{name} is not in the rollout's layout" for name in sorted(stored.keys() - count.keys())
+    ]
     problems += [f"{name} is not in the trainer" for name in sorted(count.keys() - stored.keys())]
     if layout.zeros:
         problems.append("the rollout's layout has padding, as of one rank of several")
@@ -28,7 +33,9 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
     for piece in layout.slices:
         if (name := stored.get(piece.name)) is None:
             continue
-        problem = "the rollout has it in parts" if count[piece.name] > 1 else _misfit(piece, params[name])
+        problem = (
+            "the rollout has it in parts" if count[piece.name] > 1 else _misfit(piece, params[name])
+        )
         if problem is not None:
             problems.append(f"{piece.name}: {problem}")
         offsets[name] = piece.offset

@@ -1,4 +1,6 @@
-"""Weights that the trainer does not hold as such: made of its shards while they are written, in bounded memory."""
+"""Weights that the trainer does not hold as such: made of its shards while they are written, in
+bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ _SCRATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """base + scale * b @ a, computed in fp32 and rounded once, to the target's dtype: LoRA, merged. The base stays.
+    """base + scale * b @ a, computed in fp32 and rounded once, to the target's dtype: LoRA, merged.
+    The base stays.
 
-    a: [rank, columns], b: [rows, rank], any float dtypes, of the rows and columns of this rank's shard of the base.
+    a: [rank, columns], b: [rows, rank], any float dtypes, of the rows and columns of this rank's
+    shard of the base.
     """
 
     a: Tensor
@@ -38,7 +42,11 @@ class LowRank:
         return all_finite(self.a) and all_finite(self.b)
 
     def misfit(self, name: str, base: Tensor) -> str | None:
-        if base.ndim == 2 and (len(self.b), self.a.shape[1]) == tuple(base.shape) and len(self.a) == self.b.shape[1]:
+        if (
+            base.ndim == 2
+            and (len(self.b), self.a.shape[1]) == tuple(base.shape)
+            and len(self.a) == self.b.shape[1]
+        ):
             return None
         return f"{name}: b {tuple(self.b.shape)} @ a {tuple(self.a.shape)} does not fit the shard {tuple(base.shape)}"
 
@@ -67,17 +75,29 @@ class _Piece:
 
 
 class DerivedCopies:
-    """The copies of one rank whose sources are derived: computed piece by piece into one scratch tensor, written from
-    there. Tables are made once; the factors may be others with every run."""
+    """The copies of one rank whose sources are derived: computed piece by piece into one scratch
+    tensor, written from there. Tables are made once; the factors may be others with every run.
+    """
 
     def __init__(
-        self, copies: Sequence[Copy], sources: Mapping[str, Tensor], scratch_bytes: int = _SCRATCH_BYTES
+        self,
+        copies: Sequence[Copy],
+        sources: Mapping[str, Tensor],
+        scratch_bytes: int = _SCRATCH_BYTES,
     ) -> None:
         """copies: of derived names only. sources: the shards of their bases."""
         self._sources = sources
-        named = {name: [copy for copy in copies if copy.name == name] for name in dict.fromkeys(c.name for c in copies)}
-        rows = {name: max(1, scratch_bytes // 4 // max(1, sources[name].shape[1])) for name in named}
-        wanted = max((min(rows[name], len(sources[name])) * sources[name].shape[1] for name in named), default=0)
+        named = {
+            name: [copy for copy in copies if copy.name == name]
+            for name in dict.fromkeys(c.name for c in copies)
+        }
+        rows = {
+            name: max(1, scratch_bytes // 4 // max(1, sources[name].shape[1])) for name in named
+        }
+        wanted = max(
+            (min(rows[name], len(sources[name])) * sources[name].shape[1] for name in named),
+            default=0,
+        )
         device = next((sources[name].device for name in named), None)
         self._scratch = torch.empty(wanted, dtype=torch.float32, device=device)
         pieces = (
@@ -88,10 +108,14 @@ class DerivedCopies:
         self._pieces = [piece for piece in pieces if piece.casts]
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
-        """On the current stream, which orders the pieces: each uses the scratch after the one before."""
+        """On the current stream, which orders the pieces: each uses the scratch after the one
+        before.
+        """
         for piece in self._pieces:
             base = self._sources[piece.name]
-            derived[piece.name].rows(base, piece.first, piece.last, self._rows(piece.first, piece.last, base))
+            derived[piece.name].rows(
+                base, piece.first, piece.last, self._rows(piece.first, piece.last, base)
+            )
             for target, cast in piece.casts.items():
                 cast.start(pages[target])
 
@@ -131,7 +155,9 @@ class DerivedCopies:
 
 
 def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:
-    """What a copy takes of rows `first` to `last` of its shard, counted from `first`; None: nothing."""
+    """What a copy takes of rows `first` to `last` of its shard, counted from `first`; None:
+    nothing.
+    """
     begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
     if begin >= end:
         return None

@@ -3,9 +3,10 @@
     prepare   newer? the shards where they were?    waits for the step that made the weights, perhaps digests them
     adopt     every engine maps the pages           and reads them back, if there is a digest
 
-Between the two the ranks agree, as for a sync by copies (`weight_sync.py`). A stage that fails ends it everywhere:
-engines that have adopted the pages give them back and serve nothing. As long as an engine serves them the trainer
-cannot park its parameters, and must not change them: the lease is what tells it.
+Between the two the ranks agree, as for a sync by copies (`weight_sync.py`). A stage that fails ends
+it everywhere: engines that have adopted the pages give them back and serve nothing. As long as an
+engine serves them the trainer cannot park its parameters, and must not change them: the lease is
+what tells it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class PageShare:
-    """Lends the pages of one tag to engines, version by version. All ranks make it, and call `share`, together."""
+    """Lends the pages of one tag to engines, version by version.
+
+    All ranks make it, and call `share`, together.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,10 @@ class PageShare:
         targets: Sequence[SyncTarget],
         consensus: Consensus | None = None,
     ) -> None:
-        """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by name; the same
-        dictionary until one of them moves. targets: engines on the saver's device, which say no to another layout."""
+        """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by
+        name; the same dictionary until one of them moves. targets: engines on the saver's device,
+        which say no to another layout.
+        """
         self._saver = saver
         self._tag = tag
         self._layout = layout
@@ -54,12 +60,14 @@ class PageShare:
         self._version: int | None = None
 
     def share(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
-        """Have every target serve the parameters as they are now, as `version`, in these very pages.
+        """Have every target serve the parameters as they are now, as `version`, in these very
+        pages.
 
-        verify: the parameters are digested here, and read back by every engine through its own addresses; None: the
-        first time only. Without, the layouts' hashes are all that is compared: nothing is written, so nothing can be
-        written wrongly. The receipt has nbytes 0, and digests and verify_seconds (mapping included) only where
-        they were read. Raises what went wrong here, or a `SyncError` that names the stage, the rank and its error.
+        verify: the parameters are digested here, and read back by every engine through its own
+        addresses; None: the first time only. Without, the layouts' hashes are all that is compared:
+        nothing is written, so nothing can be written wrongly. The receipt has nbytes 0, and digests
+        and verify_seconds (mapping included) only where they were read. Raises what went wrong
+        here, or a `SyncError` that names the stage, the rank and its error.
         """
         started, stages = time.perf_counter(), dict[str, float]()
         thorough = not self._verified if verify is None else verify
@@ -67,7 +75,9 @@ class PageShare:
         stages["prepare"] = time.perf_counter() - started
         asked: list[SyncTarget] = []
         try:
-            made = self._consensus.agree("adopt", lambda: self._adopt(version, digests[self._consensus.rank], asked))
+            made = self._consensus.agree(
+                "adopt", lambda: self._adopt(version, digests[self._consensus.rank], asked)
+            )
         except BaseException as error:
             abort_all(asked, error)
             raise
@@ -82,7 +92,8 @@ class PageShare:
             seconds=seconds,
             copy_seconds=0.0,
             verify_seconds=max(
-                (each.seconds for rank in made for each in rank if each.digest is not None), default=0.0
+                (each.seconds for rank in made for each in rank if each.digest is not None),
+                default=0.0,
             ),
             stages=stages,
         )
@@ -90,7 +101,9 @@ class PageShare:
     def _prepare(self, version: int, thorough: bool) -> int | None:
         """The digest of this rank's parameters, if it is wanted. Their last writes have ended."""
         if self._version is not None and version < self._version:
-            raise ValueError(f"version {version} is stale: version {self._version} has been shared; use a higher one")
+            raise ValueError(
+                f"version {version} is stale: version {self._version} has been shared; use a higher one"
+            )
         if (sources := self._sources()) is not self._of:
             self._check_places(sources)
             self._of, self._digest, self._verified = sources, None, False
@@ -112,7 +125,9 @@ class PageShare:
                     "the tag before the trainer does"
                 )
 
-    def _adopt(self, version: int, digest: int | None, asked: list[SyncTarget]) -> list[CommitReceipt]:
+    def _adopt(
+        self, version: int, digest: int | None, asked: list[SyncTarget]
+    ) -> list[CommitReceipt]:
         ticket, receipts = self._saver.share(self._tag), []
         for target in self._targets:
             asked.append(target)  # before: it may have done half of it

@@ -1,7 +1,9 @@
-"""Which elements of which shard go to which bytes of the rollout's weights. Plain data in, plain data out: no tensors.
+"""Which elements of which shard go to which bytes of the rollout's weights. Plain data in, plain
+data out: no tensors.
 
-Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in common. An element that
-several ranks hold is copied by one on the target's own device if there is one, so links carry as little as they can.
+Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in
+common. An element that several ranks hold is copied by one on the target's own device if there is
+one, so links carry as little as they can.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Weights to be written. place: the device of their pages, named as the trainer's ranks name theirs."""
+    """Weights to be written.
+
+    place: the device of their pages, named as the trainer's ranks name theirs.
+    """
 
     manifest: Manifest
     place: str
@@ -33,9 +38,11 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` to `dtype`, into target number `target`.
+    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` to `dtype`, into
+    target number `target`.
 
-    offset: byte of the first element, from the start of the tag's arena; strides: of the others, in elements.
+    offset: byte of the first element, from the start of the tag's arena; strides: of the others, in
+    elements.
     index_base: number of the first element in the digest; index_strides: of the others.
     """
 
@@ -83,10 +90,13 @@ class _Part(NamedTuple):
 
 
 class Plan:
-    """Copies of all ranks: together they write every byte of every slice of every target exactly once.
+    """Copies of all ranks: together they write every byte of every slice of every target exactly
+    once.
 
-    layout_hash: of the targets, of all shards and of where they are; ranks with the same one have the same plan.
-    nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes written to another device.
+    layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
+    the same plan.
+    nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes written to
+    another device.
     """
 
     def __init__(
@@ -107,9 +117,11 @@ class Plan:
         self._parts = tuple(parts)
 
     def copies(self, rank: int) -> list[Copy]:
-        """What one rank writes: first to its own device, then to others, target after target in order of bytes.
+        """What one rank writes: first to its own device, then to others, target after target in
+        order of bytes.
 
-        Each rank begins with another target, so that they do not all write to the same one. Made anew by each call.
+        Each rank begins with another target, so that they do not all write to the same one. Made
+        anew by each call.
         """
         found: dict[int, list[Copy]] = defaultdict(list)
         for part in self._parts:
@@ -117,29 +129,39 @@ class Plan:
                 if cuts := part.dealt.get((rank, target)):
                     found[target] += _copies(part, cuts, rank, target)
         count = len(self.targets)
-        order = sorted(found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count))
-        return [copy for target in order for copy in sorted(found[target], key=lambda copy: copy.offset)]
+        order = sorted(
+            found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count)
+        )
+        return [
+            copy for target in order for copy in sorted(found[target], key=lambda copy: copy.offset)
+        ]
 
 
 class Planner:
     """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets."""
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """places: the device of every rank, by rank. A shard may be given twice: ranks can just join their lists."""
+        """places: the device of every rank, by rank.
+
+        A shard may be given twice: ranks can just join their lists.
+        """
         self._sources = Sources(shards, places)
         self._plans: dict[object, Plan] = {}
 
     def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> Plan:
         """names: only these parameters are written, by either side's names; None: all.
 
-        Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes, parts, bytes.
+        Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes,
+        parts, bytes.
         """
         layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
         chosen = None if names is None else tuple(sorted(set(names)))
         if (layouts, chosen) not in self._plans:
             text = repr((self._sources.key, layouts, chosen))
             layout_hash = hashlib.sha256(text.encode()).hexdigest()
-            self._plans[layouts, chosen] = _Planning(self._sources, targets, chosen).plan(layout_hash)
+            self._plans[layouts, chosen] = _Planning(self._sources, targets, chosen).plan(
+                layout_hash
+            )
         return self._plans[layouts, chosen]
 
 
@@ -156,7 +178,9 @@ def make_plan(
 class _Planning:
     """One plan in the making."""
 
-    def __init__(self, sources: Sources, targets: Sequence[Target], names: Collection[str] | None) -> None:
+    def __init__(
+        self, sources: Sources, targets: Sequence[Target], names: Collection[str] | None
+    ) -> None:
         self._sources = sources
         self._targets = targets
         self._target_places = [target.place for target in targets]
@@ -175,7 +199,9 @@ class _Planning:
         for manifest in self._manifests:
             for name, piece in self._named_slices(manifest):
                 if self._fits(name, piece):
-                    slices[name, Box(piece.start, piece.shape)].append((piece, manifest.layout_hash))
+                    slices[name, Box(piece.start, piece.shape)].append(
+                        (piece, manifest.layout_hash)
+                    )
         refuse(self._problems)
         kinds: Counter[tuple[int, Box, Ints]] = Counter()
         for (name, box), pieces in slices.items():
@@ -184,7 +210,9 @@ class _Planning:
             kind = (id(spread), box, targets)
             dealt = self._deal(spread, box, targets, kinds[kind] % spread.replicas)
             kinds[kind] += 1
-            self._parts += [_Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces]
+            self._parts += [
+                _Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces
+            ]
         return Plan(
             layout_hash=layout_hash,
             targets=self._targets,
@@ -195,7 +223,9 @@ class _Planning:
         )
 
     def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
-        """(the trainer's name, slice) of what is to be written; notes names and bytes that do not fit."""
+        """(the trainer's name, slice) of what is to be written; notes names and bytes that do not
+        fit.
+        """
         stored = manifest.aliases
         wanted = None if self._names is None else {stored.get(name, name) for name in self._names}
         sources: dict[str, list[str]] = defaultdict(list)
@@ -205,10 +235,16 @@ class _Planning:
         self._problems += name_problems(sources, manifest, self._anywhere, wanted)
         self._problems += byte_problems(manifest)
         if wanted is not None:
-            known = {piece.name for piece in manifest.slices} | manifest.modules.keys() | sources.keys()
+            known = (
+                {piece.name for piece in manifest.slices} | manifest.modules.keys() | sources.keys()
+            )
             self._problems += [f"unknown to both sides: {name}" for name in sorted(wanted - known)]
         pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
-        return [(sources[piece.name][0], piece) for piece in pieces if len(sources.get(piece.name, [])) == 1]
+        return [
+            (sources[piece.name][0], piece)
+            for piece in pieces
+            if len(sources.get(piece.name, [])) == 1
+        ]
 
     def _fits(self, name: str, piece: ParamSlice) -> bool:
         spread = self._sources.spreads[name]
@@ -224,7 +260,9 @@ class _Planning:
     def _deal(self, spread: Spread, box: Box, targets: Ints, turn: int) -> Deal:
         key = (id(spread), box, targets, turn)
         if key not in self._deals:
-            self._deals[key] = deal(spread.cuts(box), targets, self._target_places, self._sources.places, turn)
+            self._deals[key] = deal(
+                spread.cuts(box), targets, self._target_places, self._sources.places, turn
+            )
         return self._deals[key]
 
     def _nbytes(self) -> Ints:

@@ -20,18 +20,30 @@ def refuse(problems: Sequence[str]) -> None:
         several = list(dict.fromkeys(problems))
         more = f" and {len(several) - _LISTED} more" if len(several) > _LISTED else ""
         listed = "; ".join(several[:_LISTED])
-        raise ValueError(f"the trainer's weights do not fit the rollout's, nothing was written: {listed}{more}")
+        raise ValueError(
+            f"the trainer's weights do not fit the rollout's, nothing was written: {listed}{more}"
+        )
 
 
 def name_problems(
-    sources: dict[str, list[str]], manifest: Manifest, anywhere: Collection[str], wanted: Collection[str] | None
+    sources: dict[str, list[str]],
+    manifest: Manifest,
+    anywhere: Collection[str],
+    wanted: Collection[str] | None,
 ) -> list[str]:
-    """sources: stored name -> the trainer's names for it. anywhere: what any target stores. wanted: stored names, or
-    None: all."""
+    """sources: stored name -> the trainer's names for it. anywhere: what any target stores. wanted:
+    stored names, or
+    None: all.
+    """
     stored = {piece.name for piece in manifest.slices if wanted is None or piece.name in wanted}
-    known = stored | (manifest.modules.keys() & anywhere)  # a module alone: all of it is padding on this rank
+    known = stored | (
+        manifest.modules.keys() & anywhere
+    )  # a module alone: all of it is padding on this rank
     problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
-    problems += [f"unknown to the rollout: {', '.join(sources[name])}" for name in sorted(sources.keys() - known)]
+    problems += [
+        f"unknown to the rollout: {', '.join(sources[name])}"
+        for name in sorted(sources.keys() - known)
+    ]
     for _, several in sorted(sources.items()):
         if len(several) > 1:
             problems.append(
@@ -50,7 +62,9 @@ def byte_problems(manifest: Manifest) -> list[str]:
         if piece.offset % itemsize(piece.dtype):
             problems.append(f"{piece.name}: byte {piece.offset} is not aligned to {piece.dtype}")
         if (end := piece.offset + _extent(piece)) > manifest.nbytes:
-            problems.append(f"{piece.name} ends at byte {end}, after the manifest's {manifest.nbytes}")
+            problems.append(
+                f"{piece.name} ends at byte {end}, after the manifest's {manifest.nbytes}"
+            )
         if piece.offset >= last:
             problems += _overlaps(cluster, checked)
             cluster = []
@@ -69,10 +83,16 @@ def _extent(piece: ParamSlice) -> int:
 
 
 def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
-    """Slices may interleave (gate and up of every expert), but not share bytes. checked: clusters without problems."""
+    """Slices may interleave (gate and up of every expert), but not share bytes.
+
+    checked: clusters without problems.
+    """
     if len(cluster) == 1 and cluster[0].strides is None:
         return []
-    key = tuple((piece.offset - cluster[0].offset, piece.shape, piece.strides, piece.dtype) for piece in cluster)
+    key = tuple(
+        (piece.offset - cluster[0].offset, piece.shape, piece.strides, piece.dtype)
+        for piece in cluster
+    )
     if key in checked:
         return []
     runs = sorted(run for piece in cluster for run in _runs(piece))

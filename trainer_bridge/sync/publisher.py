@@ -1,4 +1,6 @@
-"""What a trainer gives to rollouts: parameters written into their pages, merged with adapters, or pages of its own."""
+"""What a trainer gives to rollouts: parameters written into their pages, merged with adapters, or
+pages of its own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class Publisher:
         layout: Manifest | None,
         adapters: Adapters | None,
     ) -> None:
-        """params: sharded, by checkpoint name. layout: of the rollout that may serve their pages."""
+        """params: sharded, by checkpoint name.
+
+        layout: of the rollout that may serve their pages.
+        """
         self._params = params
         self._device = device
         self._saver = saver
@@ -52,7 +57,9 @@ class Publisher:
         self._sync: WeightSync | None = None
         self._share: PageShare | None = None
 
-    def connect(self, targets: Sequence[SyncTarget], consensus: Consensus | None, transport: str) -> None:
+    def connect(
+        self, targets: Sequence[SyncTarget], consensus: Consensus | None, transport: str
+    ) -> None:
         if consensus is None:
             assert dist.group.WORLD is not None
             consensus = group_consensus(dist.group.WORLD)
@@ -69,21 +76,29 @@ class Publisher:
         )
         if self._layout is not None:
             assert self._saver is not None
-            self._share = PageShare(self._saver, PARAMS, self._layout, self.shards, targets, consensus)
+            self._share = PageShare(
+                self._saver, PARAMS, self._layout, self.shards, targets, consensus
+            )
 
     @property
     def transports(self) -> tuple[Transport, ...]:
         return () if self._sync is None else self._sync.transports
 
-    def sync(self, version: int, *, shadow: bool, check_finite: bool, on_part: OnPart | None) -> SyncReceipt:
+    def sync(
+        self, version: int, *, shadow: bool, check_finite: bool, on_part: OnPart | None
+    ) -> SyncReceipt:
         if self._sync is None:
-            raise StateError("sync_weights() has no rollout to write to; call connect([engine]) first, on every rank")
+            raise StateError(
+                "sync_weights() has no rollout to write to; call connect([engine]) first, on every rank"
+            )
         names = None
         if self._adapters is not None:
             names = self._adapters.names if self._sync.holds() else None
             self._factors = self._adapters.factors()
         try:
-            return self._sync.sync(version, shadow=shadow, names=names, check_finite=check_finite, on_part=on_part)
+            return self._sync.sync(
+                version, shadow=shadow, names=names, check_finite=check_finite, on_part=on_part
+            )
         finally:
             self._factors = {}  # what was gathered for it
 

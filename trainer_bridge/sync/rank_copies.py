@@ -1,4 +1,6 @@
-"""What one rank writes under one plan: for each target a table of copies, made once, run with every sync."""
+"""What one rank writes under one plan: for each target a table of copies, made once, run with every
+sync.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from trainer_bridge.sync.shards import SourceShard
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote into one target. link_bytes: of nbytes, into another device. digest: modulo 2**64."""
+    """What one rank wrote into one target.
+
+    link_bytes: of nbytes, into another device. digest: modulo 2**64.
+    """
 
     nbytes: int
     link_bytes: int
@@ -40,16 +45,19 @@ class RankCopies:
         derived: Collection[str] = (),
         targets: Collection[int] | None = None,
     ) -> None:
-        """shards: this rank's; sources: their tensors, by name. derived: which of them are made of their shard
-        (`LowRank`). targets: write into these only; None: all. A ValueError lists shards that are missing or of
-        another shape."""
+        """shards: this rank's; sources: their tensors, by name. derived: which of them are made of
+        their shard (`LowRank`). targets: write into these only; None: all. A ValueError lists
+        shards that are missing or of another shape.
+        """
         boxes = {shard.name: shard for shard in shards}
         copies = plan.copies(rank)
         self.names = sorted({copy.name for copy in copies})
         self._dtypes: dict[str, set[str]] = {name: set() for name in self.names}
         for copy in copies:
             self._dtypes[copy.name].add(copy.dtype)
-        if problems := [problem for name in self.names if (problem := _misfit(sources, boxes[name]))]:
+        if problems := [
+            problem for name in self.names if (problem := _misfit(sources, boxes[name]))
+        ]:
             raise ValueError(f"the shards of rank {rank} do not fit the plan, {listed(problems)}")
         self.sources = sources
         copies = [copy for copy in copies if targets is None or copy.target in targets]
@@ -59,10 +67,14 @@ class RankCopies:
             mine = [copy for copy in copies if copy.target == target]
             self._nbytes[target] = sum(copy.nbytes for copy in mine)
             plain = [copy for copy in mine if copy.name not in derived]
-            self._casts[target] = CastCopy([place for copy in plain for place in placements(copy, sources[copy.name])])
+            self._casts[target] = CastCopy(
+                [place for copy in plain for place in placements(copy, sources[copy.name])]
+            )
         self._derived = DerivedCopies([copy for copy in copies if copy.name in derived], sources)
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._remote = [target for target in self._casts if plan.targets[target].place != plan.places[rank]]
+        self._remote = [
+            target for target in self._casts if plan.targets[target].place != plan.places[rank]
+        ]
 
     @property
     def targets(self) -> list[int]:
@@ -70,11 +82,16 @@ class RankCopies:
         return list(self._casts)
 
     def write(
-        self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank], on_part: OnPart | None = None
+        self,
+        pages: Mapping[int, Tensor],
+        derived: Mapping[str, LowRank],
+        on_part: OnPart | None = None,
     ) -> dict[int, Written]:
-        """Write all copies into the targets' bytes (by target: uint8, from the start of the tag), and wait.
+        """Write all copies into the targets' bytes (by target: uint8, from the start of the tag),
+        and wait.
 
-        On a GPU the writes over links begin first, each on a stream of its own, and the others run beside them.
+        On a GPU the writes over links begin first, each on a stream of its own, and the others run
+        beside them.
         """
         self._start_remote(pages, on_part)
         for target in self._casts.keys() - set(self._remote):
@@ -91,9 +108,13 @@ class RankCopies:
         }
 
     def check(self, derived: Mapping[str, LowRank], finite: bool) -> None:
-        """A ValueError lists factors that do not fit their base and, if `finite`, what would be NaN or infinite in the
-        dtype that it is written in: all shards are read for that, and the derived ones computed."""
-        misfits = [derived[name].misfit(name, self.sources[name]) for name in self.names if name in derived]
+        """A ValueError lists factors that do not fit their base and, if `finite`, what would be NaN
+        or infinite in the dtype that it is written in: all shards are read for that, and the
+        derived ones computed.
+        """
+        misfits = [
+            derived[name].misfit(name, self.sources[name]) for name in self.names if name in derived
+        ]
         problems = [problem for problem in misfits if problem is not None]
         if finite and not problems:
             problems += self._not_finite(derived)
@@ -102,7 +123,9 @@ class RankCopies:
 
     def _not_finite(self, derived: Mapping[str, LowRank]) -> Iterator[str]:
         for name, dtypes in self._dtypes.items():
-            if not (beyond := [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]):
+            if not (
+                beyond := [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]
+            ):
                 continue
             if name in derived and not derived[name].finite():
                 yield f"the adapter of {name} has NaN or infinite values"
@@ -126,7 +149,9 @@ class RankCopies:
             if target not in self._streams:
                 self._streams[target] = torch.cuda.Stream()
             stream = self._streams[target]
-            stream.wait_stream(torch.cuda.current_stream())  # the step that made the weights may be queued
+            stream.wait_stream(
+                torch.cuda.current_stream()
+            )  # the step that made the weights may be queued
             programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
             with torch.cuda.stream(stream):
                 cast.start(pages[target], on_part, programs=programs)

@@ -10,12 +10,14 @@ from trainer_bridge.sync.boxes import Box, Ints, chunk
 
 
 def aligned_dims(manifests: Sequence[Manifest]) -> dict[str, int]:
-    """The dimension by which to shard parameters over as many ranks as there are manifests, where it is not 0.
+    """The dimension by which to shard parameters over as many ranks as there are manifests, where
+    it is not 0.
 
-    manifests: what the engine beside rank 0, 1, ... holds. Chosen is what leaves the fewest elements to move: rows that
-    go by heads stay with dimension 0, columns (o_proj, down_proj) get 1, down_proj of experts 2. FSDP2 shares no other
-    dimension than 0 unevenly. Names are the manifests' own, tied ones are under the stored name. Those left out lie
-    best by dimension 0, or equally well: what all engines hold, gate and up rows of experts in one tensor.
+    manifests: what the engine beside rank 0, 1, ... holds. Chosen is what leaves the fewest
+    elements to move: rows that go by heads stay with dimension 0, columns (o_proj, down_proj) get
+    1, down_proj of experts 2. FSDP2 shares no other dimension than 0 unevenly. Names are the
+    manifests' own, tied ones are under the stored name. Those left out lie best by dimension 0, or
+    equally well: what all engines hold, gate and up rows of experts in one tensor.
     """
     shapes: dict[str, Ints] = {}
     slices: dict[str, list[tuple[int, Box]]] = defaultdict(list)
@@ -36,7 +38,9 @@ def aligned_dims(manifests: Sequence[Manifest]) -> dict[str, int]:
 
 def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
     candidates = [dim for dim in range(len(shape)) if dim == 0 or shape[dim] % world == 0]
-    return max(candidates, key=lambda dim: sum(_held(shape, dim, world, rank, box) for rank, box in slices))
+    return max(
+        candidates, key=lambda dim: sum(_held(shape, dim, world, rank, box) for rank, box in slices)
+    )
 
 
 def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:

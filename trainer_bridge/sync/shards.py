@@ -1,4 +1,6 @@
-"""Which box of a parameter every rank of the trainer holds: FSDP2, HSDP, tensor parallel, and mixtures of them."""
+"""Which box of a parameter every rank of the trainer holds: FSDP2, HSDP, tensor parallel, and
+mixtures of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from trainer_bridge.sync.boxes import Box, Ints, chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShard:
-    """The box of `shape` at `start` of one parameter, held by one rank as a contiguous row-major tensor; may be empty.
+    """The box of `shape` at `start` of one parameter, held by one rank as a contiguous row-major
+    tensor; may be empty.
 
     dtype: like "float32". rank: in the trainer's world.
     """
@@ -31,13 +34,17 @@ class SourceShard:
 
 
 def local_box(
-    global_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    global_shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
 ) -> Box:
-    """(start, shape): what the rank at `coordinate` of the mesh holds; uneven sizes are shared as by `torch.chunk`.
+    """(start, shape): what the rank at `coordinate` of the mesh holds; uneven sizes are shared as
+    by `torch.chunk`.
 
-    _StridedShard means what FSDP2 makes of it: another mesh dimension shares the tensor first, and each part is shared
-    again. (torch's own `full_tensor()` follows that for even sizes only.) A ValueError says what is no box: partial
-    sums, or a strided shard without that other dimension.
+    _StridedShard means what FSDP2 makes of it: another mesh dimension shares the tensor first, and
+    each part is shared again. (torch's own `full_tensor()` follows that for even sizes only.) A
+    ValueError says what is no box: partial sums, or a strided shard without that other dimension.
     """
     splits = tuple(_split(placement, len(global_shape)) for placement in placements)
     return _local_box(tuple(global_shape), splits, tuple(mesh_shape), coordinate)
@@ -46,13 +53,16 @@ def local_box(
 def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
     """The shards of all ranks of `param`'s mesh, under their numbers in the world.
 
-    A mesh need not hold all ranks: with FSDP2 over tensor parallel, a norm's mesh is one column of ranks, and the ranks
-    of another column find themselves only. Plan from the shards that all ranks found; the same one twice does no harm.
-    A ValueError says what is no box, or that this rank's tensor is not the box that its placements ask for.
+    A mesh need not hold all ranks: with FSDP2 over tensor parallel, a norm's mesh is one column of
+    ranks, and the ranks of another column find themselves only. Plan from the shards that all ranks
+    found; the same one twice does no harm. A ValueError says what is no box, or that this rank's
+    tensor is not the box that its placements ask for.
     """
     mesh = param.device_mesh
     global_shape, mesh_shape = tuple(param.shape), tuple(mesh.mesh.shape)
-    boxes = _mesh_boxes(global_shape, tuple(_split(place, param.ndim) for place in param.placements), mesh_shape)
+    boxes = _mesh_boxes(
+        global_shape, tuple(_split(place, param.ndim) for place in param.placements), mesh_shape
+    )
     at = mesh.get_coordinate()
     if at is not None:
         local, box = tuple(param._local_tensor.shape), boxes[_flat(at, mesh_shape)]
@@ -63,23 +73,36 @@ def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
             )
     dtype = str(param.dtype).removeprefix("torch.")
     return [
-        SourceShard(name=name, global_shape=global_shape, dtype=dtype, start=box.start, shape=box.shape, rank=rank)
+        SourceShard(
+            name=name,
+            global_shape=global_shape,
+            dtype=dtype,
+            start=box.start,
+            shape=box.shape,
+            rank=rank,
+        )
         for box, rank in zip(boxes, mesh.mesh.flatten().tolist(), strict=True)
     ]
 
 
-def fsdp_shards(name: str, global_shape: Sequence[int], dtype: str, world: int, dim: int = 0) -> list[SourceShard]:
+def fsdp_shards(
+    name: str, global_shape: Sequence[int], dtype: str, world: int, dim: int = 0
+) -> list[SourceShard]:
     """The shards of FSDP2 over ranks 0 to `world`, without a DTensor: dimension `dim` is shared."""
     shape = tuple(global_shape)
     boxes = _mesh_boxes(shape, (_Split(dim, 1),), (world,))
     return [
-        SourceShard(name=name, global_shape=shape, dtype=dtype, start=box.start, shape=box.shape, rank=rank)
+        SourceShard(
+            name=name, global_shape=shape, dtype=dtype, start=box.start, shape=box.shape, rank=rank
+        )
         for rank, box in enumerate(boxes)
     ]
 
 
 class _Split(NamedTuple):
-    """A mesh dimension shares dimension `dim` of a tensor, after others further right have made `parts` of it."""
+    """A mesh dimension shares dimension `dim` of a tensor, after others further right have made
+    `parts` of it.
+    """
 
     dim: int
     parts: int
@@ -93,18 +116,25 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
         return _Split(placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return _Split(placement.dim % ndim, 1)
-    raise ValueError(f"{placement} is no part of a tensor; only sharded and replicated parameters have one")
+    raise ValueError(
+        f"{placement} is no part of a tensor; only sharded and replicated parameters have one"
+    )
 
 
 @lru_cache(maxsize=1024)
-def _mesh_boxes(global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints) -> list[Box]:
+def _mesh_boxes(
+    global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints
+) -> list[Box]:
     """One box a rank of the mesh, in row-major order of its coordinates."""
     coordinates = itertools.product(*(range(size) for size in mesh_shape))
     return [_local_box(global_shape, splits, mesh_shape, at) for at in coordinates]
 
 
 def _local_box(
-    global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints, coordinate: Sequence[int]
+    global_shape: Ints,
+    splits: tuple[_Split | None, ...],
+    mesh_shape: Ints,
+    coordinate: Sequence[int],
 ) -> Box:
     start, shape = [0] * len(global_shape), list(global_shape)
     for mesh_dim, dim in _order(splits, mesh_shape):
@@ -124,7 +154,9 @@ def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[i
 
 
 def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints) -> int:
-    """Where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain shard before all."""
+    """Where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain shard
+    before all.
+    """
     made = 1
     for position, (mesh_dim, dim) in enumerate(order):
         if made == split.parts:

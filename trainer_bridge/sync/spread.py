@@ -1,6 +1,8 @@
-"""How parameters are spread over the trainer's ranks, and who of several holders of an element sends it.
+"""How parameters are spread over the trainer's ranks, and who of several holders of an element
+sends it.
 
-The layers of a model repeat each other: what is worked out here is worked out once for a kind of parameter.
+The layers of a model repeat each other: what is worked out here is worked out once for a kind of
+parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from trainer_bridge.sync.shards import SourceShard
 class Cut(NamedTuple):
     """The elements that a slice of a parameter and the part that `ranks` hold have in common.
 
-    source, at: start in the ranks' part, and in the slice. number: of the first element in the whole parameter. volume:
-    elements.
+    source, at: start in the ranks' part, and in the slice. number: of the first element in the
+    whole parameter. volume: elements.
     """
 
     ranks: Ints
@@ -46,7 +48,8 @@ class _Held(NamedTuple):
 class Spread:
     """One way to spread parameters of `shape`: disjoint boxes, each with the ranks that hold it.
 
-    problem: why this is none; the rest is empty then. replicas: the most ranks that hold the same box.
+    problem: why this is none; the rest is empty then. replicas: the most ranks that hold the same
+    box.
     """
 
     def __init__(self, parts: Sequence[_Held]) -> None:
@@ -79,7 +82,9 @@ class Spread:
             box = Box(start, shape)
             if rank in seen:
                 return f"rank {rank} holds two different parts"
-            if not len(start) == len(shape) == len(self.shape) or (box.volume and space.intersect(box) != box):
+            if not len(start) == len(shape) == len(self.shape) or (
+                box.volume and space.intersect(box) != box
+            ):
                 return f"rank {rank} holds {shape} at {start}, outside {self.shape}"
             seen.add(rank)
             if box.volume:
@@ -108,11 +113,19 @@ class Sources:
     """What all ranks of a trainer hold, by the trainer's names. key: a hash of all of it."""
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """places: device of each rank. The same shard may be given twice. A ValueError names a rank without a place."""
+        """places: device of each rank.
+
+        The same shard may be given twice. A ValueError names a rank without a place.
+        """
         parts: dict[str, set[_Held]] = defaultdict(set)
         for shard in shards:
             parts[shard.name].add(_Held(shard.global_shape, shard.start, shard.shape, shard.rank))
-        if missing := {part.rank for each in parts.values() for part in each if not 0 <= part.rank < len(places)}:
+        if missing := {
+            part.rank
+            for each in parts.values()
+            for part in each
+            if not 0 <= part.rank < len(places)
+        }:
             raise ValueError(
                 f"ranks {sorted(missing)} hold shards, but places lists {len(places)}; one a rank is needed"
             )
@@ -127,17 +140,24 @@ class Sources:
                 digest.update(repr([tuple(part) for part in kind]).encode())
             self.spreads[name] = made[kind]
         numbers = {id(spread): i for i, spread in enumerate(made.values())}
-        digest.update(repr([(name, numbers[id(spread)]) for name, spread in self.spreads.items()]).encode())
+        digest.update(
+            repr([(name, numbers[id(spread)]) for name, spread in self.spreads.items()]).encode()
+        )
         self.key = digest.hexdigest()
 
 
 def deal(
-    cuts: Sequence[Cut], targets: Sequence[int], target_places: Sequence[str], places: Sequence[str], turn: int
+    cuts: Sequence[Cut],
+    targets: Sequence[int],
+    target_places: Sequence[str],
+    places: Sequence[str],
+    turn: int,
 ) -> Deal:
-    """Choose one holder of each cut for each of `targets`: one on the target's device, else holders in turn.
+    """Choose one holder of each cut for each of `targets`: one on the target's device, else holders
+    in turn.
 
-    places: of the trainer's ranks. turn: differs between parameters that are dealt alike, so that what does not divide
-    evenly does not always fall to the same rank.
+    places: of the trainer's ranks. turn: differs between parameters that are dealt alike, so that
+    what does not divide evenly does not always fall to the same rank.
     """
     dealt: Deal = defaultdict(list)
     for cut in cuts:

@@ -1,4 +1,5 @@
-"""One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody serves.
+"""One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody
+serves.
 
     prepare   finite? newer? the shards where they were?            nothing is touched yet
     open      every target offers its pages                         without shadow pages: undefined from here on
@@ -9,8 +10,9 @@
 
 Bytes for targets whose pages a rank cannot map go by way of others (`transport/`).
 
-After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it begins the next. A
-stage that fails anywhere ends the sync everywhere: targets with shadow pages serve their old version, others none.
+After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it
+begins the next. A stage that fails anywhere ends the sync everywhere: targets with shadow pages
+serve their old version, others none.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ _MASK64 = (1 << 64) - 1
 class SyncReceipt:
     """A version that all targets serve. The same on every rank, but for the seconds.
 
-    digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one device to another.
-    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this rank's copies;
+    digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one
+    device to another.
+    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this
+    rank's copies;
     verify_seconds: of the slowest target's reading back.
     """
 
@@ -85,9 +89,11 @@ class _Joined(NamedTuple):
 
 
 class WeightSync:
-    """Writes shards of all ranks into the pages of all targets, version by version; plans and tables are made once.
+    """Writes shards of all ranks into the pages of all targets, version by version; plans and
+    tables are made once.
 
-    All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that this rank speaks
+    All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that
+    this rank speaks
     for: each is one rank's, and in the order of the ranks they are the plan's targets 0, 1, ...
     """
 
@@ -104,21 +110,24 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard moves. place: of this
-        rank's device, as in `WeightLayout`. derived: asked for with every sync, the parameters that are written as a
-        function of this rank's shard of them.
+        """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard
+        moves. place: of this rank's device, as in `WeightLayout`. derived: asked for with every
+        sync, the parameters that are written as a function of this rank's shard of them.
 
-        transport: "auto" writes into mapped pages wherever a rank can map them, and falls back where it can't, with a
-        warning and an entry in `transports`; or "pages", "relay", "handle" alone. group: of the ranks, for what goes
-        from one to another, in messages of at most `message_bytes`. A ValueError lists what does not fit; nothing has
-        been touched then."""
+        transport: "auto" writes into mapped pages wherever a rank can map them, and falls back
+        where it can't, with a warning and an entry in `transports`; or "pages", "relay", "handle"
+        alone. group: of the ranks, for what goes from one to another, in messages of at most
+        `message_bytes`. A ValueError lists what does not fit; nothing has been touched then.
+        """
         self._consensus = consensus or Alone()
         self._targets = tuple(targets)
         self._shards = tuple(shards)
         self._sources = sources
         self._derived = derived
         self._version: int | None = None
-        brought = self._consensus.agree("connect", lambda: (place, list(shards), [t.weight_layout() for t in targets]))
+        brought = self._consensus.agree(
+            "connect", lambda: (place, list(shards), [t.weight_layout() for t in targets])
+        )
         said = [_Joined(*each) for each in brought]
         self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
         blocked = self._consensus.agree("plan", lambda: self._make_plan(said, place))
@@ -138,16 +147,26 @@ class WeightSync:
         self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
-        """Every rank makes its own: they are the same, and too large to be exchanged. Returns what it cannot map."""
+        """Every rank makes its own: they are the same, and too large to be exchanged. Returns what
+        it cannot map.
+        """
         shards = [shard for rank in said for shard in rank.shards]
-        self._planned = [Target(manifest=each.manifest, place=each.place) for rank in said for each in rank.layouts]
+        self._planned = [
+            Target(manifest=each.manifest, place=each.place)
+            for rank in said
+            for each in rank.layouts
+        ]
         self._planner = Planner(shards, [rank.place for rank in said])
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
-        """Whether all targets serve what the last sync wrote: some parameters can be written over it. All ranks ask."""
-        said = self._consensus.agree("ask", lambda: {self._version, *(t.served_version() for t in self._targets)})
+        """Whether all targets serve what the last sync wrote: some parameters can be written over
+        it. All ranks ask.
+        """
+        said = self._consensus.agree(
+            "ask", lambda: {self._version, *(t.served_version() for t in self._targets)}
+        )
         versions = set[int | None]().union(*said)
         return len(versions) == 1 and None not in versions
 
@@ -160,12 +179,14 @@ class WeightSync:
         check_finite: bool = False,
         on_part: OnPart | None = None,
     ) -> SyncReceipt:
-        """Write the shards as they are now, verify them on both sides, and have every target serve them as `version`.
+        """Write the shards as they are now, verify them on both sides, and have every target serve
+        them as `version`.
 
-        shadow: targets take pages for a second copy, and serve their old version until the commit. names: write these
-        parameters only, by either side's names, over weights that are defined (`LowRank`, after a whole sync).
-        check_finite: refuse NaN and infinity in shards, at the cost of reading them twice. Raises what went wrong here,
-        or a `SyncError` that names the stage, the rank and its error.
+        shadow: targets take pages for a second copy, and serve their old version until the commit.
+        names: write these parameters only, by either side's names, over weights that are defined
+        (`LowRank`, after a whole sync).
+        check_finite: refuse NaN and infinity in shards, at the cost of reading them twice. Raises
+        what went wrong here, or a `SyncError` that names the stage, the rank and its error.
         """
         started, state = time.perf_counter(), _Round(version)
         chosen = None if names is None else tuple(sorted(names))
@@ -175,9 +196,13 @@ class WeightSync:
             offers = [offer for each in offered for offer in each]
             self._agree(state, "map", lambda: self._map(state, offers))
             written = self._agree(state, "write", lambda: self._write(state, on_part))
-            receipts = [self._receipt(offer, number, written) for number, offer in enumerate(offers)]
+            receipts = [
+                self._receipt(offer, number, written) for number, offer in enumerate(offers)
+            ]
             verified = self._agree(state, "verify", lambda: self._verify(receipts))
-            self._agree(state, "commit", lambda: [target.commit_update(version) for target in self._targets])
+            self._agree(
+                state, "commit", lambda: [target.commit_update(version) for target in self._targets]
+            )
         except BaseException as error:
             _abort(state, error)
             raise
@@ -194,7 +219,9 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move them."""
+        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move
+        them.
+        """
         self._kept.close()
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
@@ -235,12 +262,17 @@ class WeightSync:
         )
         return copies, relay
 
-    def _open(self, state: _Round, shadow: bool, names: tuple[str, ...] | None) -> list[WeightOffer]:
+    def _open(
+        self, state: _Round, shadow: bool, names: tuple[str, ...] | None
+    ) -> list[WeightOffer]:
         offers = []
         for number, target in enumerate(self._targets, start=self._first):
             offers.append(target.begin_update(state.version, shadow=shadow, names=names))
             state.opened.append(target)
-            made, now = self.plan.targets[number].manifest.layout_hash, offers[-1].manifest.layout_hash
+            made, now = (
+                self.plan.targets[number].manifest.layout_hash,
+                offers[-1].manifest.layout_hash,
+            )
             if made != now:
                 raise ValueError(
                     f"stale plan for version {state.version}: made for layout {made}, the rollout offers {now}; "
@@ -266,7 +298,9 @@ class WeightSync:
             state.pages.clear()  # they may dangle afterwards
         return written
 
-    def _receipt(self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]) -> WriteReceipt:
+    def _receipt(
+        self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]
+    ) -> WriteReceipt:
         """What all ranks together wrote into one target."""
         parts = [each[number] for each in written if number in each]
         return WriteReceipt(
@@ -278,14 +312,19 @@ class WeightSync:
 
     def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
         return [
-            target.verify_update(receipts[number]) for number, target in enumerate(self._targets, start=self._first)
+            target.verify_update(receipts[number])
+            for number, target in enumerate(self._targets, start=self._first)
         ]
 
 
 def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
     """Makes the shards' GPU the current one, for which pages are mapped."""
     shard = next(iter(shards.values()), None)
-    return torch.cuda.device(shard.device) if shard is not None and shard.is_cuda else contextlib.nullcontext()
+    return (
+        torch.cuda.device(shard.device)
+        if shard is not None and shard.is_cuda
+        else contextlib.nullcontext()
+    )
 
 
 def _abort(state: _Round, error: BaseException) -> None:
@@ -302,5 +341,7 @@ def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
     for target in opened:
         try:
             target.abort_update(f"{type(error).__name__}: {error}")
-        except Exception as deaf:  # a target may be what died; the first failure is the one to report
+        except (
+            Exception
+        ) as deaf:  # a target may be what died; the first failure is the one to report
             error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

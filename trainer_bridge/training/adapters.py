@@ -1,4 +1,6 @@
-"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, and which base they are for."""
+"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, and which base
+they are for.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,22 @@ class Adapters:
         self._layers = adapted_layers(model)
         self._base = base_params(model)
         self._digest: int | None = None
-        self.names = tuple(f"{path}.weight" for path in self._layers)  # of the parameters that are adapted
+        self.names = tuple(
+            f"{path}.weight" for path in self._layers
+        )  # of the parameters that are adapted
 
     def factors(self) -> dict[str, LowRank]:
-        """By parameter, for this rank's shard of it. Without copies where ranks need not gather; read it at once."""
+        """By parameter, for this rank's shard of it.
+
+        Without copies where ranks need not gather; read it at once.
+        """
         return {f"{path}.weight": _factors(layer) for path, layer in self._layers.items()}
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint's adapters must agree with, plain data. base: of all frozen parameters, in hexadecimal."""
+        """What a checkpoint's adapters must agree with, plain data.
+
+        base: of all frozen parameters, in hexadecimal.
+        """
         return {
             "rank": self._config.rank,
             "alpha": self._config.alpha,
@@ -48,7 +58,8 @@ class Adapters:
         }
 
     def save(self, directory: str, base_path: str) -> None:
-        """adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or not at all.
+        """adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or not at
+        all.
 
         base_path: what the config names as the base model. Tensors are in the adapters' dtype.
         """
@@ -60,8 +71,13 @@ class Adapters:
                 tensors[f"base_model.model.{path}.{name}.weight"] = _whole(param).cpu().contiguous()
         with checkpoint.whole_directory(directory) as partial:
             if dist.get_rank() == 0:
-                save_file(tensors, os.path.join(partial, "adapter_model.safetensors"), {"format": "pt"})
-                replace_text(Path(partial, "adapter_config.json"), json.dumps(self._peft_config(base_path), indent=2))
+                save_file(
+                    tensors, os.path.join(partial, "adapter_model.safetensors"), {"format": "pt"}
+                )
+                replace_text(
+                    Path(partial, "adapter_config.json"),
+                    json.dumps(self._peft_config(base_path), indent=2),
+                )
 
     def _peft_config(self, base_path: str) -> dict[str, Any]:
         return {
@@ -109,7 +125,9 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _part(param: Tensor, first: int) -> Part:
-    """This rank's shard with the numbers of its elements; `first` is that of the parameter's first one."""
+    """This rank's shard with the numbers of its elements; `first` is that of the parameter's first
+    one.
+    """
     start, shape = shard_box(param)
     width = math.prod(param.shape[1:])
     if len(shape) == 2:

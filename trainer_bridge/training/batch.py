@@ -1,4 +1,7 @@
-"""Sequences to score or to learn from, and how they become right-padded micro batches. No model in here."""
+"""Sequences to score or to learn from, and how they become right-padded micro batches.
+
+No model in here.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """Prompts with their responses, one entry a sequence; the exact token ids that were generated, EOS included.
+    """Prompts with their responses, one entry a sequence; the exact token ids that were generated,
+    EOS included.
 
-    One number a response token: old_logprobs, of the policy that generated it; ref_logprobs, of the reference; values,
-    of the critic before its update, of what is to come when the token is chosen; returns, what the critic learns.
-    advantages: one number a token, or one a sequence that is given to each of its tokens. `update_actor` needs
-    old_logprobs and advantages (ref_logprobs with `kl_loss_coef`), `update_critic` values and returns, a score none.
+    One number a response token: old_logprobs, of the policy that generated it; ref_logprobs, of the
+    reference; values, of the critic before its update, of what is to come when the token is chosen;
+    returns, what the critic learns.
+    advantages: one number a token, or one a sequence that is given to each of its tokens.
+    `update_actor` needs old_logprobs and advantages (ref_logprobs with `kl_loss_coef`),
+    `update_critic` values and returns, a score none.
     temperature: of the sampling; it divides the logits.
     """
 
@@ -38,10 +44,14 @@ class SequenceBatch:
         for name in ("response_ids", "advantages", *PER_TOKEN):
             value = getattr(self, name)
             if value is not None and len(value) != count:
-                raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one a sequence")
+                raise ValueError(
+                    f"{name} has {len(value)} entries for {count} prompts; give one a sequence"
+                )
         for i, prompt in enumerate(self.prompt_ids):
             if not prompt:
-                raise ValueError(f"prompt {i} is empty; give it at least a beginning-of-sequence token")
+                raise ValueError(
+                    f"prompt {i} is empty; give it at least a beginning-of-sequence token"
+                )
         for name in (*PER_TOKEN, "advantages"):
             self._check_tokens(name)
         check_temperature(self.temperature)
@@ -53,14 +63,20 @@ class SequenceBatch:
         lists = [isinstance(entry, list) for entry in entries]
         if name in PER_TOKEN or any(lists):
             if not all(lists):
-                raise ValueError(f"{name} {lists.index(False)} is no list; give every sequence one number a token")
+                raise ValueError(
+                    f"{name} {lists.index(False)} is no list; give every sequence one number a token"
+                )
             for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
                 if len(entry) != len(response):
                     got, want = len(entry), len(response)
-                    raise ValueError(f"{name} {i} has {got} numbers for {want} response tokens; give one a token")
+                    raise ValueError(
+                        f"{name} {i} has {got} numbers for {want} response tokens; give one a token"
+                    )
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's one number for each."""
+        """fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's one
+        number for each.
+        """
         entries = getattr(self, name)
         found: list[float] = []
         for row in micro.rows:
@@ -73,7 +89,9 @@ class SequenceBatch:
         """A batch of these sequences, in this order."""
         fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
         held = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        chosen: dict[str, Any] = {name: [value[row] for row in rows] for name, value in held.items()}
+        chosen: dict[str, Any] = {
+            name: [value[row] for row in rows] for name, value in held.items()
+        }
         return dataclasses.replace(self, **chosen)
 
     def __len__(self) -> int:
@@ -87,21 +105,27 @@ class SequenceBatch:
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence, prompt included."""
-        return max((len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)), default=0)
+        return max(
+            (len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)),
+            default=0,
+        )
 
 
 def check_temperature(temperature: float) -> None:
     if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} must be positive and finite (score greedy samples with 1.0)")
+        raise ValueError(
+            f"temperature={temperature} must be positive and finite (score greedy samples with 1.0)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of a batch, padded on the right to one length L. B sequences, N response tokens in all.
+    """Some sequences of a batch, padded on the right to one length L. B sequences, N response
+    tokens in all.
 
-    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first, last: the positions
-    whose logits are needed. row, column, target: int64 [N], the token targets[n] is predicted by the logits at
-    (row[n], first + column[n]), sequence by sequence.
+    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first,
+    last: the positions whose logits are needed. row, column, target: int64 [N], the token
+    targets[n] is predicted by the logits at (row[n], first + column[n]), sequence by sequence.
     """
 
     rows: tuple[int, ...]
@@ -114,7 +138,9 @@ class MicroBatch:
     target: Tensor
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """N numbers, as one list a sequence: {number of the sequence in the batch: its tokens' numbers}."""
+        """N numbers, as one list a sequence: {number of the sequence in the batch: its tokens'
+        numbers}.
+        """
         out, start = {}, 0
         for row, count in zip(self.rows, self.counts, strict=True):
             if row >= 0:
@@ -126,7 +152,8 @@ class MicroBatch:
 def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
     """The sequences of this rank in chunks of at most `size`, like lengths together, longest first.
 
-    Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives must match.
+    Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
+    must match.
     """
     lengths = [len(p) + len(r) for p, r in zip(batch.prompt_ids, batch.response_ids, strict=True)]
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
@@ -136,7 +163,10 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
 
 
 def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """The micro batch of `rows`. The causal mask hides what lies to the right, so padding needs no mask of its own."""
+    """The micro batch of `rows`.
+
+    The causal mask hides what lies to the right, so padding needs no mask of its own.
+    """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
@@ -164,13 +194,18 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:
-    """ValueError for an id out of range, which would kill a GPU's context, or a position that would be scored wrongly.
+    """ValueError for an id out of range, which would kill a GPU's context, or a position that would
+    be scored wrongly.
 
     model: the configuration, with vocab_size and max_position_embeddings.
     """
     limit = model.max_position_embeddings
     if batch.max_length > limit:
-        raise ValueError(f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it")
+        raise ValueError(
+            f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it"
+        )
     for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
         if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
-            raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{model.vocab_size - 1}")
+            raise ValueError(
+                f"sequence {i % len(batch)} has token ids outside 0..{model.vocab_size - 1}"
+            )

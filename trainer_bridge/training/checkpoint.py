@@ -1,7 +1,9 @@
-"""Training checkpoints: parameters, optimizer moments and a few plain values, through torch.distributed.checkpoint.
+"""Training checkpoints: parameters, optimizer moments and a few plain values, through
+torch.distributed.checkpoint.
 
-A directory appears whole or not at all. Loading writes into the tensors that are there: addresses stay. Tensors are in
-safetensors files and values in JSON, so that a folder from elsewhere is data: torch's own format holds pickles.
+A directory appears whole or not at all. Loading writes into the tensors that are there: addresses
+stay. Tensors are in safetensors files and values in JSON, so that a folder from elsewhere is data:
+torch's own format holds pickles.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ _PICKLED = ".metadata"  # of torch's own format
 _FILE_BYTES = 2 << 30
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Tensor]:
-    """What a checkpoint holds of one model: all that is trained, by name; the tensors are the model's and the
-    optimizer's own."""
+def state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> dict[str, Tensor]:
+    """What a checkpoint holds of one model: all that is trained, by name; the tensors are the
+    model's and the optimizer's own.
+    """
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -43,7 +48,8 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") 
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Every rank calls it. `directory` must be on storage that all ranks see; what was there is replaced.
+    """Every rank calls it. `directory` must be on storage that all ranks see; what was there is
+    replaced.
 
     values: anything JSON can hold.
     """
@@ -58,8 +64,9 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 
 @contextlib.contextmanager
 def whole_directory(directory: str) -> Iterator[str]:
-    """Every rank enters it. What is written into the directory given takes `directory`'s place when the block ends on
-    rank 0 without an error; it ends there after the others have written."""
+    """Every rank enters it. What is written into the directory given takes `directory`'s place when
+    the block ends on rank 0 without an error; it ends there after the others have written.
+    """
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
     if _is_first():
@@ -72,11 +79,13 @@ def whole_directory(directory: str) -> Iterator[str]:
     dist.barrier()
 
 
-def load(directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def load(
+    directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Fill `tensors` in place, also when saved by another number of ranks. Returns the values.
 
-    adapters: `Adapters.identity`, which the value of this name must equal. A ValueError says what is of another model;
-    nothing was loaded then.
+    adapters: `Adapters.identity`, which the value of this name must equal. A ValueError says what
+    is of another model; nothing was loaded then.
     """
     directory = _complete(directory)
     with open(os.path.join(directory, _VALUES), encoding="utf-8") as file:
@@ -95,7 +104,9 @@ def _unwrapped() -> Iterator[None]:
     try:
         yield
     except dcp.CheckpointException as wrapped:
-        rank, (error, _) = min(wrapped.failures.items(), key=lambda item: item[0] != dist.get_rank())
+        rank, (error, _) = min(
+            wrapped.failures.items(), key=lambda item: item[0] != dist.get_rank()
+        )
         if rank == dist.get_rank():
             raise error from None
         raise RuntimeError(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
@@ -112,7 +123,9 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Where its checkpoint is: a save that was killed may have left it under another name (`_replace`)."""
+    """Where its checkpoint is: a save that was killed may have left it under another name
+    (`_replace`).
+    """
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
             if os.path.exists(os.path.join(place, _PICKLED)):
@@ -121,19 +134,31 @@ def _complete(directory: str) -> str:
                     f"start from the model, or from a newer checkpoint"
                 )
             return place
-    raise ValueError(f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory")
+    raise ValueError(
+        f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory"
+    )
 
 
-def _check_adapters(directory: str, stored: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
+def _check_adapters(
+    directory: str, stored: Mapping[str, Any] | None, own: Mapping[str, Any] | None
+) -> None:
     if stored == own:
         return
     if stored is None or own is None:
-        what, this = ("all parameters", "adapters") if stored is None else ("adapters", "all parameters")
-        raise ValueError(f"checkpoint {directory!r} holds {what}, this trainer trains {this}; nothing was loaded")
+        what, this = (
+            ("all parameters", "adapters") if stored is None else ("adapters", "all parameters")
+        )
+        raise ValueError(
+            f"checkpoint {directory!r} holds {what}, this trainer trains {this}; nothing was loaded"
+        )
     problems = [
-        f"{key} is {stored.get(key)} there, {value} here" for key, value in own.items() if stored.get(key) != value
+        f"{key} is {stored.get(key)} there, {value} here"
+        for key, value in own.items()
+        if stored.get(key) != value
     ]
-    raise ValueError(f"checkpoint {directory!r} holds other adapters, nothing was loaded: {'; '.join(problems)}")
+    raise ValueError(
+        f"checkpoint {directory!r} holds other adapters, nothing was loaded: {'; '.join(problems)}"
+    )
 
 
 def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
@@ -143,17 +168,22 @@ def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
     problems += [f"unknown {name}" for name in shapes if name not in tensors]
     for name in tensors.keys() & shapes.keys():
         if shapes[name] != tuple(tensors[name].shape):
-            problems.append(f"{name} has shape {shapes[name]}, the model {tuple(tensors[name].shape)}")
+            problems.append(
+                f"{name} has shape {shapes[name]}, the model {tuple(tensors[name].shape)}"
+            )
     if problems:
         listed = "; ".join(sorted(problems)[:20])
-        raise ValueError(f"checkpoint {directory!r} is of another model, nothing was loaded: {listed}")
+        raise ValueError(
+            f"checkpoint {directory!r} is of another model, nothing was loaded: {listed}"
+        )
 
 
 def _replace(directory: str, partial: str) -> None:
-    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the new one.
+    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the
+    new one.
 
-    Where the file system cannot exchange two names, there is a moment in which the old one has another name, where
-    `load` looks, too.
+    Where the file system cannot exchange two names, there is a moment in which the old one has
+    another name, where `load` looks, too.
     """
     before = f"{directory}{_BEFORE}"
     if not os.path.isdir(directory):

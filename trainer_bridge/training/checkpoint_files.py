@@ -16,11 +16,16 @@ _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model com
 def check_directory(path: str) -> None:
     """A ValueError unless `path` holds a config.json."""
     if not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path")
+        raise ValueError(
+            f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path"
+        )
 
 
 class CheckpointFiles:
-    """Names, shapes and boxes of the tensors in `path`. Files are mapped, not read, until a box is asked for."""
+    """Names, shapes and boxes of the tensors in `path`.
+
+    Files are mapped, not read, until a box is asked for.
+    """
 
     def __init__(self, path: str) -> None:
         from safetensors import safe_open
@@ -34,15 +39,21 @@ class CheckpointFiles:
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()) -> None:
         """Raise a ValueError that lists every name that is missing, unknown, or of another shape."""
         problems = [f"missing {name}" for name in shapes if name not in self._files]
-        problems += [f"unknown {name}" for name in self._files if name not in shapes and name not in ignore]
+        problems += [
+            f"unknown {name}" for name in self._files if name not in shapes and name not in ignore
+        ]
         for name in shapes.keys() & self._files.keys():
             found = tuple(self._files[name].get_slice(name).get_shape())
             if found != shapes[name]:
                 problems.append(f"{name} has shape {found}, the model {shapes[name]}")
         if problems:
-            raise ValueError(f"weights in {self.path!r} do not fit its config.json: {'; '.join(sorted(problems)[:20])}")
+            raise ValueError(
+                f"weights in {self.path!r} do not fit its config.json: {'; '.join(sorted(problems)[:20])}"
+            )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The elements from `start` to `start + shape` of a tensor, on the CPU, in the file's dtype."""
+        """The elements from `start` to `start + shape` of a tensor, on the CPU, in the file's
+        dtype.
+        """
         ranges = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
         return self._files[name].get_slice(name)[ranges]

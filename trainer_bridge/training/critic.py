@@ -1,4 +1,7 @@
-"""The critic: what an answer, as far as it goes, will still earn. The same decoder, with one output a token."""
+"""The critic: what an answer, as far as it goes, will still earn.
+
+The same decoder, with one output a token.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
 class Critic:
     """An FSDP2 model on tag `critic` and its moments on tag `critic_optim`.
 
-    It begins with the policy's weights, and a head that says 0. The value of a token is said by the position that
-    predicts it: the prompt and the response before it are seen, the token is not.
+    It begins with the policy's weights, and a head that says 0. The value of a token is said by the
+    position that predicts it: the prompt and the response before it are seen, the token is not.
     """
 
     def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver | None) -> None:
@@ -43,10 +46,11 @@ class Critic:
         return score_tokens(self.model, batch, self._values, size, self._runtime)
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step on the clipped squared error to `returns`, the mean over all response tokens of the batch.
+        """One AdamW step on the clipped squared error to `returns`, the mean over all response
+        tokens of the batch.
 
-        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping). A gradient that is not finite
-        raises a FloatingPointError and changes nothing.
+        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping). A gradient that
+        is not finite raises a FloatingPointError and changes nothing.
         """
         check_tokens(batch, self.model.config)
         if batch.values is None or batch.returns is None:

@@ -12,29 +12,35 @@ from trainer_bridge.sync.boxes import Box
 from trainer_bridge.training.lora import base_params
 from trainer_bridge.training.shards import local_shard, shard_box
 
-BLOCK_ELEMENTS = 1 << 22  # random numbers of one generator; a rank that needs some of them draws all
+BLOCK_ELEMENTS = (
+    1 << 22
+)  # random numbers of one generator; a rank that needs some of them draws all
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by modules made again."""
+    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by
+    modules made again.
+    """
     for path, module in model.named_modules():
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not names:
             continue
         if not hasattr(module, "config") or any(True for _ in module.parameters()):
-            raise ValueError(f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew")
+            raise ValueError(
+                f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew"
+            )
         fresh = dict(type(module)(module.config).named_buffers())
         for name in names:
             setattr(module, name, fresh[name].to(device))
 
 
 def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
-    """What transformers initialises decoders with, on the device, and in place but for a block at a time that several
-    ranks share or that is drawn in another dtype.
+    """What transformers initialises decoders with, on the device, and in place but for a block at a
+    time that several ranks share or that is drawn in another dtype.
 
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits are a function of the
-    seed, the parameter's name and the dtype drawn in, on one kind of device: a model that is to be a narrower copy of
-    another is drawn as that one.
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits
+    are a function of the seed, the parameter's name and the dtype drawn in, on one kind of device:
+    a model that is to be a narrower copy of another is drawn as that one.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     for name, param in base_params(model).items():
@@ -44,13 +50,18 @@ def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None 
             local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            shard, row = local_shard(module.weight), module.padding_idx - shard_box(module.weight)[0][0]
+            shard, row = (
+                local_shard(module.weight),
+                module.padding_idx - shard_box(module.weight)[0][0],
+            )
             if 0 <= row < shard.shape[0]:
                 shard[row] = 0.0
 
 
 def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
-    """Block by block of rows, each from a generator of its own, so that it does not matter how many ranks draw."""
+    """Block by block of rows, each from a generator of its own, so that it does not matter how many
+    ranks draw.
+    """
     shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
     rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
     for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
@@ -58,7 +69,9 @@ def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | No
         mine = box.intersect(block)
         if mine is None:
             continue
-        generator = torch.Generator(shard.device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
+        generator = torch.Generator(shard.device).manual_seed(
+            hash_text(f"{seed}/{first // rows}") >> 1
+        )
         target = shard[_within(mine, box)]
         if mine == block and drawn_as in (None, shard.dtype):
             target.normal_(0.0, deviation, generator=generator)
@@ -70,4 +83,6 @@ def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | No
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where a box lies in a tensor of what another one holds."""
     starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
-    return tuple(slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True))
+    return tuple(
+        slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True)
+    )

@@ -1,7 +1,8 @@
-"""Low-rank adapters in a model: its linear layers add scale * B A x to what they are; their own weights are frozen.
+"""Low-rank adapters in a model: its linear layers add scale * B A x to what they are; their own
+weights are frozen.
 
-Layers of our own, not PEFT's: a weight keeps its name and its place, by which it is loaded, sharded and synced, and the
-adapters are made on the meta device as every other parameter is.
+Layers of our own, not PEFT's: a weight keeps its name and its place, by which it is loaded, sharded
+and synced, and the adapters are made on the meta device as every other parameter is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NAMES = ("lora_a", "lora_b")
 class LoraLinear(nn.Linear):
     """y = W x + bias + scale * B (A x), or W x + bias alone while `adapted` is False.
 
-    lora_a: A, [rank, in]; lora_b: B, [out, rank]. Weight and bias are those of the layer whose place it takes.
+    lora_a: A, [rank, in]; lora_b: B, [out, rank]. Weight and bias are those of the layer whose
+    place it takes.
     """
 
     def __init__(self, layer: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -30,20 +32,29 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         device = layer.weight.device
-        self.lora_a = nn.Parameter(torch.empty(config.rank, layer.in_features, dtype=dtype, device=device))
-        self.lora_b = nn.Parameter(torch.empty(layer.out_features, config.rank, dtype=dtype, device=device))
+        self.lora_a = nn.Parameter(
+            torch.empty(config.rank, layer.in_features, dtype=dtype, device=device)
+        )
+        self.lora_b = nn.Parameter(
+            torch.empty(layer.out_features, config.rank, dtype=dtype, device=device)
+        )
         self.scale = config.scale
         self.adapted = True
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        return torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale) if self.adapted else y
+        return (
+            torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
+            if self.adapted
+            else y
+        )
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze the model, and put adapters, undefined, into the linear layers that `config` names.
 
-    A ValueError says which names are of no linear layer, or of one whose weight another layer has, too.
+    A ValueError says which names are of no linear layer, or of one whose weight another layer has,
+    too.
     """
     if unknown := sorted(set(config.target_modules) - linear_names(model)):
         known = ", ".join(sorted(linear_names(model)))
@@ -56,7 +67,9 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
         if _last(path) not in config.target_modules:
             continue
         if uses[id(layer.weight)] > 1:
-            raise ValueError(f"LoraConfig.target_modules: {path} shares its weight with another layer; leave it out")
+            raise ValueError(
+                f"LoraConfig.target_modules: {path} shares its weight with another layer; leave it out"
+            )
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, _last(path), LoraLinear(layer, config, dtype))
 
@@ -68,7 +81,9 @@ def linear_names(model: nn.Module) -> set[str]:
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """By path; empty without adapters."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
 
 
 def is_adapter(name: str) -> bool:

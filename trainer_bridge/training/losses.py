@@ -1,4 +1,7 @@
-"""Log-probabilities of given tokens, and the losses of policy and critic. fp32, whatever the logits are."""
+"""Log-probabilities of given tokens, and the losses of policy and critic.
+
+fp32, whatever the logits are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
 
 def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature)[target] and the entropy of that distribution (without gradient).
+    """log_softmax(logits / temperature)[target] and the entropy of that distribution (without
+    gradient).
 
     logits: [N, V], any float dtype. target: int64 [N]. Returns two fp32 [N].
     """
@@ -25,17 +29,23 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Sums over the tokens given; the caller divides by the number of tokens of the whole batch. Scalars, fp32."""
+    """Sums over the tokens given; the caller divides by the number of tokens of the whole batch.
+    Scalars, fp32.
+    """
 
     loss: Tensor
     clipped: Tensor
     kl: Tensor
 
 
-def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> PolicyLoss:
-    """-sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio = exp(logprobs - old). All fp32 [N].
+def ppo_clip(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
+) -> PolicyLoss:
+    """-sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio = exp(logprobs -
+    old). All fp32 [N].
 
-    clipped: number of tokens where the clip was the smaller. kl: sum of ratio - 1 - log(ratio), never negative.
+    clipped: number of tokens where the clip was the smaller. kl: sum of ratio - 1 - log(ratio),
+    never negative.
     """
     log_ratio = logprobs - old
     ratio = log_ratio.exp()
@@ -48,8 +58,10 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, 
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Sum of r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy: estimates their KL
-    divergence from the reference without bias, never negative. Both fp32 [N]; with gradient."""
+    """Sum of r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy:
+    estimates their KL divergence from the reference without bias, never negative. Both fp32 [N];
+    with gradient.
+    """
     log_ratio = reference - logprobs
     return (log_ratio.exp() - 1 - log_ratio).sum()
 
@@ -70,5 +82,7 @@ def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> Va
     free, moved = (values - returns).square(), values - old
     held = (old + moved.clamp(-limit, limit) - returns).square()
     with torch.no_grad():
-        clipped = ((held > free) & (moved.abs() > limit)).sum().float()  # within the limit they differ by a rounding
+        clipped = (
+            ((held > free) & (moved.abs() > limit)).sum().float()
+        )  # within the limit they differ by a rounding
     return ValueLoss(loss=torch.maximum(free, held).sum() / 2, clipped=clipped)

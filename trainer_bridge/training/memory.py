@@ -1,4 +1,6 @@
-"""Tensors laid side by side in one block of a saver's tag: little between them, so the tag commits what is used."""
+"""Tensors laid side by side in one block of a saver's tag: little between them, so the tag commits
+what is used.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,18 @@ def side_by_side(
     tag: str,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """One tensor a (shape, dtype), all in one allocation of `tag` (content host); plain memory without a saver.
+    """One tensor a (shape, dtype), all in one allocation of `tag` (content host); plain memory
+    without a saver.
 
-    starts: the first byte of each in the block, None: one after the other. The content is undefined. The tensors keep
-    the block alive.
+    starts: the first byte of each in the block, None: one after the other. The content is
+    undefined. The tensors keep the block alive.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     if starts is None:
         starts = _packed(sizes)
-    end = round_up(max((start + size for start, size in zip(starts, sizes, strict=True)), default=0), _END)
+    end = round_up(
+        max((start + size for start, size in zip(starts, sizes, strict=True)), default=0), _END
+    )
     if saver is None:
         block = torch.empty(end, dtype=torch.uint8, device=device)
     else:

@@ -1,7 +1,9 @@
-"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then the weights.
+"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then
+the weights.
 
-Adapters, if there are, are shards of the same FSDP groups on tag `adapters`.
-Buffers that no checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them needlessly.
+Adapters, if there are, are shards of the same FSDP groups on tag `adapters`. Buffers that no
+checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them
+needlessly.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ def build_model(
     value_head: bool = False,
     drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """The sharded model with the weights of `config.model_path`, or random ones. The shards keep their addresses.
+    """The sharded model with the weights of `config.model_path`, or random ones. The shards keep
+    their addresses.
 
-    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`). layout: of a rollout,
-    whose place for each parameter this one takes, too (one rank). tag: of the shards. value_head: one output a token,
-    zero at first, in the vocabulary's place. drawn_as: the dtype in which random weights are drawn and then cast; None
-    is their own. A ValueError names a missing file, and parameters that are missing, unknown, of another shape, or not
-    to be sharded or laid out so, and wrong targets of adapters.
+    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`).
+    layout: of a rollout, whose place for each parameter this one takes, too (one rank). tag: of the
+    shards. value_head: one output a token, zero at first, in the vocabulary's place. drawn_as: the
+    dtype in which random weights are drawn and then cast; None is their own. A ValueError names a
+    missing file, and parameters that are missing, unknown, of another shape, or not to be sharded
+    or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
     files = None if config.random_init else CheckpointFiles(config.model_path)
@@ -92,7 +96,9 @@ def linear_layer_names(model_path: str) -> set[str]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop every unsharded parameter; the root module keeps its own after a forward without backward."""
+    """Drop every unsharded parameter; the root module keeps its own after a forward without
+    backward.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -103,7 +109,9 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
     if getattr(hf_config, "attention_dropout", 0.0):
-        hf_config.attention_dropout = 0.0  # scores must not be random: the ratio of an unchanged policy is 1
+        hf_config.attention_dropout = (
+            0.0  # scores must not be random: the ratio of an unchanged policy is 1
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=config.torch_model_dtype, attn_implementation=attention
@@ -118,7 +126,9 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
 def _put_value_head(model: Any, config: TrainerConfig) -> None:
     """In the place of the output embedding, which is tied to nothing then."""
     width = model.get_output_embeddings().in_features
-    model.set_output_embeddings(nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype))
+    model.set_output_embeddings(
+        nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
+    )
 
 
 def _output_name(model: Any) -> str:
@@ -126,13 +136,17 @@ def _output_name(model: Any) -> str:
     return next(name for name, param in model.named_parameters() if param is weight)
 
 
-def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]) -> None:
+def _shard(
+    model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]
+) -> None:
     named = dict(model.named_parameters())
     _check_dims(named, shard_dims, mesh.size())
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
     policy = MixedPrecisionPolicy()
     if config.param_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32
+        )
     layers = set(getattr(model, "_no_split_modules", None) or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers:
@@ -143,32 +157,43 @@ def _shard(model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
-    """Embedding and head where they are two matrices: each gathered and reduced alone, not both at once with the rest,
-    which takes 7 GiB less at 152,064 words of width 5,120. Tied ones are one parameter of the root."""
+    """Embedding and head where they are two matrices: each gathered and reduced alone, not both at
+    once with the rest, which takes 7 GiB less at 152,064 words of width 5,120. Tied ones are one
+    parameter of the root.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     two = head.weight is not embedding.weight and head.weight.shape == embedding.weight.shape
     return [embedding, head] if two else []
 
 
-def _check_dims(named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int], world: int) -> None:
+def _check_dims(
+    named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int], world: int
+) -> None:
     problems = [f"{name} is no parameter" for name in shard_dims.keys() - named.keys()]
     for name in shard_dims.keys() & named.keys():
         shape, dim = tuple(named[name].shape), shard_dims[name]
         if not 0 <= dim < len(shape):
             problems.append(f"{name}: {shape} has no dimension {dim}")
         elif dim and shape[dim] % world:
-            problems.append(f"{name}: FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only")
+            problems.append(
+                f"{name}: FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only"
+            )
     if problems:
         raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
 
 
 def _allocate_shards(
-    model: nn.Module, device: torch.device, saver: MemorySaver | None, tag: str, starts: Mapping[str, int] | None
+    model: nn.Module,
+    device: torch.device,
+    saver: MemorySaver | None,
+    tag: str,
+    starts: Mapping[str, int] | None,
 ) -> None:
-    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in the block, by name.
+    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in
+    the block, by name.
 
-    FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when it starts up; that
-    copy is made inside the region, and its source is plain memory.
+    FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when
+    it starts up; that copy is made inside the region, and its source is plain memory.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -177,7 +202,10 @@ def _allocate_shards(
     padded = [param for param in owners if _is_padded(param)]
     whole = [param for param in owners if not _is_padded(param)]
     names = {param: name for name, param in model.named_parameters()}
-    memory = {param: torch.empty(_local(param).shape, dtype=param.dtype, device=device) for param in padded}
+    memory = {
+        param: torch.empty(_local(param).shape, dtype=param.dtype, device=device)
+        for param in padded
+    }
     for on in (tag, ADAPTERS):
         mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
         specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
@@ -199,23 +227,33 @@ def _is_padded(param: Tensor) -> bool:
     """By FSDP, which shares the first dimension as `torch.chunk` does, others in equal parts."""
     assert isinstance(param, DTensor)
     shards_rows = param.placements[0].is_shard(0)
-    return shards_rows and _local(param).shape[0] < math.ceil(param.shape[0] / param.device_mesh.size())
+    return shards_rows and _local(param).shape[0] < math.ceil(
+        param.shape[0] / param.device_mesh.size()
+    )
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
-    """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an address."""
+    """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an
+    address.
+    """
     assert isinstance(model, FSDPModule)
     with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
-    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it done."""
+    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it
+    done.
+    """
     groups = [
-        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
     ]
     with _region(saver, ADAPTERS):
-        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+        for param in (
+            param for group in groups if group is not None for param in group.fsdp_params
+        ):
             if param._module_info.param_name in NAMES:
                 param.reset_sharded_param()
 
@@ -225,9 +263,14 @@ def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextMa
 
 
 def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
-    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype. made_here: not from files."""
+    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype.
+
+    made_here: not from files.
+    """
     params = {name: param for name, param in base_params(model).items() if name not in made_here}
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    names = {
+        name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
+    }
     other = names - params.keys()  # tied ones, too
     files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
     for name, param in params.items():
@@ -237,7 +280,8 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
-    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model begins as the base.
+    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model
+    begins as the base.
 
     The same bits for the same seed and name, on any device and number of ranks.
     """

@@ -16,7 +16,8 @@ Version = Callable[[], Hashable]
 class Parking:
     """Pauses and resumes tags; without a saver it only remembers which are parked.
 
-    A tag with a version is parked without a copy where its content is still of the version that was parked last.
+    A tag with a version is parked without a copy where its content is still of the version that was
+    parked last.
     """
 
     def __init__(self, saver: MemorySaver | None) -> None:
@@ -26,8 +27,9 @@ class Parking:
         self._parked: set[str] = set()
 
     def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
-        """A tag that has memory now. version: says what its content is called; None: it always changes. beside: tags
-        that always change and go with it."""
+        """A tag that has memory now. version: says what its content is called; None: it always
+        changes. beside: tags that always change and go with it.
+        """
         self._tags[tag] = version
         self._beside[tag] = beside
 
@@ -42,17 +44,23 @@ class Parking:
         self._parked |= set(chosen)
 
     def restore(self, *tags: str) -> None:
-        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory changes nothing."""
+        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
+        changes nothing.
+        """
         chosen = self._chosen(tags)
         if self._saver is not None:
             self._saver.resume(*self._memory(chosen))
         self._parked -= set(chosen)
 
     def require(self, method: str, *tags: str) -> None:
-        """StateError if one of these is parked; a tag that the trainer has not got is none of its business."""
+        """StateError if one of these is parked; a tag that the trainer has not got is none of its
+        business.
+        """
         for tag in tags:
             if tag in self._parked:
-                raise StateError(f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first")
+                raise StateError(
+                    f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first"
+                )
 
     def _memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         return (*tags, *(other for tag in tags for other in self._beside[tag]))
@@ -60,5 +68,7 @@ class Parking:
     def _chosen(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:
             if tag not in self._tags:
-                raise ValueError(f"unknown tag {tag!r}; the trainer has {', '.join(map(repr, self._tags))}")
+                raise ValueError(
+                    f"unknown tag {tag!r}; the trainer has {', '.join(map(repr, self._tags))}"
+                )
         return tags or tuple(self._tags)

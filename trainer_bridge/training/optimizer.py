@@ -1,4 +1,6 @@
-"""AdamW whose state is made at once, side by side on a tag, instead of tensor by tensor in the first step."""
+"""AdamW whose state is made at once, side by side on a tag, instead of tensor by tensor in the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:
-    """One clipped step with the learning rate after `done` updates; the gradients' norm before clipping.
+    """One clipped step with the learning rate after `done` updates; the gradients' norm before
+    clipping.
 
-    A norm that is not finite raises a FloatingPointError, and the parameters are unchanged. Gradients are dropped.
+    A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
+    Gradients are dropped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
@@ -53,7 +57,8 @@ def build_optimizer(
     saver: MemorySaver | None,
     tag: str = OPTIM,
 ) -> torch.optim.AdamW:
-    """AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's own memory.
+    """AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's own
+    memory.
 
     Fused: the unfused step on a GPU needs temporaries as large as the parameters.
     """

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """An FSDP2 model on tag `reference`, in the dtype that the policy computes in, with the weights it begins with."""
+    """An FSDP2 model on tag `reference`, in the dtype that the policy computes in, with the weights
+    it begins with.
+    """
 
     def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver | None) -> None:
         """config: the policy's; masters of more precision are not needed by what never changes."""
@@ -34,7 +36,9 @@ class Reference:
         return score_tokens(
             self.model,
             batch,
-            lambda micro: token_logprobs(token_logits(self.model, micro), micro.target, temperature)[0],
+            lambda micro: token_logprobs(
+                token_logits(self.model, micro), micro.target, temperature
+            )[0],
             self._micro_batch_size,
             self._runtime,
         )

@@ -1,4 +1,6 @@
-"""One number for every response token of a batch: each rank computes its share, all get the whole answer."""
+"""One number for every response token of a batch: each rank computes its share, all get the whole
+answer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def score_tokens(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[list[float]]:
-    """What `score` makes of each micro batch, [N] by the model in eval mode, as one list a sequence.
+    """What `score` makes of each micro batch, [N] by the model in eval mode, as one list a
+    sequence.
 
     Every rank calls it with the same batch. The model is left sharded.
     """

@@ -10,7 +10,9 @@ from trainer_bridge.sync.shards import local_box
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes the shard."""
+    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes
+    the shard.
+    """
     assert isinstance(param, DTensor)
     local = param.detach()
     assert isinstance(local, DTensor)
@@ -21,7 +23,9 @@ def like_shard(local: Tensor, param: Tensor) -> DTensor:
     """`local` as this rank's shard of a tensor sharded like `param`."""
     assert isinstance(param, DTensor)
     mesh, places = param.device_mesh, param.placements
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
+    return DTensor.from_local(
+        local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def shard_box(param: Tensor) -> Box:

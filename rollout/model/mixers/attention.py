@@ -17,11 +17,11 @@ from rollout.ops.norm import rms_norm
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys that a query sees,
-    its own included; None: all up to its own.
+    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys
+    that a query sees, its own included; None: all up to its own.
 
-    output_gate: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's output. rotary_dim: how
-    much of a head is rotated, None: all (both Qwen3-Next).
+    output_gate: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's
+    output. rotary_dim: how much of a head is rotated, None: all (both Qwen3-Next).
     """
 
     num_heads: int
@@ -43,9 +43,15 @@ class AttentionConfig(MixerConfig):
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"sliding_window={self.window} must be at least 1 token, or null for full attention")
-        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
-            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and in 2..head_dim={self.head_dim}")
+            raise ValueError(
+                f"sliding_window={self.window} must be at least 1 token, or null for full attention"
+            )
+        if self.rotary_dim is not None and (
+            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
+        ):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be even and in 2..head_dim={self.head_dim}"
+            )
 
     @property
     def query_rows(self) -> int:
@@ -57,12 +63,22 @@ class AttentionConfig(MixerConfig):
         attn = layer + "self_attn."
         qkv = (("q_proj", self.query_rows * self.head_dim), ("k_proj", kv), ("v_proj", kv))
         groups = [
-            stack(attn + "qkv_proj.weight", [(f"{attn}{name}.weight", (rows, hidden_size)) for name, rows in qkv])
+            stack(
+                attn + "qkv_proj.weight",
+                [(f"{attn}{name}.weight", (rows, hidden_size)) for name, rows in qkv],
+            )
         ]
         if self.qkv_bias:
-            groups.append(stack(attn + "qkv_proj.bias", [(f"{attn}{name}.bias", (rows,)) for name, rows in qkv]))
+            groups.append(
+                stack(
+                    attn + "qkv_proj.bias", [(f"{attn}{name}.bias", (rows,)) for name, rows in qkv]
+                )
+            )
         if self.qk_norm:
-            groups += [one(attn + "q_norm.weight", self.head_dim), one(attn + "k_norm.weight", self.head_dim)]
+            groups += [
+                one(attn + "q_norm.weight", self.head_dim),
+                one(attn + "k_norm.weight", self.head_dim),
+            ]
         groups.append(one(attn + "o_proj.weight", hidden_size, q))
         if self.o_bias:
             groups.append(one(attn + "o_proj.bias", hidden_size))
@@ -84,7 +100,9 @@ class Attention:
         self._k_norm = store.tensor(name + "k_norm.weight") if config.qk_norm else None
         self._o = store.tensor(name + "o_proj.weight")
         self._ranks = parts.ranks
-        self._o_bias = store.tensor(name + "o_proj.bias") if config.o_bias and parts.ranks.rank == 0 else None
+        self._o_bias = (
+            store.tensor(name + "o_proj.bias") if config.o_bias and parts.ranks.rank == 0 else None
+        )
         self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
         self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
@@ -103,10 +121,14 @@ class Attention:
         out = self._attend(q, k, v, batch)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
-        return self._ranks.sum(F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias), self._stage)
+        return self._ranks.sum(
+            F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias), self._stage
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
+        """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T,
+        Hq, D].
+        """
         at = batch if self.config.window is None or batch.sliding is None else batch.sliding
         q = self._kv.store(q, k, v, batch.positions, at.slots, self._rotary)
         return self._kv.attend(q, at.plan, self._scale)

@@ -1,4 +1,6 @@
-"""What mixes tokens in a layer: one config class and one computing class a kind, each in a file of its own."""
+"""What mixes tokens in a layer: one config class and one computing class a kind, each in a file of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ class Sliding:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one forward, packed: int64 [T] `positions` and pool `slots`, and how attention finds the rest.
+    """The tokens of one forward, packed: int64 [T] `positions` and pool `slots`, and how attention
+    finds the rest.
 
-    shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64 [B], each request's
-    row of the request table, on the device. sliding: what sliding layers use in place of slots and plan, None where all
-    layers see the same. loads: a layer's rows are there once it waited for each of these.
+    shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64
+    [B], each request's row of the request table, on the device. sliding: what sliding layers use in
+    place of slots and plan, None where all layers see the same. loads: a layer's rows are there
+    once it waited for each of these.
     """
 
     positions: Tensor

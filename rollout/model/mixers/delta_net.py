@@ -1,4 +1,6 @@
-"""Gated delta nets (linear layers of Qwen3-Next): a convolution and a recurrent state instead of keys and values."""
+"""Gated delta nets (linear layers of Qwen3-Next): a convolution and a recurrent state instead of
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from rollout.ops.norm import rms_norm
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(MixerConfig):
-    """Value heads share key heads, `num_value_heads / num_key_heads` each. kernel: of the convolution, in tokens."""
+    """Value heads share key heads, `num_value_heads / num_key_heads` each.
+
+    kernel: of the convolution, in tokens.
+    """
 
     capturable = False  # a step's tokens are cut into requests on the CPU
 
@@ -51,7 +56,10 @@ class DeltaNetConfig(MixerConfig):
         net, channels, values = layer + "linear_attn.", sum(self.widths), self.widths[2]
         inputs = (("in_proj_qkvz", channels + values), ("in_proj_ba", 2 * self.num_value_heads))
         return [
-            stack(net + "in_proj.weight", [(f"{net}{name}.weight", (rows, hidden_size)) for name, rows in inputs]),
+            stack(
+                net + "in_proj.weight",
+                [(f"{net}{name}.weight", (rows, hidden_size)) for name, rows in inputs],
+            ),
             one(net + "conv1d.weight", channels, 1, self.kernel),
             one(net + "dt_bias", self.num_value_heads),
             one(net + "A_log", self.num_value_heads),
@@ -66,20 +74,31 @@ class DeltaNetConfig(MixerConfig):
 class DeltaNet:
     """Weights and states are views; they stay valid over pause and resume.
 
-    A request's states are those after its last computed token: zeros at admission, advanced by each of its tokens once.
+    A request's states are those after its last computed token: zeros at admission, advanced by each
+    of its tokens once.
     """
 
     def __init__(self, config: DeltaNetConfig, index: int, parts: Parts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.linear_attn.", parts.store
-        self._in, self._conv = store.tensor(name + "in_proj.weight"), store.tensor(name + "conv1d.weight")
+        self._in, self._conv = (
+            store.tensor(name + "in_proj.weight"),
+            store.tensor(name + "conv1d.weight"),
+        )
         self._dt_bias, self._a_log = store.tensor(name + "dt_bias"), store.tensor(name + "A_log")
-        self._norm, self._out = store.tensor(name + "norm.weight"), store.tensor(name + "out_proj.weight")
+        self._norm, self._out = (
+            store.tensor(name + "norm.weight"),
+            store.tensor(name + "out_proj.weight"),
+        )
         self._eps = parts.norm_eps
         table = parts.table
-        assert isinstance(table, HybridReqToTokenPool), "the cache of a model with linear layers holds states"
+        assert isinstance(table, HybridReqToTokenPool), (
+            "the cache of a model with linear layers holds states"
+        )
         self._slot_of = table.req_to_mamba
-        (self._conv_states,), self._states = table.mamba.states(parts.layout.layers("linear").index(index))
+        (self._conv_states,), self._states = table.mamba.states(
+            parts.layout.layers("linear").index(index)
+        )
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.shape is not None, "not capturable"
@@ -88,32 +107,43 @@ class DeltaNet:
         out = torch.empty_like(z)
         for requests, tokens, length in _segments(batch.shape):
             inputs = [each[tokens].unflatten(0, (-1, length)) for each in (mixed, beta, decay)]
-            out[tokens] = self._advance(inputs[0], inputs[1], inputs[2], slots[requests]).flatten(0, 1).to(x.dtype)
+            out[tokens] = (
+                self._advance(inputs[0], inputs[1], inputs[2], slots[requests])
+                .flatten(0, 1)
+                .to(x.dtype)
+            )
         out = rms_norm(out, self._norm, self._eps) * F.silu(z.float())
         return F.linear(out.to(x.dtype).flatten(1), self._out)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> what is convolved [T, channels], gate [T, Hv, Dv], beta and decay [T, Hv], the last fp32."""
+        """x [T, hidden] -> what is convolved [T, channels], gate [T, Hv, Dv], beta and decay [T,
+        Hv], the last fp32.
+        """
         config = self.config
         ba_width = 2 * config.num_value_heads
         qkvz, ba = F.linear(x, self._in).split((len(self._in) - ba_width, ba_width), dim=1)
         values = config.shared * config.value_dim
         by_key_head = qkvz.unflatten(1, (config.num_key_heads, -1))
         *qkv, z = by_key_head.split((config.key_dim, config.key_dim, values, values), dim=2)
-        b, a = (each.flatten(1) for each in ba.unflatten(1, (config.num_key_heads, -1)).chunk(2, dim=2))
+        b, a = (
+            each.flatten(1) for each in ba.unflatten(1, (config.num_key_heads, -1)).chunk(2, dim=2)
+        )
         decay = -self._a_log.float().exp() * F.softplus(a.float() + self._dt_bias)
         gate = z.reshape(len(x), config.num_value_heads, config.value_dim)
         return torch.cat([each.flatten(1) for each in qkv], dim=1), gate, b.sigmoid(), decay
 
     def _advance(self, mixed: Tensor, beta: Tensor, decay: Tensor, slots: Tensor) -> Tensor:
-        """The next n tokens of B requests, [B, n, channels], [B, n, Hv] twice -> fp32 [B, n, Hv, Dv]; states in `slots`
-        (int64 [B]) are those after these tokens then."""
+        """The next n tokens of B requests, [B, n, channels], [B, n, Hv] twice -> fp32 [B, n, Hv,
+        Dv]; states in `slots` (int64 [B]) are those after these tokens then.
+        """
         config = self.config
         mixed, self._conv_states[slots] = causal_conv(mixed, self._conv_states[slots], self._conv)
         q, k, v = (
             each.unflatten(2, (-1, dim))
             for each, dim in zip(
-                mixed.split(config.widths, dim=2), (config.key_dim, config.key_dim, config.value_dim), strict=True
+                mixed.split(config.widths, dim=2),
+                (config.key_dim, config.key_dim, config.value_dim),
+                strict=True,
             )
         )
         q, k = (each.repeat_interleave(config.shared, dim=2) for each in (q, k))
@@ -122,7 +152,9 @@ class DeltaNet:
 
 
 def _segments(shape: BatchShape) -> Iterator[tuple[slice, slice, int]]:
-    """(requests, their tokens, tokens of each request): all decode requests at once, then each prefill chunk."""
+    """(requests, their tokens, tokens of each request): all decode requests at once, then each
+    prefill chunk.
+    """
     start = shape.num_decode
     if start:
         yield slice(0, start), slice(0, start), 1

@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, V3): a token keeps one latent row for all heads.
 
-Keys and values of a head are products of the latent and `kv_b_proj`. They are never made: the key half multiplies the
-query before attention, the value half what attention gives, and attention sees one KV head that all query heads share.
+Keys and values of a head are products of the latent and `kv_b_proj`. They are never made: the key
+half multiplies the query before attention, the value half what attention gives, and attention sees
+one KV head that all query heads share.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _EPS = 1e-6  # transformers gives the norms inside attention no eps of the confi
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(MixerConfig):
-    """q_rank: width of the query's own latent, None: queries are projected at once. nope_dim, rope_dim: a query head's
-    elements without and with position. kv_rank, rope_dim: what a token keeps. value_dim: of a head.
-    interleaved: rotary pairs are neighbours, not halves. bias: of the projections from and to the hidden size.
+    """q_rank: width of the query's own latent, None: queries are projected at once. nope_dim,
+    rope_dim: a query head's elements without and with position. kv_rank, rope_dim: what a token
+    keeps. value_dim: of a head.
+    interleaved: rotary pairs are neighbours, not halves. bias: of the projections from and to the
+    hidden size.
     """
 
     num_heads: int
@@ -46,7 +49,9 @@ class MLAConfig(MixerConfig):
         if self.rope_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.rope_dim} must be even for rotary embeddings")
         if self.bias and self.q_rank is None:
-            raise ValueError("attention_bias=True is not supported with q_lora_rank=None; supported: False")
+            raise ValueError(
+                "attention_bias=True is not supported with q_lora_rank=None; supported: False"
+            )
 
     @classmethod
     def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
@@ -81,9 +86,16 @@ class MLAConfig(MixerConfig):
             (f"{attn}kv_a_proj_with_mqa", self.kv_rank + self.rope_dim),
         )
         kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
-        groups = [stack(attn + "qkv_a_proj.weight", [(f"{name}.weight", (n, hidden_size)) for name, n in first])]
+        groups = [
+            stack(
+                attn + "qkv_a_proj.weight",
+                [(f"{name}.weight", (n, hidden_size)) for name, n in first],
+            )
+        ]
         if self.bias:
-            groups.append(stack(attn + "qkv_a_proj.bias", [(f"{name}.bias", (n,)) for name, n in first]))
+            groups.append(
+                stack(attn + "qkv_a_proj.bias", [(f"{name}.bias", (n,)) for name, n in first])
+            )
         if self.q_rank:
             groups.append(one(attn + "q_a_layernorm.weight", self.q_rank))
             groups.append(one(attn + "q_b_proj.weight", self.query_width, self.q_rank))
@@ -99,7 +111,11 @@ class MLAConfig(MixerConfig):
 
 
 def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
-    dense, layers, heads = config.first_k_dense_replace, config.num_hidden_layers, config.num_attention_heads
+    dense, layers, heads = (
+        config.first_k_dense_replace,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+    )
     if dense < layers:
         raise ValueError(
             f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of experts, which are not "
@@ -137,26 +153,35 @@ class LatentAttention:
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        queries, latent, key = F.linear(x, self._first, self._first_bias).split(self.config.widths, dim=1)
+        queries, latent, key = F.linear(x, self._first, self._first_bias).split(
+            self.config.widths, dim=1
+        )
         if self._q_norm is not None and self._q_b is not None:
             queries = F.linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
         key = self._rotate(key.unsqueeze(1), batch)
-        out = self._attend(self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch)
+        out = self._attend(
+            self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch
+        )
         return F.linear(self._expand(out), self._o, self._o_bias)
 
     def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
-        """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads, rank]."""
+        """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads,
+        rank].
+        """
         self._pool.set_mla_kv_buffer(self._layer, batch.slots, latent.unsqueeze(1), key)
         return self._kv.attend(q, batch.plan, self._scale)
 
     def _absorb(self, queries: Tensor, batch: Batch) -> Tensor:
-        """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside what meets their rotary
-        keys."""
+        """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside
+        what meets their rotary keys.
+        """
         config = self.config
         heads = queries.unflatten(1, (config.num_heads, -1))
         out = heads.new_empty((*heads.shape[:2], config.kv_rank + config.rope_dim))
         nope = heads[..., : config.nope_dim]
-        torch.bmm(nope.transpose(0, 1), self._to_keys, out=out[..., : config.kv_rank].transpose(0, 1))
+        torch.bmm(
+            nope.transpose(0, 1), self._to_keys, out=out[..., : config.kv_rank].transpose(0, 1)
+        )
         self._rotate(heads[..., config.nope_dim :], batch, out[..., config.kv_rank :])
         return out
 
@@ -168,5 +193,12 @@ class LatentAttention:
 
     def _rotate(self, x: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        rotate_heads(x, batch.positions, self._rotary.cos, self._rotary.sin, out, interleaved=self.config.interleaved)
+        rotate_heads(
+            x,
+            batch.positions,
+            self._rotary.cos,
+            self._rotary.sin,
+            out,
+            interleaved=self.config.interleaved,
+        )
         return out

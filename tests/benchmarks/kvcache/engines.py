@@ -1,5 +1,6 @@
-"""An engine of a real shape with random weights, and prefill of a GRPO group of 8 on a prompt of 1,000 tokens by it:
-computed once and forked, against eight times."""
+"""An engine of a real shape with random weights, and prefill of a GRPO group of 8 on a prompt of
+1,000 tokens by it: computed once and forked, against eight times.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ GROUP = 8
 
 @contextmanager
 def random_engine(scale: Scale, shape: str, **config: Any) -> Iterator[Engine]:
-    """A Qwen2.5 shape ("7b") in bf16; tiny: two layers in fp32. The same weights every time, made on the device:
-    reading 15 GB takes longer than all the rest. Closed at the end."""
+    """A Qwen2.5 shape ("7b") in bf16; tiny: two layers in fp32. The same weights every time, made
+    on the device: reading 15 GB takes longer than all the rest. Closed at the end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.from_pretrained(
             write_config(Path(folder), shape, **(TINY if scale.tiny else {})),
@@ -46,17 +48,27 @@ def _define_weights(scale: Scale, engine: Engine) -> None:
     def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if "norm" in name:
             return torch.ones(shape)
-        return torch.randn(shape, generator=dice, device=scale.device, dtype=torch.bfloat16).mul_(deviation)
+        return torch.randn(shape, generator=dice, device=scale.device, dtype=torch.bfloat16).mul_(
+            deviation
+        )
 
     shapes = {piece.name: piece.global_shape for piece in engine.manifest.slices}
-    engine.store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random weights")
+    engine.store.load(
+        ((name, weight(name, shape)) for name, shape in shapes.items()), "random weights"
+    )
 
 
 def prefill(scale: Scale) -> Figures:
-    """Time of `generate` for one token a sample: the prefill, forks, sampling of the first token. All prompt tokens are
-    in one step; no prefix cache. Qwen2.5-7B's shape; of smaller ones the host takes longer than the device."""
+    """Time of `generate` for one token a sample: the prefill, forks, sampling of the first token.
+    All prompt tokens are in one step; no prefix cache. Qwen2.5-7B's shape; of smaller ones the host
+    takes longer than the device.
+    """
     length = scale.choose(1000, 40)
-    config = {"kv_tokens": 16_384, "max_context_len": 2 * length, "max_prefill_tokens": GROUP * length}
+    config = {
+        "kv_tokens": 16_384,
+        "max_context_len": 2 * length,
+        "max_prefill_tokens": GROUP * length,
+    }
     with random_engine(scale, "7b", prefix_cache=False, **config) as engine:
         (prompt,) = torch.randint(0, engine.model.vocab_size, (1, length)).tolist()
         group = SamplingParams(max_tokens=1, n=GROUP, seed=0)
@@ -67,7 +79,12 @@ def prefill(scale: Scale) -> Figures:
     return [
         Figure(what=f"group of {GROUP}, {length:,} tokens, computed once", value=shared),
         Figure(what=f"the same as {GROUP} requests", value=apart),
-        Figure(what="computed once, of the time as requests", value=shared / apart, unit="x", target="<= 1/6"),
+        Figure(
+            what="computed once, of the time as requests",
+            value=shared / apart,
+            unit="x",
+            target="<= 1/6",
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""Pages to tokens: the kernel against torch operations and a plain fill, and the allocator's calls around it."""
+"""Pages to tokens: the kernel against torch operations and a plain fill, and the allocator's calls
+around it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Growth:
         self.held = -(-self.prefix // page_size)  # pages before, which come first in the pool
         self.counts = -(-self.seq // page_size) - self.held
         pages = int(self.held.sum() + self.counts.sum())
-        self.allocator = PagedTokenToKVPoolAllocator((pages + 1) * page_size, page_size, scale.device)
+        self.allocator = PagedTokenToKVPoolAllocator(
+            (pages + 1) * page_size, page_size, scale.device
+        )
         taken = self.allocator.alloc_pages(int(self.held.sum()))
         assert taken is not None
         self.last = taken[np.cumsum(self.held) - 1] * page_size + (self.prefix - 1) % page_size
@@ -39,7 +43,9 @@ class Growth:
     def expected(self) -> Int64Array:
         """By a loop over the requests."""
         out, first = [], 0
-        for prefix, seq, last, count in zip(self.prefix, self.seq, self.last, self.counts, strict=True):
+        for prefix, seq, last, count in zip(
+            self.prefix, self.seq, self.last, self.counts, strict=True
+        ):
             table = np.concatenate([[last // self.ps], self.pages[first : first + count]])
             first += count
             at = np.arange(prefix, seq)
@@ -56,13 +62,18 @@ class Growth:
         if (self.gains == 1).all():
             loc = self.allocator.alloc_decode(self.seq, self.last)
         else:
-            loc = self.allocator.alloc_extend(self.prefix, self.seq, self.last, int(self.gains.sum()))
+            loc = self.allocator.alloc_extend(
+                self.prefix, self.seq, self.last, int(self.gains.sum())
+            )
         assert loc is not None
         return loc
 
 
 def _measure(scale: Scale, growth: Growth, target: str) -> Figures:
-    arguments, expected = growth.arguments(scale), torch.from_numpy(growth.expected()).to(scale.device)
+    arguments, expected = (
+        growth.arguments(scale),
+        torch.from_numpy(growth.expected()).to(scale.device),
+    )
     for impl in ("triton", "torch"):
         assert torch.equal(expand_pages(*arguments, impl=impl), expected), impl  # type: ignore[arg-type]
     assert torch.equal(growth.alloc(), expected), "alloc"
@@ -75,7 +86,12 @@ def _measure(scale: Scale, growth: Growth, target: str) -> Figures:
         "floor: fill of the ids": lambda: out.fill_(1),
     }
     return [
-        Figure(what=f"{name}, {way}", value=device_us(scale, run), unit="us", target=target if way == "kernel" else "")
+        Figure(
+            what=f"{name}, {way}",
+            value=device_us(scale, run),
+            unit="us",
+            target=target if way == "kernel" else "",
+        )
         for way, run in runs.items()
     ]
 
@@ -85,10 +101,14 @@ def extend(scale: Scale) -> Figures:
     n, tokens = scale.choose(256, 5), scale.choose(65536, 200)
     cuts = np.sort(np.random.default_rng(1).choice(np.arange(1, tokens), n - 1, replace=False))
     gains = np.diff(np.concatenate([[0], cuts, [tokens]]))
-    return [figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 15")]
+    return [
+        figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 15")
+    ]
 
 
 def decode(scale: Scale) -> Figures:
     """1,024 requests gain a token each."""
     gains = np.ones(scale.choose(1024, 6), dtype=np.int64)
-    return [figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 10")]
+    return [
+        figure for ps in PAGE_SIZES for figure in _measure(scale, Growth(scale, gains, ps), "<= 10")
+    ]

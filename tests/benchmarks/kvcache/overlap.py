@@ -1,7 +1,8 @@
-"""A cached prefix comes back from the host while the tokens behind it are computed: how much of the load is hidden.
+"""A cached prefix comes back from the host while the tokens behind it are computed: how much of the
+load is hidden.
 
-Qwen2.5-7B's shape in bf16 with random weights; one prompt, so that a step has one load. On a GPU a trace of one step
-shows which layers were loaded and computed at the same time.
+Qwen2.5-7B's shape in bf16 with random weights; one prompt, so that a step has one load. On a GPU a
+trace of one step shows which layers were loaded and computed at the same time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ Prompts = Iterator[list[int]]
 
 
 def overlap(scale: Scale) -> Figures:
-    """A prefix on the host with new tokens behind it, answers compared with those of an engine without tiers."""
-    tiers = KVTiers(host_ratio=1.5, write_policy="write_back")  # no copies out in the steps that are measured
+    """A prefix on the host with new tokens behind it, answers compared with those of an engine
+    without tiers.
+    """
+    tiers = KVTiers(
+        host_ratio=1.5, write_policy="write_back"
+    )  # no copies out in the steps that are measured
     with _engine(scale, None) as plain:
         prefix, prompts = _prompts(scale, plain.model.vocab_size)
         first = next(prompts)
@@ -51,12 +56,15 @@ def overlap(scale: Scale) -> Figures:
 
 def _engine(scale: Scale, tiers: KVTiers | None) -> AbstractContextManager[Engine]:
     prefix, tail = _lengths(scale)
-    return random_engine(scale, "7b", kv_tokens=prefix + 16 * tail, max_prefill_tokens=8192, tiers=tiers)
+    return random_engine(
+        scale, "7b", kv_tokens=prefix + 16 * tail, max_prefill_tokens=8192, tiers=tiers
+    )
 
 
 def _lengths(scale: Scale) -> tuple[int, int]:
-    """Tokens of the prefix and behind it: a layer's load, 48 MiB, takes an H100 somewhat longer than its compute, so
-    that compute follows loads closely."""
+    """Tokens of the prefix and behind it: a layer's load, 48 MiB, takes an H100 somewhat longer
+    than its compute, so that compute follows loads closely.
+    """
     return scale.choose(24_576, 64), scale.choose(64, 16)
 
 
@@ -84,7 +92,9 @@ def _answer(engine: Engine, prompt: list[int], tokens: int = 1) -> list[int]:
 
 
 def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) -> Figures:
-    """By turns. Steps from the call of `generate` to its answer, loads by the events of their stream."""
+    """By turns. Steps from the call of `generate` to its answer, loads by the events of their
+    stream.
+    """
     blocks, before, times = _blocks(engine), engine.stats, Times()
     for _ in times.rounds:
         blocks.park(keep=True)  # what a sleep does before it gives memory back
@@ -95,15 +105,24 @@ def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) ->
         times.rows[LOAD].append(load.seconds * 1e3)
         times(COMPUTE, partial(_answer, engine, next(prompts)))
     rounds, now = len(times.rounds), engine.stats
-    assert now.loaded_tokens - before.loaded_tokens == rounds * len(prefix), "other steps than meant"
-    assert now.computed_tokens - before.computed_tokens == 2 * rounds * _lengths(scale)[1], "other steps than meant"
+    assert now.loaded_tokens - before.loaded_tokens == rounds * len(prefix), (
+        "other steps than meant"
+    )
+    assert now.computed_tokens - before.computed_tokens == 2 * rounds * _lengths(scale)[1], (
+        "other steps than meant"
+    )
     ms = times.medians
     share = ms[BOTH] / (ms[LOAD] + ms[COMPUTE])
-    return [*figures(ms), Figure(what="in one step, of one after the other", value=share, unit="x", target="< 1")]
+    return [
+        *figures(ms),
+        Figure(what="in one step, of one after the other", value=share, unit="x", target="< 1"),
+    ]
 
 
 def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> Figures:
-    """AssertionError unless most layers are loaded while an earlier one is computed; the trace is kept even then."""
+    """AssertionError unless most layers are loaded while an earlier one is computed; the trace is
+    kept even then.
+    """
     _blocks(engine).park(keep=True)
     layers = engine.model.num_layers
     with tempfile.TemporaryDirectory() as folder:
@@ -114,5 +133,7 @@ def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> Figures:
             trace.draw(scale.out / "load_overlap.png", loads, computes)
     found = trace.figures(loads, computes)
     beside = found[0].value
-    assert scale.tiny or beside >= layers // 2, f"only {beside:.0f} of {layers} layers were loaded beside compute"
+    assert scale.tiny or beside >= layers // 2, (
+        f"only {beside:.0f} of {layers} layers were loaded beside compute"
+    )
     return found

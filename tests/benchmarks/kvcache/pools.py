@@ -15,10 +15,14 @@ LAYERS, HEADS, DIM, PAGE_SIZE = 28, 4, 128, 16
 
 def pool_config(device: torch.device, tokens: int, **changes: Any) -> KVCacheConfig:
     shape = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.bfloat16}
-    return KVCacheConfig(**{"size": tokens, "page_size": PAGE_SIZE, "device": device, **shape, **changes})  # type: ignore[arg-type]
+    return KVCacheConfig(
+        **{"size": tokens, "page_size": PAGE_SIZE, "device": device, **shape, **changes}
+    )  # type: ignore[arg-type]
 
 
-def make_pool(device: torch.device, tokens: int, saver: MemorySaver | None = None, **changes: Any) -> MHATokenToKVPool:
+def make_pool(
+    device: torch.device, tokens: int, saver: MemorySaver | None = None, **changes: Any
+) -> MHATokenToKVPool:
     return pool_of(pool_config(device, tokens, **changes), saver)
 
 
@@ -26,8 +30,12 @@ def pool_of(config: KVCacheConfig, saver: MemorySaver | None = None) -> MHAToken
     return (MHATokenToKVPoolFP4 if config.dtype == FP4_DTYPE else MHATokenToKVPool)(config, saver)
 
 
-def shuffled_slots(device: torch.device, tokens: int, pages: int, page_size: int = PAGE_SIZE) -> torch.Tensor:
+def shuffled_slots(
+    device: torch.device, tokens: int, pages: int, page_size: int = PAGE_SIZE
+) -> torch.Tensor:
     """Slots int64 `[tokens]` of whole pages out of 1..pages in random order."""
-    chosen = torch.randperm(pages, generator=torch.Generator().manual_seed(0))[: tokens // page_size] + 1
+    chosen = (
+        torch.randperm(pages, generator=torch.Generator().manual_seed(0))[: tokens // page_size] + 1
+    )
     slots = chosen[:, None] * page_size + torch.arange(page_size)
     return slots.flatten().to(device)

@@ -1,9 +1,11 @@
-"""The prefix cache at size, 41,000 leaves and keys of 50,000 tokens, beside SGLang's in the same process.
+"""The prefix cache at size, 41,000 leaves and keys of 50,000 tokens, beside SGLang's in the same
+process.
 
-Leaves share prompts, as the groups of a rollout do, so that the tree fits in little memory. Both caches take the same
-tokens in the same order, each as its own engine has them: SGLang's as array('q'), ours as array('i'); matches of ours
-by array('q') are measured too. Keys are made just before a burst of calls, as a scheduler's are for the requests that
-it admits; each call is timed alone. SGLang's allocator is one that does nothing, ours is the real one.
+Leaves share prompts, as the groups of a rollout do, so that the tree fits in little memory. Both
+caches take the same tokens in the same order, each as its own engine has them: SGLang's as
+array('q'), ours as array('i'); matches of ours by array('q') are measured too. Keys are made just
+before a burst of calls, as a scheduler's are for the requests that it admits; each call is timed
+alone. SGLang's allocator is one that does nothing, ours is the real one.
 """
 
 from __future__ import annotations
@@ -27,13 +29,21 @@ from tests.benchmarks.common import Figures, Scale, figures
 VOCABULARY = 150_000
 TAIL = 64  # tokens of an answer
 BURST = 8  # calls in a row
-MATCH, WITH_SLOTS, WIDE, INSERT, EVICT = "match", "match and its slots", "match, array('q')", "insert", "evict"
+MATCH, WITH_SLOTS, WIDE, INSERT, EVICT = (
+    "match",
+    "match and its slots",
+    "match, array('q')",
+    "insert",
+    "evict",
+)
 Times = dict[str, list[float]]
 Ids = NDArray[np.int32]
 
 
 class Workload:
-    """`prompts` prompts, each with as many answers as make `leaves` in all; keys of `length` tokens."""
+    """`prompts` prompts, each with as many answers as make `leaves` in all; keys of `length`
+    tokens.
+    """
 
     def __init__(self, leaves: int, prompts: int, length: int) -> None:
         self.dice = np.random.default_rng(0)
@@ -42,9 +52,15 @@ class Workload:
         self.leaves, self.length = leaves, length
 
     def keys(self, count: int, seed: int) -> Iterator[Ids]:
-        """Prompts with answers, the same for the same seed. One after the other: all of them would take gigabytes."""
+        """Prompts with answers, the same for the same seed.
+
+        One after the other: all of them would take gigabytes.
+        """
         dice = np.random.default_rng(seed)
-        return (np.concatenate([self.prompts[i % len(self.prompts)], _tokens(dice, TAIL)]) for i in range(count))
+        return (
+            np.concatenate([self.prompts[i % len(self.prompts)], _tokens(dice, TAIL)])
+            for i in range(count)
+        )
 
     def grown(self, key: Ids) -> Ids:
         """The key and an answer."""
@@ -62,7 +78,9 @@ class Ours:
     """RadixCache on a real ledger of pages."""
 
     def __init__(self, tokens: int, page_size: int) -> None:
-        self.allocator = PagedTokenToKVPoolAllocator(tokens // page_size * page_size, page_size, "cpu")
+        self.allocator = PagedTokenToKVPoolAllocator(
+            tokens // page_size * page_size, page_size, "cpu"
+        )
         self.cache = RadixCache(self.allocator)
 
     def key(self, tokens: Ids) -> array[int]:
@@ -94,16 +112,25 @@ Cache = Ours | rival_sglang.SGLangRadix
 
 
 def radix(scale: Scale) -> Figures:
-    """Medians of 50 rounds of 8 matches, 8 inserts and an eviction of 100 leaves; page sizes 1 and 16. One thread."""
+    """Medians of 50 rounds of 8 matches, 8 inserts and an eviction of 100 leaves; page sizes 1 and
+    16. One thread.
+    """
     found = rival_sglang.find()
     if found is None:
-        print("radix: sglang is neither installed nor a wheel on PYTHONPATH, so it is not measured", flush=True)
+        print(
+            "radix: sglang is neither installed nor a wheel on PYTHONPATH, so it is not measured",
+            flush=True,
+        )
     threads, done = torch.get_num_threads(), Figures()
     torch.set_num_threads(1)
     for page_size in (1, 16):
-        load = Workload(scale.choose(41_000, 150), scale.choose(64, 8), scale.choose(50_000, 640) // TAIL * TAIL)
+        load = Workload(
+            scale.choose(41_000, 150), scale.choose(64, 8), scale.choose(50_000, 640) // TAIL * TAIL
+        )
         ours = Ours((len(load.prompts) + BURST) * load.length + 2 * load.leaves * TAIL, page_size)
-        caches: list[Cache] = [ours] if found is None else [ours, rival_sglang.load(found, page_size)]
+        caches: list[Cache] = (
+            [ours] if found is None else [ours, rival_sglang.load(found, page_size)]
+        )
         mine, *rivals = ({what: statistics.median(times) for what, times in each.items()}
                          for each in _rounds(caches, load, scale.choose(50, 2)))  # fmt: skip
         ours.cache.check_integrity()
@@ -127,12 +154,17 @@ def _compared(name: str, mine: dict[str, float], theirs: dict[str, float]) -> Fi
 
 
 def _rounds(caches: Sequence[Cache], load: Workload, rounds: int) -> list[Times]:
-    """The same tree in every cache; then matches, inserts and evictions, the caches by turns. As many leaves come as
-    go. Python's garbage is not collected meanwhile: it would be the trees that it walks."""
-    for cache in caches:  # one after the other, or what they allocate lies in between and breaks gigabytes into pieces
+    """The same tree in every cache; then matches, inserts and evictions, the caches by turns. As
+    many leaves come as go. Python's garbage is not collected meanwhile: it would be the trees that
+    it walks.
+    """
+    # one after the other, or what they allocate lies in between and breaks gigabytes into pieces
+    for cache in caches:
         for tokens in chain(load.keys(load.leaves - len(load.known), 1), load.known):
             _put(cache, [tokens], [])
-    results: list[Times] = [{what: [] for what in (MATCH, WITH_SLOTS, INSERT, EVICT)} for _ in caches]
+    results: list[Times] = [
+        {what: [] for what in (MATCH, WITH_SLOTS, INSERT, EVICT)} for _ in caches
+    ]
     results[0][WIDE] = []
     evicted = min(100, load.leaves // 4)
     gc.collect()
@@ -159,7 +191,9 @@ def _burst(cache: Cache, what: str, picked: Sequence[Ids], times: list[float]) -
     if what == INSERT:
         assert _put(cache, picked, times) == [len(tokens) - TAIL for tokens in picked]
         return
-    for key in [array("q", tokens.tolist()) if what == WIDE else cache.key(tokens) for tokens in picked]:
+    for key in [
+        array("q", tokens.tolist()) if what == WIDE else cache.key(tokens) for tokens in picked
+    ]:
         if what == WITH_SLOTS:
             assert len(_timed(times, lambda: cache.match_slots(key))) > 0  # noqa: B023
         else:

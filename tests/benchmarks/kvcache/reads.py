@@ -20,7 +20,9 @@ RANK, ROPE, SCALE = 512, 64, 0.07  # of DeepSeek-V3
 
 
 def read(scale: Scale) -> Figures:
-    """A decode step's attention in one layer, 64 requests with 4,096 tokens each on scattered pages."""
+    """A decode step's attention in one layer, 64 requests with 4,096 tokens each on scattered
+    pages.
+    """
     found = []
     for name, config in _configs(scale).items():
         if isinstance(config, MLACacheConfig):
@@ -55,7 +57,9 @@ def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> Figure
     pool, slots = _filled(scale, config)
     batch, length = scale.choose(64, 2), scale.choose(4096, 16)
     table = torch.cat([slots.new_zeros(1, length), slots.view(batch, length)]).int()
-    shape = BatchShape(rows=range(1, batch + 1), q_lens=[1] * batch, kv_lens=[length] * batch, num_decode=batch)
+    shape = BatchShape(
+        rows=range(1, batch + 1), q_lens=[1] * batch, kv_lens=[length] * batch, num_decode=batch
+    )
     width = RANK + ROPE if isinstance(config, MLACacheConfig) else DIM
     q = torch.randn(batch, heads, width, dtype=torch.bfloat16, device=scale.device)
     reader, plan = _reader(pool, config), plan_attention(shape, table, "triton")
@@ -65,14 +69,19 @@ def _measure(scale: Scale, name: str, config: TokenConfig, heads: int) -> Figure
 
     expected = attend(q, reader, plan_attention(shape, table, "torch"), SCALE)
     assert torch.allclose(run().float(), expected.float(), atol=2e-2, rtol=2e-2), name
-    return share(scale, name, slots.numel() * pool.bytes_per_token // LAYERS, device_us(scale, run, 10))
+    return share(
+        scale, name, slots.numel() * pool.bytes_per_token // LAYERS, device_us(scale, run, 10)
+    )
 
 
 def _filled(scale: Scale, config: TokenConfig) -> tuple[KVPool, torch.Tensor]:
     """A pool with random rows in one layer, and its slots in random pages."""
     slots = shuffled_slots(scale.device, config.size, config.size // PAGE_SIZE)
     torch.manual_seed(0)
-    rows = [torch.randn(config.size, *shape, device=scale.device).bfloat16() for shape in config.rows.values()]
+    rows = [
+        torch.randn(config.size, *shape, device=scale.device).bfloat16()
+        for shape in config.rows.values()
+    ]
     if isinstance(config, MLACacheConfig):
         latent = MLATokenToKVPool(config)
         latent.set_kv_buffer(LAYER, slots, rows[0])

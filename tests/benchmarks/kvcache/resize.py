@@ -1,4 +1,6 @@
-"""A pool that shrinks and grows by 10 GiB under a captured graph, beside the driver's own calls for the same bytes."""
+"""A pool that shrinks and grows by 10 GiB under a captured graph, beside the driver's own calls for
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import torch
 
 from kvcache import MHATokenToKVPool
 from memsaver import MemorySaver
-from tests.benchmarks.common import GIB, MIB, Figure, Figures, Scale, Times, extent_by_driver, others_write
+from tests.benchmarks.common import (
+    GIB,
+    MIB,
+    Figure,
+    Figures,
+    Scale,
+    Times,
+    extent_by_driver,
+    others_write,
+)
 from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_pool
 
 TOKENS = 64  # that the graph writes and reads
@@ -34,9 +45,14 @@ def resize(scale: Scale) -> Figures:
     return found
 
 
-def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: int) -> tuple[dict[str, float], int]:
+def _cycles(
+    scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: int
+) -> tuple[dict[str, float], int]:
     """Median milliseconds of a resize to `nbytes` and back, and the bytes that came and went."""
-    full, half = pool.size, nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE  # and the padding page
+    full, half = (
+        pool.size,
+        nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE,
+    )  # and the padding page
     step = _Step(scale, pool)
     whole = saver.report().committed_bytes
     times = Times()
@@ -53,7 +69,9 @@ def _cycles(scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: in
 
 
 class _Step:
-    """Writes rows through the pool in its first and last layer and reads them back: one graph, captured once."""
+    """Writes rows through the pool in its first and last layer and reads them back: one graph,
+    captured once.
+    """
 
     def __init__(self, scale: Scale, pool: MHATokenToKVPool) -> None:
         self.loc = torch.arange(PAGE_SIZE, PAGE_SIZE + TOKENS, device=scale.device)
@@ -75,7 +93,9 @@ class _Step:
         self.rows.fill_(self.number)
         self._run()
         expected = [self.number, -self.number, self.number + LAYERS - 1, 1 - self.number - LAYERS]
-        assert all(bool((rows == value).all()) for rows, value in zip(self.got, expected, strict=True))
+        assert all(
+            bool((rows == value).all()) for rows, value in zip(self.got, expected, strict=True)
+        )
 
 
 def _captured(scale: Scale, run: Callable[[], None]) -> Callable[[], None]:

@@ -21,13 +21,17 @@ CHECKED = 1024  # tokens that are compared with a reference
 
 def make(scale: Scale, tokens: int, **changes: Any) -> tuple[MHATokenToKVPool, torch.Tensor]:
     """A pool of twice as many slots, all of them in pages of random order."""
-    pool = make_pool(scale.device, 2 * tokens, **{"num_layers": 1, "num_kv_heads": HEADS, **changes})
+    pool = make_pool(
+        scale.device, 2 * tokens, **{"num_layers": 1, "num_kv_heads": HEADS, **changes}
+    )
     return pool, shuffled_slots(scale.device, 2 * tokens, 2 * tokens // PAGE_SIZE)
 
 
 def random_rows(scale: Scale, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    k, v = (torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16, device=scale.device) for _ in range(2))
+    k, v = (
+        torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16, device=scale.device) for _ in range(2)
+    )
     return k, v
 
 
@@ -51,7 +55,9 @@ def write(scale: Scale) -> Figures:
             got = pool.get_rows(0, loc)
             assert torch.equal(got[0], k) and torch.equal(got[1], v), way
             target = ">= 85" if way == "fused" and tokens * ROW >= 256 * MIB else ""
-            found += share(scale, f"{name}, {way}", 2 * tokens * ROW, device_us(scale, run, 20), target)
+            found += share(
+                scale, f"{name}, {way}", 2 * tokens * ROW, device_us(scale, run, 20), target
+            )
     return found
 
 
@@ -64,7 +70,10 @@ def _ways(
         k_buffer.index_copy_(0, loc, k)
         v_buffer.index_copy_(0, loc, v)
 
-    ways: dict[str, Callable[[], object]] = {"fused": lambda: pool.set_kv_buffer(0, loc, k, v), "serial": serial}
+    ways: dict[str, Callable[[], object]] = {
+        "fused": lambda: pool.set_kv_buffer(0, loc, k, v),
+        "serial": serial,
+    }
     if scale.on_gpu:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 
@@ -90,13 +99,18 @@ def move(scale: Scale) -> Figures:
             pool.set_kv_buffer(layer, src, *random_rows(scale, count))
         parts = [buffer for layer in range(layers) for buffer in pool.get_kv_buffer(layer)]
         ours = partial(pool.move_kv_cache, tgt, src), ">= 85"
-        ways = {"move_kv_cache": ours, "torch, gather and scatter": (partial(_move_by_torch, parts, tgt, src), "")}
+        ways = {
+            "move_kv_cache": ours,
+            "torch, gather and scatter": (partial(_move_by_torch, parts, tgt, src), ""),
+        }
         for way, (run, target) in ways.items():
             for part in parts:
                 part.index_fill_(0, tgt, 0)
             run()
             assert all(torch.equal(part[tgt], part[src]) for part in parts), way
-            found += share(scale, f"{name}, {way}", 2 * count * layers * ROW, device_us(scale, run, 10), target)
+            found += share(
+                scale, f"{name}, {way}", 2 * count * layers * ROW, device_us(scale, run, 10), target
+            )
     return found
 
 
@@ -106,9 +120,15 @@ def _move_by_torch(parts: list[torch.Tensor], tgt: torch.Tensor, src: torch.Tens
 
 
 def quantised(scale: Scale) -> Figures:
-    """bf16 rows into fp8 and FP4 pools and back; bytes read and written both counted, as they are stored."""
+    """bf16 rows into fp8 and FP4 pools and back; bytes read and written both counted, as they are
+    stored.
+    """
     found = []
-    for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("fp4_e2m1", FP4_DTYPE)):
+    for name, dtype in (
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+        ("fp4_e2m1", FP4_DTYPE),
+    ):
         for size, tokens in sizes(scale, 256, 1024):
             pool, slots = make(scale, tokens, dtype=dtype)
             loc, rows = slots[:tokens], random_rows(scale, tokens)
@@ -118,8 +138,12 @@ def quantised(scale: Scale) -> Figures:
                 for part in (slice(0, CHECKED), slice(-CHECKED, None)):
                     assert torch.equal(got[part], _rounded(given[part], dtype)), name
             nbytes = tokens * (ROW + pool.bytes_per_token)
-            found += share(scale, f"{name}, {size}, set_kv_buffer", nbytes, device_us(scale, fill, 20), ">= 70")
-            found += share(scale, f"{name}, {size}, get_rows", nbytes, device_us(scale, read, 20), ">= 70")
+            found += share(
+                scale, f"{name}, {size}, set_kv_buffer", nbytes, device_us(scale, fill, 20), ">= 70"
+            )
+            found += share(
+                scale, f"{name}, {size}, get_rows", nbytes, device_us(scale, read, 20), ">= 70"
+            )
     return found
 
 

@@ -1,9 +1,10 @@
-"""How full pages in use are over a long mixed workload, and what sharing saves on workloads like PagedAttention's.
+"""How full pages in use are over a long mixed workload, and what sharing saves on workloads like
+PagedAttention's.
 
-Saved is counted as there: pages that sharing saves, of those that the same sequences would take without it, averaged
-over all steps. The paper's traces are not here; lengths are log-normal with their means (Alpaca: prompts of 19 tokens,
-answers of 58; ShareGPT: 161 and 338). But for beam search there is no model, the real scheduler and block manager serve
-requests with made-up tokens.
+Saved is counted as there: pages that sharing saves, of those that the same sequences would take
+without it, averaged over all steps. The paper's traces are not here; lengths are log-normal with
+their means (Alpaca: prompts of 19 tokens, answers of 58; ShareGPT: 161 and 338). But for beam
+search there is no model, the real scheduler and block manager serve requests with made-up tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def fill(scale: Scale) -> Figures:
     prompts = lengths(dice, 300, scale.choose(250, 3))
     requests = [Request(prompt=_words(dice, n), answers=lengths(dice, 300, 8)) for n in prompts]
     # no prefix cache: its pages are always full
-    scheduler = make_scheduler(scale.choose(131_072, 8192), scale.choose(256, 16), prefix_cache=False)
+    scheduler = make_scheduler(
+        scale.choose(131_072, 8192), scale.choose(256, 16), prefix_cache=False
+    )
     seen = _watch(scheduler, requests)
     filled = [100 * each.filled for each in seen]
     mean = Figure(
@@ -48,7 +51,10 @@ def fill(scale: Scale) -> Figures:
         unit="%",
         target=">= 96",
     )
-    more = {"the same, over all steps together": _together(seen), "the same, least of any step": min(filled)}
+    more = {
+        "the same, over all steps together": _together(seen),
+        "the same, least of any step": min(filled),
+    }
     counts = {"steps": len(seen), "samples preempted": scheduler.preemptions}
     return [mean, *figures(more, "%"), *figures(counts, "")]
 
@@ -60,28 +66,41 @@ def parallel(scale: Scale) -> Figures:
         for n in WIDTHS:
             dice = np.random.default_rng(n)
             prompts = lengths(dice, _median(prompt), scale.choose(200, 4))
-            requests = [Request(prompt=_words(dice, k), answers=lengths(dice, _median(answer), n)) for k in prompts]
+            requests = [
+                Request(prompt=_words(dice, k), answers=lengths(dice, _median(answer), n))
+                for k in prompts
+            ]
             scheduler = make_scheduler(65_536, 96, prefix_cache=False)
             saved[f"{trace}, {n} answers a prompt"] = _saved(_watch(scheduler, requests))
     return figures(saved, "% saved")
 
 
 def shared_prefix(scale: Scale) -> Figures:
-    """All prompts begin alike, as few-shot prompts do; the prefix cache finds what an earlier request computed."""
+    """All prompts begin alike, as few-shot prompts do; the prefix cache finds what an earlier
+    request computed.
+    """
     found = []
     for prefix in (80, 341):
         dice = np.random.default_rng(prefix)
         common, rest = _words(dice, prefix), lengths(dice, 30, scale.choose(300, 6))
-        requests = [Request(prompt=common + _words(dice, k), answers=lengths(dice, 30, 1)) for k in rest]
+        requests = [
+            Request(prompt=common + _words(dice, k), answers=lengths(dice, 30, 1)) for k in rest
+        ]
         scheduler = make_scheduler(65_536, 64, prefix_cache=True)
         saved = _saved(_watch(scheduler, requests))
-        computed = 100 * scheduler.stats.prefix_hit_tokens / sum(len(each.prompt) for each in requests)
-        found += figures({"saved": saved, "prompt tokens found": computed}, "%", f"prefix of {prefix} tokens, ")
+        computed = (
+            100 * scheduler.stats.prefix_hit_tokens / sum(len(each.prompt) for each in requests)
+        )
+        found += figures(
+            {"saved": saved, "prompt tokens found": computed}, "%", f"prefix of {prefix} tokens, "
+        )
     return found
 
 
 def beam(scale: Scale) -> Figures:
-    """Beam search in the engine, a random model of two layers: which branches live is its own choice."""
+    """Beam search in the engine, a random model of two layers: which branches live is its own
+    choice.
+    """
     from tests.helpers.models import save_tiny
 
     saved = {}
@@ -89,7 +108,9 @@ def beam(scale: Scale) -> Figures:
         save_tiny(Path(directory), "qwen3", head_dim=16)
         for trace, means in TRACES.items():
             for width in WIDTHS:
-                saved[f"{trace}, beam width {width}"] = _saved(_search(Path(directory), scale, means, width))
+                saved[f"{trace}, beam width {width}"] = _saved(
+                    _search(Path(directory), scale, means, width)
+                )
     return figures(saved, "% saved")
 
 
@@ -100,11 +121,18 @@ def _search(directory: Path, scale: Scale, means: tuple[int, int], width: int) -
     prompts = [_words(dice, n, 199) for n in drawn[0]]
     answers = [min(n, 8) for n in drawn[1]] if scale.tiny else drawn[1]
     engine = Engine.from_pretrained(
-        directory, kv_tokens=32_768, page_size=PAGE_SIZE, max_running=48, max_context_len=1024, prefix_cache=False
+        directory,
+        kv_tokens=32_768,
+        page_size=PAGE_SIZE,
+        max_running=48,
+        max_context_len=1024,
+        prefix_cache=False,
     )
     params = [SamplingParams(max_tokens=n, beam_width=width, ignore_eos=True) for n in answers]
     seen: Seen = []
-    engine.generate(prompts, params, on_progress=lambda *_: _note(seen, engine.prefixes, engine.scheduler))
+    engine.generate(
+        prompts, params, on_progress=lambda *_: _note(seen, engine.prefixes, engine.scheduler)
+    )
     return seen
 
 
@@ -149,8 +177,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of all running sequences after a step. pages: in use, each once; unshared: what they would take without sharing;
-    tokens: slots of those pages that hold a token."""
+    """Of all running sequences after a step. pages: in use, each once; unshared: what they would
+    take without sharing;
+    tokens: slots of those pages that hold a token.
+    """
 
     pages: int
     unshared: int
@@ -172,7 +202,10 @@ def lengths(dice: np.random.Generator, median: float, count: int) -> list[int]:
 
 
 def usage(prefixes: PrefixBlocks, running: Sequence[Sample]) -> Usage | None:
-    """None while nobody holds a page. What only the prefix cache holds does not count: it is free for the asking."""
+    """None while nobody holds a page.
+
+    What only the prefix cache holds does not count: it is free for the asking.
+    """
     blocks = prefixes.blocks
     filled = np.zeros(blocks.total_pages + 1, dtype=np.int64)
     unshared = 0
@@ -192,16 +225,27 @@ def make_scheduler(kv_tokens: int, max_running: int, prefix_cache: bool) -> Sche
     allocator = PagedTokenToKVPoolAllocator(kv_tokens, PAGE_SIZE, "cpu")
     blocks = BlockManager(ReqToTokenPool(max_running, 2 * LONGEST, "cpu"), allocator, pool)
     prefixes = PrefixBlocks(blocks, RadixCache(allocator) if prefix_cache else None)
-    return Scheduler(prefixes, page_size=PAGE_SIZE, max_running=max_running, max_prefill_tokens=2048)
+    return Scheduler(
+        prefixes, page_size=PAGE_SIZE, max_running=max_running, max_prefill_tokens=2048
+    )
 
 
-def serve(scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], None]) -> None:
+def serve(
+    scheduler: Scheduler, requests: Sequence[Request], after_step: Callable[[], None]
+) -> None:
     """All requests to their ends, in order of arrival, all waiting at the start."""
     ends: dict[Sample, int] = {}
     for number, request in enumerate(requests):
         params = SamplingParams(max_tokens=LONGEST, n=len(request.answers))
         samples = [
-            Sample(request=number, index=i, prompt=request.prompt, params=params, seed=0, stop_ids=frozenset([STOP]))
+            Sample(
+                request=number,
+                index=i,
+                prompt=request.prompt,
+                params=params,
+                seed=0,
+                stop_ids=frozenset([STOP]),
+            )
             for i in range(len(request.answers))
         ]
         ends |= zip(samples, request.answers, strict=True)
@@ -216,7 +260,9 @@ def serve(scheduler: Scheduler, requests: Sequence[Request], after_step: Callabl
                 due += [chunk.sample, *scheduler.fork_siblings(chunk.sample)]
         after_step()
         for sample in due:
-            scheduler.append(sample, STOP if len(sample.output) + 1 == ends[sample] else WORD, 0.0, 0)
+            scheduler.append(
+                sample, STOP if len(sample.output) + 1 == ends[sample] else WORD, 0.0, 0
+            )
     assert all(len(sample.output) == end for sample, end in ends.items())
 
 

@@ -1,4 +1,6 @@
-"""Pages to staged bytes and back, in all layers of a pool of Qwen2.5-7B's shape, against the device's copy rate."""
+"""Pages to staged bytes and back, in all layers of a pool of Qwen2.5-7B's shape, against the
+device's copy rate.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def staging(scale: Scale) -> Figures:
 
 
 def _filled(scale: Scale, size: str, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random keys and values as int16 `[L, slots, H, D]`; half of the slots, whose `heads` heads take `size`."""
+    """Random keys and values as int16 `[L, slots, H, D]`; half of the slots, whose `heads` heads
+    take `size`.
+    """
     layers = scale.choose(LAYERS, 2)
     token = layers * 2 * heads * DIM * 2  # bytes
     tokens = 32 if scale.tiny else int(size.split()[0]) * MIB // token // PAGE_SIZE * PAGE_SIZE
@@ -49,7 +53,9 @@ def _filled(scale: Scale, size: str, heads: int) -> tuple[Tensor, Tensor, Tensor
 def _gather(scale: Scale, size: str, name: str, heads: Heads) -> Figures:
     first, count = heads
     k, v, loc = _filled(scale, size, count)
-    staged = torch.empty(staged_bytes(k, v, len(loc), count), dtype=torch.uint8, device=scale.device)
+    staged = torch.empty(
+        staged_bytes(k, v, len(loc), count), dtype=torch.uint8, device=scale.device
+    )
 
     def check() -> None:
         expected = [part[:, loc, first : first + count].flatten() for part in (k, v)]
@@ -66,7 +72,9 @@ def _scatter(scale: Scale, size: str, name: str, heads: Sequence[Heads]) -> Figu
     nbytes = staged_bytes(k, v, len(loc), writers.total)
     staged = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=scale.device)
     expected = [part.clone() for part in (k, v)]  # where nobody writes, all stays
-    by_writer = staged.view(torch.int16).split([nbytes // 2 // writers.total * count for _, count in heads])
+    by_writer = staged.view(torch.int16).split(
+        [nbytes // 2 // writers.total * count for _, count in heads]
+    )
     for (first, count), rows in zip(heads, by_writer, strict=True):
         for part, of_part in zip(expected, rows.chunk(2), strict=True):
             part[:, loc, first : first + count] = of_part.view(len(k), len(loc), count, DIM)
@@ -80,10 +88,15 @@ def _scatter(scale: Scale, size: str, name: str, heads: Sequence[Heads]) -> Figu
     return _measure(scale, name, nbytes, run, check)
 
 
-def _measure(scale: Scale, name: str, nbytes: int, run: Callable[..., None], check: Callable[[], None]) -> Figures:
+def _measure(
+    scale: Scale, name: str, nbytes: int, run: Callable[..., None], check: Callable[[], None]
+) -> Figures:
     """`check`s what was done by either implementation, and undoes some of it."""
     figures = []
-    ways: list[tuple[Impl, str, int, str]] = [("triton", name, 10, ">= 90"), ("torch", f"{name}, by torch", 3, "")]
+    ways: list[tuple[Impl, str, int, str]] = [
+        ("triton", name, 10, ">= 90"),
+        ("torch", f"{name}, by torch", 3, ""),
+    ]
     for impl, what, launches, target in ways:
         run(impl=impl)
         check()

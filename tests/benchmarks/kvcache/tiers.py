@@ -1,4 +1,6 @@
-"""Pages between a device pool and the host, beside plain pinned copies, and the disk; Qwen2.5-7B's shape."""
+"""Pages between a device pool and the host, beside plain pinned copies, and the disk; Qwen2.5-7B's
+shape.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_p
 PAGE_BYTES = LAYERS * PAGE_SIZE * 2 * HEADS * DIM * 2
 DISK = "/var/tmp"  # /tmp may be in memory
 OUT, IN = "plain copy out", "plain copy in"
-WAYS = {"back up": OUT, "load": IN, "load, a call a layer": IN}  # ours -> the copy that it is measured by
+WAYS = {
+    "back up": OUT,
+    "load": IN,
+    "load, a call a layer": IN,
+}  # ours -> the copy that it is measured by
 
 
 def host(scale: Scale) -> Figures:
-    """Half of a pool's pages out to scattered places of the host, and in from there to the pool's other half.
+    """Half of a pool's pages out to scattered places of the host, and in from there to the pool's
+    other half.
 
-    "load" is one call with a launch and an event a layer, as the engine has it. Rates are from call to idle device,
-    each in turn with a plain copy of as many bytes.
+    "load" is one call with a launch and an event a layer, as the engine has it. Rates are from call
+    to idle device, each in turn with a plain copy of as many bytes.
     """
     found = []
     sizes = {"tiny": 4 * PAGE_BYTES} if scale.tiny else {"256 MiB": 256 * MIB, "1 GiB": GIB}
@@ -50,7 +57,9 @@ def _host(scale: Scale, name: str, layout: Layout, pages: int) -> Figures:
 
 
 class Ways:
-    """`pages` random pages of a pool to random ones of its host tier, and from there to other pages of the pool."""
+    """`pages` random pages of a pool to random ones of its host tier, and from there to other pages
+    of the pool.
+    """
 
     def __init__(self, pool: MHATokenToKVPool, layout: Layout, pages: int) -> None:
         self.pool, self.cache = pool, HostKVCache(pool, HostCacheConfig(ratio=1.0, layout=layout))
@@ -70,7 +79,10 @@ class Ways:
         return self.cache.load_to_device(self.held, self.target)
 
     def load_by_layer(self) -> Transfer:
-        return [self.cache.load_to_device_per_layer(self.held, self.target, layer) for layer in range(LAYERS)][-1]
+        return [
+            self.cache.load_to_device_per_layer(self.held, self.target, layer)
+            for layer in range(LAYERS)
+        ][-1]
 
     def check(self) -> None:
         """AssertionError unless random bytes come back, whichever way they are loaded."""
@@ -101,10 +113,20 @@ def disk(scale: Scale) -> Figures:
     content = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8)
     back, keys = torch.zeros_like(content), page_hashes(range(pages), 1)
     with tempfile.TemporaryDirectory(dir=None if scale.tiny else DISK) as folder:
-        tier = DiskTier(Path(folder), 2 * pages * PAGE_BYTES, page_bytes=PAGE_BYTES, format="", owner="benchmark")
+        tier = DiskTier(
+            Path(folder),
+            2 * pages * PAGE_BYTES,
+            page_bytes=PAGE_BYTES,
+            format="",
+            owner="benchmark",
+        )
         ms = {
-            "put": timed(lambda: [tier.put(key, page) for key, page in zip(keys, content, strict=True)]),
-            "get": timed(lambda: [tier.get(key, page) for key, page in zip(keys, back, strict=True)]),
+            "put": timed(
+                lambda: [tier.put(key, page) for key, page in zip(keys, content, strict=True)]
+            ),
+            "get": timed(
+                lambda: [tier.get(key, page) for key, page in zip(keys, back, strict=True)]
+            ),
         }
         tier.close()
     assert torch.equal(content, back)

@@ -1,7 +1,8 @@
-"""A profiler's trace of one step of an engine with loads: which layer each kernel is of, and what ran at the same time.
+"""A profiler's trace of one step of an engine with loads: which layer each kernel is of, and what
+ran at the same time.
 
-Told by kernels: a load is one launch a layer. Compute has a norm before the first layer and two in each, the second of
-which is the next layer's first (no norms of query and key heads).
+Told by kernels: a load is one launch a layer. Compute has a norm before the first layer and two in
+each, the second of which is the next layer's first (no norms of query and key heads).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def record(run: Callable[[], object], path: Path) -> None:
     """Profiles what `run` does on the GPU; Chrome's format."""
     from torch.profiler import ProfilerActivity, profile
 
-    for each in (lambda: torch.zeros(1, device="cuda"), run):  # the first profile sets the profiler up
+    for each in (
+        lambda: torch.zeros(1, device="cuda"),
+        run,
+    ):  # the first profile sets the profiler up
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             each()
@@ -41,8 +45,12 @@ def record(run: Callable[[], object], path: Path) -> None:
 
 
 def read(path: Path, layers: int) -> tuple[list[Kernel], list[Kernel]]:
-    """Kernels of loads, one a layer, and of the compute in layers; ValueError where they are not those of one step."""
-    events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("cat") == "kernel"]
+    """Kernels of loads, one a layer, and of the compute in layers; ValueError where they are not
+    those of one step.
+    """
+    events = [
+        each for each in json.loads(path.read_text())["traceEvents"] if each.get("cat") == "kernel"
+    ]
     events.sort(key=lambda each: each["ts"])
     loads = [each for each in events if each["name"].startswith(LOAD)]
     norms = [each for each in events if each["name"].startswith(NORM)]
@@ -68,21 +76,35 @@ def read(path: Path, layers: int) -> tuple[list[Kernel], list[Kernel]]:
 def beside(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> list[set[int]]:
     """For each load the earlier layers of which a kernel ran meanwhile."""
     return [
-        {each.layer for each in computes if each.layer < load.layer and each.start < load.end and load.start < each.end}
+        {
+            each.layer
+            for each in computes
+            if each.layer < load.layer and each.start < load.end and load.start < each.end
+        }
         for load in loads
     ]
 
 
 def figures(loads: Sequence[Kernel], computes: Sequence[Kernel]) -> Figures:
-    """First of all: how many layers were loaded while an earlier one was computed. The first has none before it."""
+    """First of all: how many layers were loaded while an earlier one was computed.
+
+    The first has none before it.
+    """
     both = [*loads, *computes]
-    load, compute = (sum(each.end - each.start for each in kernels) for kernels in (loads, computes))
+    load, compute = (
+        sum(each.end - each.start for each in kernels) for kernels in (loads, computes)
+    )
     whole = max(each.end for each in both) - min(each.start for each in both)
     count, unit = sum(map(bool, beside(loads, computes))), f"of {len(loads) - 1} layers"
     return [
         Figure(what="trace, loaded beside the compute of an earlier layer", value=count, unit=unit),
         Figure(what="trace, kernels of compute", value=compute),
-        Figure(what="trace, first to last, of both sums", value=whole / (load + compute), unit="x", target="< 1"),
+        Figure(
+            what="trace, first to last, of both sums",
+            value=whole / (load + compute),
+            unit="x",
+            target="< 1",
+        ),
     ]
 
 
@@ -90,5 +112,7 @@ def draw(path: Path, loads: Sequence[Kernel], computes: Sequence[Kernel]) -> Non
     from tests.benchmarks.plots import timeline
 
     lanes = {"load": loads, "compute": computes}
-    bars = {name: [(each.layer, each.start, each.end) for each in lane] for name, lane in lanes.items()}
+    bars = {
+        name: [(each.layer, each.start, each.end) for each in lane] for name, lane in lanes.items()
+    }
     timeline(path, "Layers loaded from the host, and computed", bars)

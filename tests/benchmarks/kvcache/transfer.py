@@ -1,7 +1,9 @@
-"""Four prefill ranks to two decode ranks without engines: staged, against one copy a token, layer, and key or value.
+"""Four prefill ranks to two decode ranks without engines: staged, against one copy a token, layer,
+and key or value.
 
-Every rank is a process with a pool of its own heads; ranks share GPUs where there are fewer than ranks. The floor,
-"plain copy", takes as many bytes by each pair of ranks from a contiguous buffer into the ring.
+Every rank is a process with a pool of its own heads; ranks share GPUs where there are fewer than
+ranks. The floor, "plain copy", takes as many bytes by each pair of ranks from a contiguous buffer
+into the ring.
 """
 
 from __future__ import annotations
@@ -49,15 +51,23 @@ def transfer(scale: Scale) -> Figures:
     found = [Figure(what="GPUs of all ranks", value=torch.cuda.device_count(), unit="GPUs")]
     for tokens in (plan.long, plan.short):
         found += _figures(f"{name}, {tokens:,} tokens, ", plan, tokens, seen)
-    return [*found, Figure(what=f"{name}, the barriers of every transfer alone", value=_ms(seen, "idle"))]
+    return [
+        *found,
+        Figure(what=f"{name}, the barriers of every transfer alone", value=_ms(seen, "idle")),
+    ]
 
 
 def _figures(name: str, plan: Plan, tokens: int, seen: Sequence[Seen]) -> Figures:
-    """A request is one copy of a writer into a reader's memory. Times are from barrier to barrier."""
+    """A request is one copy of a writer into a reader's memory.
+
+    Times are from barrier to barrier.
+    """
     pairs = max(plan.writers, plan.readers)  # each rank of the larger side has one peer
     moved = sum(each[f"staged {tokens}"].nbytes for each in seen)
     assert moved == tokens * plan.token_bytes, "a prompt's bytes, once"
-    ways = ("staged", "plain copy", "per token") if tokens == plan.short else ("staged", "plain copy")
+    ways = (
+        ("staged", "plain copy", "per token") if tokens == plan.short else ("staged", "plain copy")
+    )
     requests = {way: sum(each[f"{way} {tokens}"].requests for each in seen) / pairs for way in ways}
     ms = {way: _ms(seen, f"{way} {tokens}") for way in ways}
     of_staged = {way: ms[way] / ms["staged"] for way in ways[1:]}
@@ -71,7 +81,9 @@ def _figures(name: str, plan: Plan, tokens: int, seen: Sequence[Seen]) -> Figure
 
 def _ms(seen: Sequence[Seen], way: str) -> float:
     """Median of the rounds, each as the slowest rank saw it."""
-    return statistics.median(max(times) for times in zip(*(each[way].ms for each in seen), strict=True))
+    return statistics.median(
+        max(times) for times in zip(*(each[way].ms for each in seen), strict=True)
+    )
 
 
 # ---------------------------------------------------------------- ranks
@@ -79,7 +91,10 @@ def _ms(seen: Sequence[Seen], way: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Writers are the first processes, then come readers. long, short: tokens of the prompts, whole pages."""
+    """Writers are the first processes, then come readers.
+
+    long, short: tokens of the prompts, whole pages.
+    """
 
     writers: int
     readers: int
@@ -97,7 +112,10 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Way:
-    """What a rank saw. ms: of each round, from barrier to barrier. requests, nbytes: that it sent in one round."""
+    """What a rank saw. ms: of each round, from barrier to barrier.
+
+    requests, nbytes: that it sent in one round.
+    """
 
     ms: list[float]
     requests: float
@@ -108,7 +126,9 @@ Seen = dict[str, Way]
 
 
 class Target(NamedTuple):
-    """What a reader tells all writers: its ring and its pool, where they are, and into which slots a prompt goes."""
+    """What a reader tells all writers: its ring and its pool, where they are, and into which slots
+    a prompt goes.
+    """
 
     ring: Any
     ring_bytes: int
@@ -143,8 +163,12 @@ class Rank:
         self.slots = shuffled_slots(self.device, plan.long, pages)
         self.seen, self.writer = Seen(), MappedWriter()
 
-    def rounds(self, way: str, send: Callable[[], None] = _nothing, receive: Callable[[], None] = _nothing) -> None:
-        """All send, then all receive; both end with their work on the device. As many barriers whatever is measured."""
+    def rounds(
+        self, way: str, send: Callable[[], None] = _nothing, receive: Callable[[], None] = _nothing
+    ) -> None:
+        """All send, then all receive; both end with their work on the device. As many barriers
+        whatever is measured.
+        """
         before, times = (self.writer.requests, self.writer.nbytes), list[float]()
         count = WARMUP + self.plan.rounds
         for _ in range(count):
@@ -159,7 +183,9 @@ class Rank:
         self.seen[way] = Way(ms=times[WARMUP:], requests=requests / count, nbytes=nbytes / count)
 
     def content(self, part: int) -> Tensor:
-        """Keys (0) or values (1) of the long prompt as int16 `[L, tokens, heads, D]`: each row is another one."""
+        """Keys (0) or values (1) of the long prompt as int16 `[L, tokens, heads, D]`: each row is
+        another one.
+        """
         shape = self.plan.layers, self.plan.long, HEADS, self.plan.head_dim
         values = torch.arange(math.prod(shape), device=self.device).view(shape)
         first = self.number * self.heads
@@ -168,8 +194,10 @@ class Rank:
 
 @dataclass(kw_only=True)
 class Peer:
-    """A reader, of whom a writer sends its heads `part`. before: heads that other writers stage before them.
-    k, v: the reader's pool as mapped here, `[L, slots, H, D]`."""
+    """A reader, of whom a writer sends its heads `part`. before: heads that other writers stage
+    before them.
+    k, v: the reader's pool as mapped here, `[L, slots, H, D]`.
+    """
 
     number: int
     part: HeadSlice
@@ -221,25 +249,33 @@ def _peers(me: Rank, leases: contextlib.ExitStack) -> list[Peer]:
             if part.src_tp_rank == me.number:
                 me.writer.open(number, target.ring_bytes, target.ring, me.device)
                 lease = leases.enter_context(attach(target.pool))
-                k, v = (lease.tensor(target.shape, torch.bfloat16, offset) for offset in target.offsets)
+                k, v = (
+                    lease.tensor(target.shape, torch.bfloat16, offset) for offset in target.offsets
+                )
                 before = sum(each.num_heads for each in parts if each.src_tp_rank < me.number)
                 peers.append(Peer(number=number, part=part, before=before, target=target, k=k, v=v))
     return peers
 
 
-def _send(me: Rank, peers: Sequence[Peer], buffer: Tensor, tokens: int, gather: bool = True) -> None:
+def _send(
+    me: Rank, peers: Sequence[Peer], buffer: Tensor, tokens: int, gather: bool = True
+) -> None:
     """As an outbox does, or without the gather: one plain copy of as many bytes."""
     for peer in peers:
         staged = buffer[: staged_bytes(me.k, me.v, tokens, peer.part.num_heads)]
         me.writer.settle(peer.number)
         if gather:
-            gather_staged(me.k, me.v, me.slots[:tokens], peer.part.src_head_start, peer.part.num_heads, staged)
+            gather_staged(
+                me.k, me.v, me.slots[:tokens], peer.part.src_head_start, peer.part.num_heads, staged
+            )
         me.writer.put(peer.number, staged, staged_bytes(me.k, me.v, tokens, peer.before))
 
 
 def _copies(me: Rank, peer: Peer, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """(to, from) for every token, layer, and key or value, as without staging: the heads of a token lie together, those
-    of the next one elsewhere. Views are made beforehand, so that the copies alone are timed."""
+    """(to, from) for every token, layer, and key or value, as without staging: the heads of a token
+    lie together, those of the next one elsewhere. Views are made beforehand, so that the copies
+    alone are timed.
+    """
     theirs = slice(peer.part.dst_head_start, peer.part.dst_head_start + peer.part.num_heads)
     mine = slice(peer.part.src_head_start, peer.part.src_head_start + peer.part.num_heads)
     slots = list(zip(peer.target.slots.tolist(), me.slots.tolist(), strict=True))[:tokens]
@@ -266,9 +302,17 @@ def read(me: Rank) -> Seen:
     writers = Writers.of([(part.dst_head_start, part.num_heads) for part in parts], me.device)
     ring_bytes = staged_bytes(me.k, me.v, plan.long, writers.total)
     ring, ticket = MappedReader().ring(ring_bytes, me.saver)
-    pool, offsets = me.saver.share("kv_cache", writable=True), (me.saver.offset_of(me.k), me.saver.offset_of(me.v))
+    pool, offsets = (
+        me.saver.share("kv_cache", writable=True),
+        (me.saver.offset_of(me.k), me.saver.offset_of(me.v)),
+    )
     target = Target(
-        ring=ticket, ring_bytes=ring_bytes, pool=pool, offsets=offsets, shape=tuple(me.k.shape), slots=me.slots.cpu()
+        ring=ticket,
+        ring_bytes=ring_bytes,
+        pool=pool,
+        offsets=offsets,
+        shape=tuple(me.k.shape),
+        slots=me.slots.cpu(),
     )
     for rows in (me.k, me.v):
         rows.zero_()

@@ -1,4 +1,6 @@
-"""What the cases of `bench_sync.py` share: sizes, contents and their check, figures beside floors, processes."""
+"""What the cases of `bench_sync.py` share: sizes, contents and their check, figures beside floors,
+processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tests.helpers.ranks import start_ranks
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-_COLUMNS = ("o_proj.weight", "down_proj.weight")  # split along dimension 1; norms are on every rank; the rest: 0
+_COLUMNS = (
+    "o_proj.weight",
+    "down_proj.weight",
+)  # split along dimension 1; norms are on every rank; the rest: 0
 TARGET = torch.bfloat16  # of every engine
 WARMUP, RANKS = 2, 2
 
@@ -59,8 +64,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncScale(Scale):
-    """sources: one run of each case for each. bucket: bytes of staging that bucketed rivals take. seconds: how long a
-    case may take before its processes are killed."""
+    """sources: one run of each case for each. bucket: bytes of staging that bucketed rivals take.
+    seconds: how long a case may take before its processes are killed.
+    """
 
     sources: tuple[Source, ...]
     repeats: int
@@ -89,14 +95,19 @@ def synced(
     rise: int | None = None,
     parts: Mapping[str, float] | None = None,
 ) -> Figures:
-    """One way to do one sync, beside the floor of what must be moved, on the device and over the link at once.
+    """One way to do one sync, beside the floor of what must be moved, on the device and over the
+    link at once.
 
-    copied: bytes that its floor reads and writes on a device; linked: takes in over the link. rise: bytes of the device
-    in use, all processes together, at most beyond those before; None: not looked at. parts: ms of its phases.
+    copied: bytes that its floor reads and writes on a device; linked: takes in over the link. rise:
+    bytes of the device in use, all processes together, at most beyond those before; None: not
+    looked at. parts: ms of its phases.
     """
     found = [Figure(what=what, value=ms)]
     if floor := 1e3 * max(copied / scale.copy_rate, linked / scale.link_rate if linked else 0.0):
-        found += [Figure(what=what, value=floor, unit="ms, floor"), Figure(what=what, value=ms / floor, unit="x floor")]
+        found += [
+            Figure(what=what, value=floor, unit="ms, floor"),
+            Figure(what=what, value=ms / floor, unit="x floor"),
+        ]
     if rise is not None:
         found.append(Figure(what=what, value=rise / MIB, unit="MiB of the device more"))
     return found + figures(parts or {}, "ms of it", f"{what}: ")
@@ -125,16 +136,22 @@ def tp_dim(name: str) -> int | None:
 
 
 def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
-    """(local, linked) elements that one of two ranks takes in: all parameters, or with needs="tp" its slices of them
-    and the norms whole. Shards are halves along dimension 0; aligned: along the engine's slices, norms along 0."""
+    """(local, linked) elements that one of two ranks takes in: all parameters, or with needs="tp"
+    its slices of them and the norms whole. Shards are halves along dimension 0; aligned: along the
+    engine's slices, norms along 0.
+    """
     sizes = {None: 0, 0: 0, 1: 0}  # by the dimension that is split
     for name, shape in shapes.items():
-        assert all(length % RANKS == 0 for length in shape), f"{name} {shape} does not divide by {RANKS}"
+        assert all(length % RANKS == 0 for length in shape), (
+            f"{name} {shape} does not divide by {RANKS}"
+        )
         sizes[tp_dim(name)] += math.prod(shape)
     norms, rows, columns = sizes.values()
     if needs == "replica":
         return (norms + rows + columns) // 2, (norms + rows + columns) // 2
-    linked = norms // 2 + (0 if aligned else columns // 4)  # of its columns the half that the other rank's rows hold
+    linked = norms // 2 + (
+        0 if aligned else columns // 4
+    )  # of its columns the half that the other rank's rows hold
     return norms + (rows + columns) // 2 - linked, linked
 
 
@@ -148,28 +165,39 @@ def content(name: str, shape: Shape, device: torch.device) -> Tensor:
 
 
 def make_source(source: Source, device: torch.device) -> dict[str, Tensor]:
-    return {name: content(name, shape, device).to(source.torch_dtype) for name, shape in source.shapes.items()}
+    return {
+        name: content(name, shape, device).to(source.torch_dtype)
+        for name, shape in source.shapes.items()
+    }
 
 
 def make_target(source: Source, device: torch.device) -> dict[str, Tensor]:
     """Zeros: what is not written fails the check."""
-    return {name: torch.zeros(shape, dtype=TARGET, device=device) for name, shape in source.shapes.items()}
+    return {
+        name: torch.zeros(shape, dtype=TARGET, device=device)
+        for name, shape in source.shapes.items()
+    }
 
 
 def check(target: Mapping[str, Tensor], source: Source) -> None:
     """AssertionError names the first parameter whose bits are not the cast source's."""
     assert list(target) == list(source.shapes), "other parameters than the source's"
     for name, tensor in target.items():
-        expected = content(name, source.shapes[name], tensor.device).to(source.torch_dtype).to(TARGET)
-        assert torch.equal(tensor.view(torch.int16), expected.view(torch.int16)), f"{name} was not synced"
+        expected = (
+            content(name, source.shapes[name], tensor.device).to(source.torch_dtype).to(TARGET)
+        )
+        assert torch.equal(tensor.view(torch.int16), expected.view(torch.int16)), (
+            f"{name} was not synced"
+        )
 
 
 # ---------------------------------------------------------------- processes
 
 
 def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
-    """What each process returned. None outlives this, and its device memory is free again; ExceptionGroup with what
-    became of those that raised, died, or had no answer in time."""
+    """What each process returned. None outlives this, and its device memory is free again;
+    ExceptionGroup with what became of those that raised, died, or had no answer in time.
+    """
     found, failures = [], list[Exception]()
     try:
         for peer in peers:
@@ -189,7 +217,9 @@ def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
 
 def _answer(pipe: Connection, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe.send(run(*args))
-    pipe.poll(60)  # until all were heard: who leaves first takes connections and shared memory along
+    pipe.poll(
+        60
+    )  # until all were heard: who leaves first takes connections and shared memory along
 
 
 def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:
@@ -197,10 +227,14 @@ def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:
     return answers([Peer(_answer, run, args)], scale.seconds)[0]
 
 
-def pair(scale: SyncScale, trainer: Callable[..., Any], engine: Callable[..., Any], *args: Any) -> list[Any]:
+def pair(
+    scale: SyncScale, trainer: Callable[..., Any], engine: Callable[..., Any], *args: Any
+) -> list[Any]:
     """`run(pipe, *args)` of both, the pipe to the other."""
     ends = server.Pipe()
-    peers = [Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)]
+    peers = [
+        Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)
+    ]
     for end in ends:
         end.close()  # theirs alone: one hears when the other is gone
     return answers(peers, scale.seconds)

@@ -1,4 +1,7 @@
-"""Floors: what the hardware takes to move as many bytes in as few pieces as can be. One process, torch's own copies."""
+"""Floors: what the hardware takes to move as many bytes in as few pieces as can be.
+
+One process, torch's own copies.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ WAYS = {  # what the second of two ranks needs of the first one's shard
 
 
 def with_rates(scale: SyncScale, gpus: int) -> tuple[SyncScale, Figures]:
-    """Rates of the run; with two GPUs also what the link takes: bytes a second in each of both directions at once, of
-    the largest exchange, and figures of all of them at the first source's shapes in bf16."""
+    """Rates of the run; with two GPUs also what the link takes: bytes a second in each of both
+    directions at once, of the largest exchange, and figures of all of them at the first source's
+    shapes in bf16.
+    """
     scale = replace(scale, copy_rate=alone(scale, measured_copy_rate, scale))
     print(f"copy of 4 GiB: {scale.copy_rate / 1e12:.2f} TB/s, read and write counted")
     if gpus < RANKS:
@@ -41,7 +46,9 @@ def _exchanges(scale: SyncScale) -> list[tuple[str, float, int, int]]:
     """(name, ms, bytes over the link, bytes copied beside)"""
     rows = []
     for what, (needs, aligned) in WAYS.items():
-        local, linked = (n * TARGET.itemsize for n in moves(scale.sources[0].shapes, needs, aligned))
+        local, linked = (
+            n * TARGET.itemsize for n in moves(scale.sources[0].shapes, needs, aligned)
+        )
         for beside in (0, local):
             meanwhile = f", {beside / 1e9:.2f} GB copied meanwhile" if beside else ""
             ms = _exchange_ms(scale, linked, beside)
@@ -50,7 +57,9 @@ def _exchanges(scale: SyncScale) -> list[tuple[str, float, int, int]]:
 
 
 def _exchange_ms(scale: SyncScale, linked: int, local: int) -> float:
-    """Both devices take `linked` bytes in from one another, all at once, and copy `local` bytes beside."""
+    """Both devices take `linked` bytes in from one another, all at once, and copy `local` bytes
+    beside.
+    """
     devices = [scale.place(rank) for rank in range(RANKS)]
     torch.cuda.empty_cache()
     steps: list[Callable[[], object]] = []
@@ -71,9 +80,13 @@ def _exchange_ms(scale: SyncScale, linked: int, local: int) -> float:
     return ms
 
 
-def _step(of: torch.device, to: torch.device, nbytes: int, filled: list[Tensor]) -> Callable[[], object]:
-    """A copy of `nbytes` on streams of its own. torch copies on the current stream of the source's device, and has it
-    wait for the target's: with streams shared, the two directions would take turns."""
+def _step(
+    of: torch.device, to: torch.device, nbytes: int, filled: list[Tensor]
+) -> Callable[[], object]:
+    """A copy of `nbytes` on streams of its own. torch copies on the current stream of the source's
+    device, and has it wait for the target's: with streams shared, the two directions would take
+    turns.
+    """
     source = torch.full((nbytes,), 7, dtype=torch.uint8, device=of)
     target = torch.zeros(nbytes, dtype=torch.uint8, device=to)
     filled.append(target)

@@ -1,4 +1,6 @@
-"""memsaver's sync: between two Ray actors on one GPU, and over two GPUs with an engine beside each trainer rank."""
+"""memsaver's sync: between two Ray actors on one GPU, and over two GPUs with an engine beside each
+trainer rank.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,37 @@ import memsaver
 from memsaver.common.device_ids import place_of
 from rollout import Engine
 from rollout.rendezvous import open_store
-from tests.benchmarks.common import MIB, TINY, Figure, Figures, Skipped, figures, medians, rise_of, write_config
-from tests.benchmarks.sync.base import RANKS, TARGET, Source, SyncScale, content, moves, ranks, synced, tp_dim
+from tests.benchmarks.common import (
+    MIB,
+    TINY,
+    Figure,
+    Figures,
+    Skipped,
+    figures,
+    medians,
+    rise_of,
+    write_config,
+)
+from tests.benchmarks.sync.base import (
+    RANKS,
+    TARGET,
+    Source,
+    SyncScale,
+    content,
+    moves,
+    ranks,
+    synced,
+    tp_dim,
+)
 from trainer_bridge import TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.sync.consensus import StoreConsensus
 from trainer_bridge.sync.shards import SourceShard, fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
-ASLEEP = 0.5  # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just before
+# seconds, less than a training step; the driver still scrubs what a sleeping engine freed just
+# before
+ASLEEP = 0.5
 WARMUP = 3
 ENGINE = {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}
 PHASES = ("open", "map", "write", "verify", "read back", "commit")
@@ -49,7 +73,11 @@ def one_gpu(scale: SyncScale) -> Figures:
 def _trainer(scale: SyncScale, source: Source, folder: str) -> TrainerConfig:
     path = str(_config(scale, source, folder))
     return TrainerConfig(
-        model_path=path, random_init=True, dtype=source.dtype, param_dtype="bfloat16", device=str(scale.device)
+        model_path=path,
+        random_init=True,
+        dtype=source.dtype,
+        param_dtype="bfloat16",
+        device=str(scale.device),
     )
 
 
@@ -60,7 +88,10 @@ def _one_gpu(scale: SyncScale, source: Source) -> Figures:
         open_ray(_trainer(scale, source, folder), ENGINE) as (trainer, rollout),
     ):
         risen = [_rise(scale, trainer, rollout, version) for version in range(WARMUP)]
-        rows = [_over_actors(trainer, rollout, version) for version in range(WARMUP, scale.repeats + WARMUP)]
+        rows = [
+            _over_actors(trainer, rollout, version)
+            for version in range(WARMUP, scale.repeats + WARMUP)
+        ]
     middle = medians(rows)
     assert middle["nbytes"] == source.params * TARGET.itemsize
     parts = {key: middle[key] for key in (*PHASES, "call")}
@@ -73,7 +104,9 @@ def _one_gpu(scale: SyncScale, source: Source) -> Figures:
 
 
 def _by_pages(scale: SyncScale, source: Source) -> Figures:
-    """The engine serves the trainer's own pages: nothing moves. The first time both sides read them."""
+    """The engine serves the trainer's own pages: nothing moves. The first time both sides read
+    them.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         open_ray(_trainer(scale, source, folder), ENGINE, alias=True) as (trainer, rollout),
@@ -99,7 +132,10 @@ def _over_actors(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -
 
 
 def _rise(scale: SyncScale, trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> int:
-    """Bytes of the device, all processes together. Apart from the times: who asks for it all the time slows mapping."""
+    """Bytes of the device, all processes together.
+
+    Apart from the times: who asks for it all the time slows mapping.
+    """
     time.sleep(ASLEEP)
     rollout.wake_up(["weights"])
     rise = rise_of(scale.device, lambda: trainer.sync_weights(version))
@@ -124,7 +160,10 @@ def _row(receipt: SyncReceipt) -> dict[str, float]:
 
 
 class Case(NamedTuple):
-    """Where shards of two ranks go. needs: "replica" or "tp", as in `moves`. aligned: shards lie along the slices."""
+    """Where shards of two ranks go.
+
+    needs: "replica" or "tp", as in `moves`. aligned: shards lie along the slices.
+    """
 
     name: str
     source: Source
@@ -136,23 +175,44 @@ def two_gpus(scale: SyncScale) -> Figures:
     """FSDP2 shards over two ranks into two replicas, and into two tensor-parallel ranks' weights."""
     first = scale.sources[0]
     cases = [Case("2 replicas", source, "replica", False) for source in scale.sources]
-    cases += [Case(f"TP 2, {'' if aligned else 'not '}aligned", first, "tp", aligned) for aligned in (False, True)]
+    cases += [
+        Case(f"TP 2, {'' if aligned else 'not '}aligned", first, "tp", aligned)
+        for aligned in (False, True)
+    ]
     seen: list[list[list[dict[str, float]]]] = ranks(scale, _all_cases, cases)
-    return [figure for case, *rounds in zip(cases, *seen, strict=True) for figure in _figures(scale, case, rounds)]
+    return [
+        figure
+        for case, *rounds in zip(cases, *seen, strict=True)
+        for figure in _figures(scale, case, rounds)
+    ]
 
 
-def _figures(scale: SyncScale, case: Case, seen: Sequence[Sequence[Mapping[str, float]]]) -> Figures:
-    """A round takes as long as its slowest rank. The bytes over the link are the plan's, and the least there can be."""
+def _figures(
+    scale: SyncScale, case: Case, seen: Sequence[Sequence[Mapping[str, float]]]
+) -> Figures:
+    """A round takes as long as its slowest rank.
+
+    The bytes over the link are the plan's, and the least there can be.
+    """
     name, source = f"{case.source}: {case.name}: memsaver", case.source
     local, linked = moves(source.shapes, case.needs, case.aligned)
-    rows = [{key: max(row[key] for row in both) for key in both[0]} for both in zip(*seen, strict=True)]
+    rows = [
+        {key: max(row[key] for row in both) for key in both[0]} for both in zip(*seen, strict=True)
+    ]
     middle = medians(rows)
     assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "more went over the link than must"
     floor = local * (source.torch_dtype.itemsize + TARGET.itemsize), linked * TARGET.itemsize
     parts = {key: middle[key] for key in PHASES}
     return [
         *synced(scale, f"{name}, cast, copy and digest", middle["copy"], *floor),
-        *synced(scale, f"{name}, whole sync", middle["sync"], *floor, rise=int(rows[0]["rise"]), parts=parts),
+        *synced(
+            scale,
+            f"{name}, whole sync",
+            middle["sync"],
+            *floor,
+            rise=int(rows[0]["rise"]),
+            parts=parts,
+        ),
     ]
 
 
@@ -174,7 +234,9 @@ def _consensus(rank: int) -> StoreConsensus:
     return StoreConsensus(store, rank, RANKS, key=here[1])
 
 
-def _two_gpus(rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus) -> list[dict[str, float]]:
+def _two_gpus(
+    rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus
+) -> list[dict[str, float]]:
     device = scale.place(rank)
     shards, tensors = _shards(rank, case, device)
     saver = memsaver.MemorySaver(device=device)
@@ -191,12 +253,18 @@ def _two_gpus(rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus
     return rows
 
 
-def _shards(rank: int, case: Case, device: torch.device) -> tuple[list[SourceShard], dict[str, torch.Tensor]]:
+def _shards(
+    rank: int, case: Case, device: torch.device
+) -> tuple[list[SourceShard], dict[str, torch.Tensor]]:
     tensors, shards, source = {}, [], case.source
     for name, shape in source.shapes.items():
-        mine = fsdp_shards(name, shape, source.dtype, RANKS, (tp_dim(name) or 0) if case.aligned else 0)[rank]
+        mine = fsdp_shards(
+            name, shape, source.dtype, RANKS, (tp_dim(name) or 0) if case.aligned else 0
+        )[rank]
         box = _slices(mine.start, mine.shape)
-        tensors[name] = content(name, shape, device)[box].to(source.torch_dtype, copy=True).contiguous()
+        tensors[name] = (
+            content(name, shape, device)[box].to(source.torch_dtype, copy=True).contiguous()
+        )
         shards.append(mine)
     return shards, tensors
 
@@ -226,8 +294,14 @@ def _check(engine: Engine, case: Case, rank: int) -> None:
     """AssertionError names the first slice whose bits are not the cast source's."""
     with memsaver.attach(engine.saver.share("weights")) as lease:
         for piece in engine.manifest.slices:
-            cast = content(piece.name, piece.global_shape, engine.saver.device).to(case.source.torch_dtype).to(TARGET)
+            cast = (
+                content(piece.name, piece.global_shape, engine.saver.device)
+                .to(case.source.torch_dtype)
+                .to(TARGET)
+            )
             dim = tp_dim(piece.name) if case.needs == "tp" else None
             expected = cast if dim is None else cast.chunk(RANKS, dim)[rank].contiguous()
             found = lease.tensor(piece.shape, TARGET, piece.offset)
-            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), f"{piece.name} was not synced"
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (
+                f"{piece.name} was not synced"
+            )

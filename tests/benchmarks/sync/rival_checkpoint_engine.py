@@ -1,7 +1,7 @@
 """checkpoint-engine (PyPI) where it is installed: a ParameterServer beside an engine on one GPU.
 
-One sync is `register_checkpoint` (the trainer's tensors to pinned host memory), `gather_metas`, `update` (back to the
-device in buckets, broadcast, a CUDA IPC handle, the engine copies).
+One sync is `register_checkpoint` (the trainer's tensors to pinned host memory), `gather_metas`,
+`update` (back to the device in buckets, broadcast, a CUDA IPC handle, the engine copies).
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ import torch
 from torch import Tensor
 
 from tests.benchmarks.common import GIB, Figures, Skipped, medians, rise_of, settle
-from tests.benchmarks.sync.base import Source, SyncScale, check, make_source, make_target, pair, synced
+from tests.benchmarks.sync.base import (
+    Source,
+    SyncScale,
+    check,
+    make_source,
+    make_target,
+    pair,
+    synced,
+)
 
 NAME = "model"
 ROUNDS = 3  # after one: pinning the host's memory takes most of that one
 
 
 def one_gpu(scale: SyncScale) -> Figures:
-    """Of the first source: it copies bytes and casts nothing. ``Skipped`` where it is not installed."""
+    """Of the first source: it copies bytes and casts nothing.
+
+    ``Skipped`` where it is not installed.
+    """
     absent = importlib.util.find_spec("checkpoint_engine") is None
     if absent or not scale.on_gpu:
         raise Skipped("checkpoint-engine is absent" if absent else "it needs a GPU")
@@ -32,7 +43,9 @@ def one_gpu(scale: SyncScale) -> Figures:
     (rows, first, rise), _ = pair(scale, _server, _engine, _free_port(), scale, source)
     parts = medians(rows)
     name, ms = f"{source}: checkpoint-engine", parts.pop("ms")
-    return synced(scale, name, ms, source.copied, rise=rise, parts={**parts, "the first one": first})
+    return synced(
+        scale, name, ms, source.copied, rise=rise, parts={**parts, "the first one": first}
+    )
 
 
 def _free_port() -> int:
@@ -42,7 +55,9 @@ def _free_port() -> int:
         return port
 
 
-def _server(pipe: Connection, port: int, scale: SyncScale, source: Source) -> tuple[list[dict[str, float]], float, int]:
+def _server(
+    pipe: Connection, port: int, scale: SyncScale, source: Source
+) -> tuple[list[dict[str, float]], float, int]:
     """Milliseconds of the rounds, of the first one, and the rise of the device's use in that."""
     device = scale.place()
     torch.cuda.set_device(device)
@@ -68,8 +83,12 @@ def _start(port: int, scale: SyncScale) -> Any:
     from loguru import logger
 
     logger.disable("checkpoint_engine")  # some lines a bucket
-    ps.get_ip = lambda: "127.0.0.1"  # it asks the network, and a host without one may not know its own name
-    server = ParameterServer(rank=0, world_size=1, auto_pg=False, master_addr="127.0.0.1", master_port=port)
+    ps.get_ip = lambda: (
+        "127.0.0.1"
+    )  # it asks the network, and a host without one may not know its own name
+    server = ParameterServer(
+        rank=0, world_size=1, auto_pg=False, master_addr="127.0.0.1", master_port=port
+    )
     server.init_process_group()  # kept: by default it makes one for each update
     return server
 
@@ -84,7 +103,10 @@ def _sync(server: Any, pipe: Connection, tensors: dict[str, Tensor]) -> dict[str
     times.append(time.perf_counter())
     assert pipe.recv() == "updated"
     names = ("to the host", "gather_metas", "update")
-    parts = {name: (after - before) * 1e3 for name, before, after in zip(names, times, times[1:], strict=False)}
+    parts = {
+        name: (after - before) * 1e3
+        for name, before, after in zip(names, times, times[1:], strict=False)
+    }
     return {"ms": (times[-1] - times[0]) * 1e3, **parts}
 
 

@@ -1,7 +1,8 @@
-"""Trainer and engine in two processes on one GPU, by CUDA IPC as people do it: a handle a tensor, or buckets.
+"""Trainer and engine in two processes on one GPU, by CUDA IPC as people do it: a handle a tensor,
+or buckets.
 
-`reduce_tensor` makes the handles (on the CPU: shared memory), a pipe carries them, the engine maps, copies, lets go
-and answers. The trainer's clock runs from the first handle to the last answer.
+`reduce_tensor` makes the handles (on the CPU: shared memory), a pipe carries them, the engine maps,
+copies, lets go and answers. The trainer's clock runs from the first handle to the last answer.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ def per_tensor(scale: SyncScale) -> Figures:
 
 
 def buckets(scale: SyncScale) -> Figures:
-    """As verl and slime: packed into a bucket of the engine's dtype, shared, copied out, one bucket after the other."""
-    return _measure(f"buckets of {scale.bucket / 2**30:.3g} GiB over CUDA IPC", _send_buckets, scale)
+    """As verl and slime: packed into a bucket of the engine's dtype, shared, copied out, one bucket
+    after the other.
+    """
+    return _measure(
+        f"buckets of {scale.bucket / 2**30:.3g} GiB over CUDA IPC", _send_buckets, scale
+    )
 
 
 def _measure(name: str, send: Send, scale: SyncScale) -> Figures:
@@ -76,7 +81,9 @@ def _send_buckets(pipe: Connection, scale: SyncScale, tensors: dict[str, Tensor]
     largest = max(math.prod(shape) for shape in shapes.values())
     for names in split(shapes, scale.bucket):
         # of one size, so that torch gives the same memory each time
-        bucket = torch.empty(max(scale.bucket // TARGET.itemsize, largest), dtype=TARGET, device=scale.place())
+        bucket = torch.empty(
+            max(scale.bucket // TARGET.itemsize, largest), dtype=TARGET, device=scale.place()
+        )
         starts, first = [], 0
         for name in names:  # one after the other, cast
             bucket[first : first + tensors[name].numel()].copy_(tensors[name].view(-1))
@@ -93,7 +100,9 @@ def _ask(pipe: Connection, message: Message) -> None:
 
 
 def split(shapes: Shapes, nbytes: int) -> Iterator[list[str]]:
-    """Names in their order, so many as fit into `nbytes` in the target's dtype; what fits nowhere goes alone."""
+    """Names in their order, so many as fit into `nbytes` in the target's dtype; what fits nowhere
+    goes alone.
+    """
     names: list[str] = []
     used = 0
     for name, shape in shapes.items():

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from tests.benchmarks.common import Figures, Run, median_ms
-from tests.benchmarks.sync.base import WARMUP, Source, SyncScale, alone, check, make_source, make_target, synced
+from tests.benchmarks.sync.base import (
+    WARMUP,
+    Source,
+    SyncScale,
+    alone,
+    check,
+    make_source,
+    make_target,
+    synced,
+)
 
 
 def copies(scale: SyncScale) -> Figures:

@@ -1,5 +1,6 @@
-"""FSDP2 over two ranks -> a replica on each one's GPU, gathered by NCCL. The replica lies in the trainer's own process:
-what people pay on top to reach an engine in another one is not counted."""
+"""FSDP2 over two ranks -> a replica on each one's GPU, gathered by NCCL. The replica lies in the
+trainer's own process: what people pay on top to reach an engine in another one is not counted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def replicas(scale: SyncScale) -> Figures:
 
 
 def all_gather(scale: SyncScale) -> Figures:
-    """One NCCL all-gather of the whole model in bf16, as it comes: nothing is where an engine wants it."""
+    """One NCCL all-gather of the whole model in bf16, as it comes: nothing is where an engine wants
+    it.
+    """
     part = scale.sources[0].params // RANKS
     name = f"bfloat16, {part * RANKS / 1e9:.2f} G: "
     return _figures(scale, name, part, base.ranks(scale, _all_gather, part))
@@ -40,7 +43,10 @@ def all_gather(scale: SyncScale) -> Figures:
 def _figures(scale: SyncScale, name: str, part: int, seen: list[Seen]) -> Figures:
     """A round takes as long as its slowest rank. part: elements that a rank holds."""
     linked = part * (RANKS - 1) * TARGET.itemsize
-    slowest = {way: [max(times) for times in zip(*(each[way] for each in seen), strict=True)] for way in seen[0]}
+    slowest = {
+        way: [max(times) for times in zip(*(each[way] for each in seen), strict=True)]
+        for way in seen[0]
+    }
     found = []
     for way, times in slowest.items():
         found += synced(scale, name + way, statistics.median(times), linked=linked)
@@ -89,7 +95,11 @@ def _shards(rank: int, scale: SyncScale, source: Source) -> dict[str, DTensor]:
     mesh = init_device_mesh(scale.device.type, (RANKS,))
     shards = {}
     for name, shape in source.shapes.items():
-        local = content(name, shape, scale.place(rank)).chunk(RANKS)[rank].to(source.torch_dtype, copy=True)
+        local = (
+            content(name, shape, scale.place(rank))
+            .chunk(RANKS)[rank]
+            .to(source.torch_dtype, copy=True)
+        )
         shards[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     return shards
 
@@ -101,7 +111,9 @@ def _full_tensor(scale: SyncScale, shards: dict[str, DTensor], target: dict[str,
 
 def _buckets(scale: SyncScale, shards: dict[str, DTensor], target: dict[str, Tensor]) -> None:
     """As verl's: local rows packed and cast, one all-gather a bucket, copied out by rank."""
-    for names in split({name: tuple(tensor.shape) for name, tensor in target.items()}, scale.bucket):
+    for names in split(
+        {name: tuple(tensor.shape) for name, tensor in target.items()}, scale.bucket
+    ):
         rows = [shards[name].to_local().view(-1) for name in names]
         sizes = [each.numel() for each in rows]
         packed = torch.empty(sum(sizes), dtype=TARGET, device=rows[0].device)
@@ -123,7 +135,9 @@ def _all_gather(rank: int, scale: SyncScale, part: int) -> Seen:
     _warm_up(device)
     mine = _filled(rank, part, device)
     whole = torch.zeros(RANKS * part, dtype=TARGET, device=device)
-    seen = {"one all-gather": _rounds(scale, device, lambda: dist.all_gather_into_tensor(whole, mine))}
+    seen = {
+        "one all-gather": _rounds(scale, device, lambda: dist.all_gather_into_tensor(whole, mine))
+    }
     for other, got in enumerate(whole.chunk(RANKS)):
         assert torch.equal(got, _filled(other, part, device)), f"of rank {other}"
     return seen

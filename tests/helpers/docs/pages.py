@@ -19,7 +19,8 @@ SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 class Block:
     """One fenced block.
 
-    line: of its first line of code, from 1. options: behind its language. not_run: the reason in the comment above it.
+    line: of its first line of code, from 1. options: behind its language. not_run: the reason in
+    the comment above it.
     """
 
     page: Path

@@ -1,4 +1,6 @@
-"""The names that a page's Python blocks take for granted: a generator a page, what follows the yield cleans up."""
+"""The names that a page's Python blocks take for granted: a generator a page, what follows the
+yield cleans up.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,37 @@ def _kv_cache(folder: Path) -> Iterator[Names]:
 
     saver = memsaver.MemorySaver(device="cpu")
     config = KVCacheConfig(
-        num_layers=2, num_kv_heads=2, head_dim=16, size=64, page_size=4, dtype=torch.float32, device="cpu"
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=16,
+        size=64,
+        page_size=4,
+        dtype=torch.float32,
+        device="cpu",
     )
     allocator = PagedTokenToKVPoolAllocator(64, 4, "cpu")
     pages = allocator.alloc_pages(3)
     (folder / "disk").mkdir()
-    names: Names = {each.__name__: each for each in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)}
-    names |= {"EngineConfig": EngineConfig, "KVTiers": KVTiers, "saver": saver, "allocator": allocator}
-    names |= {"cache": RadixCache(allocator), "pool": MHATokenToKVPool(config, saver=saver), "pages": pages}
-    names |= {"prompt": list(range(12)), "tokens": list(range(12)), "adapter": None, "computed_under": 0}
+    names: Names = {
+        each.__name__: each for each in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)
+    }
+    names |= {
+        "EngineConfig": EngineConfig,
+        "KVTiers": KVTiers,
+        "saver": saver,
+        "allocator": allocator,
+    }
+    names |= {
+        "cache": RadixCache(allocator),
+        "pool": MHATokenToKVPool(config, saver=saver),
+        "pages": pages,
+    }
+    names |= {
+        "prompt": list(range(12)),
+        "tokens": list(range(12)),
+        "adapter": None,
+        "computed_under": 0,
+    }
     names |= {"first_own": 0, "page_size": 4, "num_tokens": 4, "layer": 0}
     yield names | {"directory": folder / "disk", "budget_bytes": 1 << 20}
     saver.close()
@@ -63,7 +87,13 @@ def _weight_sync(folder: Path) -> Iterator[Names]:
     path = write_model(folder / "model")
     saver = memsaver.MemorySaver(device="cpu")
     engine = Engine.from_pretrained(path, kv_tokens=64, load_weights=False)
-    names: Names = {"Trainer": Trainer, "path": path, "config": config(path), "saver": saver, "engine": engine}
+    names: Names = {
+        "Trainer": Trainer,
+        "path": path,
+        "config": config(path),
+        "saver": saver,
+        "engine": engine,
+    }
     yield names
     names["trainer"].close()
     saver.close()

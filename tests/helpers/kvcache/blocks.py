@@ -23,7 +23,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_pool(size: int, page_size: int, saver: Any = None, **changes: Any) -> MHATokenToKVPool:
-    fields = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 2, "dtype": torch.float32, "device": DEVICE} | changes
+    fields = {
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 2,
+        "dtype": torch.float32,
+        "device": DEVICE,
+    } | changes
     return MHATokenToKVPool(KVCacheConfig(size=size, page_size=page_size, **fields), saver)
 
 
@@ -65,15 +71,21 @@ class Blocks:
         """One value a token: layer l holds value + l / 4 as key and its negative as value."""
         for layer in range(2):
             k_like, v_like = self.pool.get_kv_buffer(layer)
-            rows = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(-1, 1, 1) + layer / 4
+            rows = (
+                torch.tensor(values, dtype=torch.float32, device=DEVICE).view(-1, 1, 1) + layer / 4
+            )
             k = rows.expand(-1, *k_like.shape[1:])
             self.pool.set_kv_buffer(layer, loc, k, -rows.expand(-1, *v_like.shape[1:]))
 
     def read(self, handle: ReqHandle, first: Sequence[int] = (0, 0)) -> list[list[float]]:
-        """The values of a sequence by layer, from a first position of each on; fails unless keys and values agree."""
+        """The values of a sequence by layer, from a first position of each on; fails unless keys
+        and values agree.
+        """
         found = []
         for layer in range(2):
-            slots = self.table.req_to_token[handle.row, first[layer] : self.manager.seq_len(handle)].long()
+            slots = self.table.req_to_token[
+                handle.row, first[layer] : self.manager.seq_len(handle)
+            ].long()
             k, v = self.pool.get_rows(layer, slots)
             assert torch.equal(k, k[:, :1, :1].expand_as(k)) and torch.equal(v, -k)
             found.append((k[:, 0, 0] - layer / 4).tolist())
@@ -94,14 +106,19 @@ class Blocks:
 
     def pages(self, handle: ReqHandle) -> list[int]:
         """The pages of a sequence in order, as the device's table shows them."""
-        row = self.table.req_to_token[handle.row, : self.manager.seq_len(handle) : self.allocator.page_size]
+        row = self.table.req_to_token[
+            handle.row, : self.manager.seq_len(handle) : self.allocator.page_size
+        ]
         return (row // self.allocator.page_size).tolist()
 
     def state(self, handles: Iterable[ReqHandle]) -> tuple[Any, ...]:
         """All that a refused call must leave as it was, of these sequences and of what they share."""
         return (
             ledger_state(self.allocator),
-            [(self.manager.seq_len(handle), self.manager.pages(handle).tolist()) for handle in handles],
+            [
+                (self.manager.seq_len(handle), self.manager.pages(handle).tolist())
+                for handle in handles
+            ],
             self.table.req_to_token.tolist(),
             self.table.available_size(),
         )
@@ -117,29 +134,45 @@ def make_blocks(
     window_pages: int | None = None,
     saver: Any = None,
 ) -> Blocks:
-    """Two layers over one ledger, which slide where there is a window; with window_pages over two, layer 0 is full."""
+    """Two layers over one ledger, which slide where there is a window; with window_pages over two,
+    layer 0 is full.
+    """
     allocator: KVAllocator
     pool: KVPool
     if window_pages is None:
         allocator = PagedTokenToKVPoolAllocator(pages * page_size, page_size, DEVICE)
         pool = make_pool(pages * page_size, page_size, saver)
     else:
-        allocator = SWATokenToKVPoolAllocator(pages * page_size, window_pages * page_size, page_size, DEVICE)
-        full, half = (make_pool(n * page_size, page_size, num_layers=1).config for n in (pages, window_pages))
+        allocator = SWATokenToKVPoolAllocator(
+            pages * page_size, window_pages * page_size, page_size, DEVICE
+        )
+        full, half = (
+            make_pool(n * page_size, page_size, num_layers=1).config for n in (pages, window_pages)
+        )
         pool = SWAKVPool(full, half, [0], [1], saver)
         pool.register_mapping(allocator.full_to_swa_index_mapping)
-    return Blocks(BlockManager(ReqToTokenPool(rows, max_context_len, DEVICE), allocator, pool, window))
+    return Blocks(
+        BlockManager(ReqToTokenPool(rows, max_context_len, DEVICE), allocator, pool, window)
+    )
 
 
 def make_windowed(
-    page_size: int, window: int, pages: int, window_pages: int | None, rows: int, max_context_len: int
+    page_size: int,
+    window: int,
+    pages: int,
+    window_pages: int | None,
+    rows: int,
+    max_context_len: int,
 ) -> BlockManager:
-    return make_blocks(pages, page_size, rows, max_context_len, window=window, window_pages=window_pages).manager
+    return make_blocks(
+        pages, page_size, rows, max_context_len, window=window, window_pages=window_pages
+    ).manager
 
 
 def ledger_state(allocator: KVAllocator) -> tuple[Any, ...]:
-    """All that a refused call must leave as it was: owners, free pages in order, and the mapping. Pages that are
-    neither owned nor free are those that an open group holds back."""
+    """All that a refused call must leave as it was: owners, free pages in order, and the mapping.
+    Pages that are neither owned nor free are those that an open group holds back.
+    """
     owners = allocator.ref_counts(np.arange(1, allocator.total_pages + 1)).tolist()
     if isinstance(allocator, SWATokenToKVPoolAllocator):
         mapping = allocator.full_to_swa_index_mapping.tolist()

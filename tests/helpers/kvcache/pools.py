@@ -30,13 +30,28 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ODD = {"num_kv_heads": 3, "head_dim": 5, "v_head_dim": 7}
 
 
-def mha(dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, **fields: Any) -> KVCacheConfig:
-    fields = {"num_kv_heads": 2, "head_dim": 32, "v_head_dim": 16, "page_size": PS, "device": DEVICE} | fields
+def mha(
+    dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, **fields: Any
+) -> KVCacheConfig:
+    fields = {
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "page_size": PS,
+        "device": DEVICE,
+    } | fields
     return KVCacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
 
 
-def mla(dtype: torch.dtype = torch.bfloat16, layers: int = 2, size: int = SIZE, **fields: Any) -> MLACacheConfig:
-    fields = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "page_size": PS, "device": DEVICE} | fields
+def mla(
+    dtype: torch.dtype = torch.bfloat16, layers: int = 2, size: int = SIZE, **fields: Any
+) -> MLACacheConfig:
+    fields = {
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "page_size": PS,
+        "device": DEVICE,
+    } | fields
     return MLACacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
 
 
@@ -55,17 +70,36 @@ def swa(saver: MemorySaver | None = None) -> SWAKVPool:
     return pool
 
 
-# pool, bytes a token; all but the last two also of other sizes. Some rows are no multiple of a wide access
+# pool, bytes a token; all but the last two also of other sizes. Some rows are no multiple of a wide
+# access
 POOLS: dict[str, tuple[Callable[..., Any], int]] = {
     "mha": (lambda saver=None, **fields: pool_of(mha(**fields), saver), 2 * 2 * 48 * 4),
-    "slot-major": (lambda saver=None, **fields: pool_of(mha(BF16, slot_major=True, **fields), saver), 2 * 2 * 48 * 2),
-    "odd": (lambda saver=None, **fields: pool_of(mha(BF16, **ODD, **fields), saver), 2 * 3 * 12 * 2),
+    "slot-major": (
+        lambda saver=None, **fields: pool_of(mha(BF16, slot_major=True, **fields), saver),
+        2 * 2 * 48 * 2,
+    ),
+    "odd": (
+        lambda saver=None, **fields: pool_of(mha(BF16, **ODD, **fields), saver),
+        2 * 3 * 12 * 2,
+    ),
     "fp8": (lambda saver=None, **fields: pool_of(mha(FP8, **fields), saver), 2 * 2 * 48),
-    "fp8-odd": (lambda saver=None, **fields: pool_of(mha(torch.float8_e5m2, **ODD, **fields), saver), 2 * 3 * 12),
-    "fp4": (lambda saver=None, **fields: pool_of(mha(FP4_DTYPE, **fields), saver), 2 * 2 * (24 + 3)),
+    "fp8-odd": (
+        lambda saver=None, **fields: pool_of(mha(torch.float8_e5m2, **ODD, **fields), saver),
+        2 * 3 * 12,
+    ),
+    "fp4": (
+        lambda saver=None, **fields: pool_of(mha(FP4_DTYPE, **fields), saver),
+        2 * 2 * (24 + 3),
+    ),
     "mla": (lambda saver=None, **fields: pool_of(mla(**fields), saver), 2 * 64 * 2),
-    "mla-fp8": (lambda saver=None, **fields: pool_of(mla(FP8, qk_rope_head_dim=5, **fields), saver), 2 * 53),
-    "mla-fp4": (lambda saver=None, **fields: pool_of(mla(FP4_DTYPE, slot_major=True, **fields), saver), 2 * (32 + 4)),
+    "mla-fp8": (
+        lambda saver=None, **fields: pool_of(mla(FP8, qk_rope_head_dim=5, **fields), saver),
+        2 * 53,
+    ),
+    "mla-fp4": (
+        lambda saver=None, **fields: pool_of(mla(FP4_DTYPE, slot_major=True, **fields), saver),
+        2 * (32 + 4),
+    ),
     "double-sparse": (
         lambda saver=None, **fields: DoubleSparseTokenToKVPool(mha(FP8, **fields), 5, saver),
         2 * 2 * (48 + 5 * 2),
@@ -87,7 +121,9 @@ def make_states(size: int) -> MambaPool:
 
 def stored(pool: Any) -> list[torch.Tensor]:
     """All tensors [L, slots, ...] of a pool and its sub-pools, as bytes."""
-    return [part.view(torch.uint8) for p in getattr(pool, "pools", [pool]) for part in p.stored.values()]
+    return [
+        part.view(torch.uint8) for p in getattr(pool, "pools", [pool]) for part in p.stored.values()
+    ]
 
 
 def rows_for(pool: KVPool, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +135,9 @@ def rows_for(pool: KVPool, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
 def write(pool: KVPool, loc: torch.Tensor, seed: int = 0) -> None:
     for layer in range(2):
         k, v = rows_for(pool, len(loc), seed + layer)
-        pool.set_kv_buffer(layer, loc, k, k[..., : v.shape[-1]] if isinstance(pool, MLATokenToKVPool) else v)
+        pool.set_kv_buffer(
+            layer, loc, k, k[..., : v.shape[-1]] if isinstance(pool, MLATokenToKVPool) else v
+        )
 
 
 def at(*slots: int) -> torch.Tensor:

@@ -24,7 +24,9 @@ from tests.helpers.peers import Peer
 class Side:
     """What it can be asked: the methods, by name."""
 
-    def __init__(self, pipe: Connection, device: str, nbytes: int, limit: int | None, elastic: bool) -> None:
+    def __init__(
+        self, pipe: Connection, device: str, nbytes: int, limit: int | None, elastic: bool
+    ) -> None:
         self.pipe = pipe
         self.saver = MemorySaver(device, limit_bytes=limit)
         self.tensor = self.saver.empty(nbytes, torch.uint8, tag="t", elastic=elastic).fill_(1)
@@ -127,10 +129,13 @@ def _serve(pipe: Connection, *arguments: Any) -> None:
 
 
 class RemoteSaver:
-    """`Side` in another process: the same methods, and the errors of a saver are raised here. pool, ticket: to give to
-    it, and to map its tag "t"."""
+    """`Side` in another process: the same methods, and the errors of a saver are raised here. pool,
+    ticket: to give to it, and to map its tag "t".
+    """
 
-    def __init__(self, device: str, nbytes: int = 4 << 20, limit: int | None = None, elastic: bool = False) -> None:
+    def __init__(
+        self, device: str, nbytes: int = 4 << 20, limit: int | None = None, elastic: bool = False
+    ) -> None:
         self.peer = Peer(_serve, device, nbytes, limit, elastic)
         self.pid = self.peer.pid
         self.pool, self.ticket = self.peer.hear()

@@ -1,4 +1,6 @@
-"""For tests of savers: driver calls that fail one after the other, threads, processes, and what is waited for."""
+"""For tests of savers: driver calls that fail one after the other, threads, processes, and what is
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def every_call(device: str) -> Iterator[Fault]:
 
 @contextlib.contextmanager
 def not_in_vain(*kinds: type[Exception]) -> Iterator[None]:
-    """Inside, these may be raised, but not because somebody was waited for whose answer did not come."""
+    """Inside, these may be raised, but not because somebody was waited for whose answer did not
+    come.
+    """
     try:
         yield
     except kinds as error:
@@ -72,18 +76,24 @@ def until(done: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 def connections() -> int:
-    """Ends of connections between savers that are open in this process; each is closed by its own thread."""
+    """Ends of connections between savers that are open in this process; each is closed by its own
+    thread.
+    """
     return sum(thread.name.endswith("-read") for thread in threading.enumerate())
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What functions return that run at the same time, each in a thread; raises what one of them raises."""
+    """What functions return that run at the same time, each in a thread; raises what one of them
+    raises.
+    """
     with ThreadPoolExecutor(len(works)) as threads:
         return [future.result(120) for future in [threads.submit(work) for work in works]]
 
 
 def shared(device: str, nbytes: int = 8 * MIB) -> tuple[MemorySaver, torch.Tensor, Ticket]:
-    """A saver whose tag "t" is one tensor of bytes, the int64 0, 1, 2 ..., and the writable ticket of it."""
+    """A saver whose tag "t" is one tensor of bytes, the int64 0, 1, 2 ..., and the writable ticket
+    of it.
+    """
     saver = MemorySaver(device)
     tensor = saver.empty(nbytes, torch.uint8, tag="t")
     tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))

@@ -11,14 +11,26 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--no-first-run"]
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+]
+OFFLINE = [
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--disable-background-networking",
+    "--no-first-run",
+]
 DARK = "--blink-settings=preferredColorScheme=0"
 PROBE = (Path(__file__).parent / "probe.js").read_text()
 
 
 def find_browser():
-    """The browser's path. A machine of a user may lack one: then the test is skipped; in CI it fails."""
+    """The browser's path. A machine of a user may lack one: then the test is skipped; in CI it
+    fails.
+    """
     for name in NAMES:
         if path := shutil.which(name):
             return path
@@ -45,5 +57,12 @@ def look(browser, page, folder):
 
 def screenshot(browser, page, folder, width, height, *flags):
     file = folder / "page.png"
-    run_browser(browser, page, folder / "profile", f"--window-size={width},{height}", f"--screenshot={file}", *flags)
+    run_browser(
+        browser,
+        page,
+        folder / "profile",
+        f"--window-size={width},{height}",
+        f"--screenshot={file}",
+        *flags,
+    )
     return file

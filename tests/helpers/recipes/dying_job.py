@@ -35,7 +35,9 @@ def rollout_actors() -> list[int]:
     """Of the cluster that this job runs in: below its raylet."""
     raylet = next(parent for parent in psutil.Process().parents() if parent.name() == "raylet")
     below = raylet.children(recursive=True)
-    return [child.pid for child in below if (child.cmdline() or [""])[0].startswith("ray::RolloutActor")]
+    return [
+        child.pid for child in below if (child.cmdline() or [""])[0].startswith("ray::RolloutActor")
+    ]
 
 
 if __name__ == "__main__":

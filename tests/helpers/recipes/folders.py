@@ -1,4 +1,6 @@
-"""Run folders as `memsaver run` writes them, without running anything: figures that a test can work out by head."""
+"""Run folders as `memsaver run` writes them, without running anything: figures that a test can work
+out by head.
+"""
 
 import json
 
@@ -49,8 +51,17 @@ def train_row(step, **more):
         "tokens_per_second": 400.0,
         "step_seconds": 1.0,
         "stages": STAGES,
-        "sync": {"nbytes": 4 * MIB, "link_bytes": 0, "seconds": 0.04, "copy_seconds": 0.002, "verify_seconds": 0.01},
-        "memory": {"rollout": {"weights": 4 * MIB, "params": 0}, "train": {"weights": 0, "params": 4 * MIB}},
+        "sync": {
+            "nbytes": 4 * MIB,
+            "link_bytes": 0,
+            "seconds": 0.04,
+            "copy_seconds": 0.002,
+            "verify_seconds": 0.01,
+        },
+        "memory": {
+            "rollout": {"weights": 4 * MIB, "params": 0},
+            "train": {"weights": 0, "params": 4 * MIB},
+        },
         **more,
     }
 
@@ -81,7 +92,9 @@ def add_step(folder, step, **more):
 
 
 def make_run(path, steps=6, trace=True, plan=None, **more):
-    """A run of `steps` steps of that recipe, all done, evaluated before the first and after the last."""
+    """A run of `steps` steps of that recipe, all done, evaluated before the first and after the
+    last.
+    """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
     folder.add_span("build", SESSION, SESSION + 1)
     folder.add_row(eval_row(0, 0.125))

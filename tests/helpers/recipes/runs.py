@@ -26,7 +26,11 @@ MakeRun = Callable[..., Path]
 def rows(folder: Path, kind: str | None = None, until: int | None = None) -> list[Row]:
     """Of metrics.jsonl: of one kind, up to a step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if kind in (None, row["kind"]) and (until is None or row["step"] <= until)]
+    return [
+        row
+        for row in lines
+        if kind in (None, row["kind"]) and (until is None or row["step"] <= until)
+    ]
 
 
 def without_clock(found: Iterable[Row]) -> list[Row]:

@@ -1,7 +1,8 @@
-"""Wrong recipes: values outside of a range, by rule, keys that contradict each other, and words of a wrong form.
+"""Wrong recipes: values outside of a range, by rule, keys that contradict each other, and words of
+a wrong form.
 
-A case is the overrides of a recipe (tiny, unless it names another), and words of the one line that follows. Ranges show
-when a recipe is loaded, contradictions at the latest when it is prepared.
+A case is the overrides of a recipe (tiny, unless it names another), and words of the one line that
+follows. Ranges show when a recipe is loaded, contradictions at the latest when it is prepared.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ RANGES = [
         ("0.0", "inf", "nan"),
         "0.001",
     ),
-    Range("grpo.kl_coef ppo.kl_coef engine.host_to_device_ratio", "must not be negative", ("-0.1", "inf"), "0.0"),
+    Range(
+        "grpo.kl_coef ppo.kl_coef engine.host_to_device_ratio",
+        "must not be negative",
+        ("-0.1", "inf"),
+        "0.0",
+    ),
 ]
 OUT_OF_RANGE = {
     "algorithm": wrong("algorithm=dpo", "algorithm=dpo: must be grpo or ppo"),
@@ -76,28 +82,50 @@ OUT_OF_RANGE = {
     "seed": wrong("seed=-1", "seed=-1: must lie in [0, 2**63)"),
     "model.path": Wrong(["model.path=' '"], ["model.path='': must name a directory"]),
     "model.shape": wrong(
-        "model.config=null model.shape=qwen2.5-7bb", "shape=qwen2.5-7bb: must be one of", "set model.shape=qwen2.5-7b"
+        "model.config=null model.shape=qwen2.5-7bb",
+        "shape=qwen2.5-7bb: must be one of",
+        "set model.shape=qwen2.5-7b",
     ),
-    "model.config": wrong("model.config.model_type=null", "model.config={'model_type': None", "has no model_type"),
+    "model.config": wrong(
+        "model.config.model_type=null", "model.config={'model_type': None", "has no model_type"
+    ),
     "model.dtype": wrong("model.dtype=int8", "model.dtype=int8: must be float32 or bfloat16"),
-    "engine.kv_tokens": wrong("engine.kv_tokens=100", "must be a positive multiple of engine.page_size=16"),
-    "engine.mem_fraction_static": wrong(
-        "engine.kv_tokens=null engine.mem_fraction_static=1.5 device=cuda:0", "must lie between 0 and 1"
+    "engine.kv_tokens": wrong(
+        "engine.kv_tokens=100", "must be a positive multiple of engine.page_size=16"
     ),
-    "engine.sleep_level": wrong("engine.sleep_level=3", "must be 1 (keep on the host) or 2 (discard)"),
+    "engine.mem_fraction_static": wrong(
+        "engine.kv_tokens=null engine.mem_fraction_static=1.5 device=cuda:0",
+        "must lie between 0 and 1",
+    ),
+    "engine.sleep_level": wrong(
+        "engine.sleep_level=3", "must be 1 (keep on the host) or 2 (discard)"
+    ),
     "engine.kv_cache_dtype": wrong("engine.kv_cache_dtype=int4", "must be one of auto, fp8_e4m3"),
     "trainer.dtype": wrong("trainer.dtype=fp32", "trainer.dtype=fp32: must be float32 or bfloat16"),
-    "lora.target_modules": wrong("lora.target_modules=[lm_head]", "[lm_head]: must be different names of q_proj"),
+    "lora.target_modules": wrong(
+        "lora.target_modules=[lm_head]", "[lm_head]: must be different names of q_proj"
+    ),
     "task.name": wrong("task.name=chess", "task.name=chess: must be one of toy, chain_sum"),
     "task.also_train_digits": wrong(
-        "task.also_train_digits=[0]", "task.also_train_digits=[0]: must be different numbers", base="smollm2-135m"
+        "task.also_train_digits=[0]",
+        "task.also_train_digits=[0]: must be different numbers",
+        base="smollm2-135m",
     ),
-    "eval.also_digits": wrong("eval.also_digits=[0]", "also_digits=[0]: must be different numbers of at least 1"),
-    "cycle.keep": wrong("cycle.keep=[params,wieghts]", "keep=[params,wieghts]: names unknown tags wieghts"),
+    "eval.also_digits": wrong(
+        "eval.also_digits=[0]", "also_digits=[0]: must be different numbers of at least 1"
+    ),
+    "cycle.keep": wrong(
+        "cycle.keep=[params,wieghts]", "keep=[params,wieghts]: names unknown tags wieghts"
+    ),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
-    *("engine.cuda_graphs", "trainer.lr_decay", "trainer.activation_checkpointing", "task.system_prompt"),
+    *(
+        "engine.cuda_graphs",
+        "trainer.lr_decay",
+        "trainer.activation_checkpointing",
+        "task.system_prompt",
+    ),
     *("grpo.normalize_std", "ppo.normalize_advantages"),
 ]
 
@@ -106,7 +134,9 @@ LATENT = " model.config.".join([
     *("kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8", "v_head_dim=10"),
 ])  # fmt: skip
 CONTRADICTIONS = [
-    wrong("cluster.n_gpus_per_node=2", "driver=inprocess: cannot drive 2 devices", "set driver=ray"),
+    wrong(
+        "cluster.n_gpus_per_node=2", "driver=inprocess: cannot drive 2 devices", "set driver=ray"
+    ),
     wrong("device=cuda:1", "device=cuda:1: names one of the 8 devices", base="qwen2.5-7b-8xh100"),
     wrong("model.path=/nowhere", "model.path=/nowhere: ", "smollm2-135m"),
     wrong("model.config=null", "model.path=null: no model is named", "model.shape=qwen2.5-0.5b"),
@@ -116,11 +146,20 @@ CONTRADICTIONS = [
     wrong("model.config.vocab_size=5", "model.config.vocab_size=5: is less than", "17 words"),
     wrong("engine.mem_fraction_static=0.5", "excludes engine.kv_tokens=2048"),
     wrong("engine.page_size=1 engine.kv_tokens=10", "too small for one request of 9 + 3"),
-    wrong("engine.kv_tokens=16 sampling.max_tokens=20", "engine.kv_tokens=16: ", "engine.kv_tokens=32 or more"),
+    wrong(
+        "engine.kv_tokens=16 sampling.max_tokens=20",
+        "engine.kv_tokens=16: ",
+        "engine.kv_tokens=32 or more",
+    ),
     wrong("engine.kv_tokens=null", "mem_fraction_static=0.9: is a share", "device=cpu here"),
     wrong("engine.page_size=300", "engine.kv_tokens=2048: ", "engine.page_size=300"),
-    wrong("engine.kv_cache_dtype=fp4_e2m1 model.config.head_dim=8", "engine.kv_cache_dtype=fp4_e2m1: "),
-    wrong("engine.host_to_device_ratio=0.001", "host_to_device_ratio=0.001: 2048 tokens times it hold no page"),
+    wrong(
+        "engine.kv_cache_dtype=fp4_e2m1 model.config.head_dim=8", "engine.kv_cache_dtype=fp4_e2m1: "
+    ),
+    wrong(
+        "engine.host_to_device_ratio=0.001",
+        "host_to_device_ratio=0.001: 2048 tokens times it hold no page",
+    ),
     Wrong(  # windows below a host tier
         [
             "engine.host_to_device_ratio=2",
@@ -128,8 +167,14 @@ CONTRADICTIONS = [
         ],
         ["engine.host_to_device_ratio=2.0: pages of this model"],
     ),
-    wrong("engine.tensor_parallel_size=2", "tensor_parallel_size=2: does not divide cluster.n_gpus_per_node=1"),
-    wrong("engine.tensor_parallel_size=2 engine.kv_cache_dtype=fp4_e2m1", "excludes engine.kv_cache_dtype=fp4_e2m1"),
+    wrong(
+        "engine.tensor_parallel_size=2",
+        "tensor_parallel_size=2: does not divide cluster.n_gpus_per_node=1",
+    ),
+    wrong(
+        "engine.tensor_parallel_size=2 engine.kv_cache_dtype=fp4_e2m1",
+        "excludes engine.kv_cache_dtype=fp4_e2m1",
+    ),
     wrong(
         "driver=ray cluster.n_gpus_per_node=3 engine.tensor_parallel_size=3",
         "engine.tensor_parallel_size=3: ",
@@ -145,39 +190,70 @@ CONTRADICTIONS = [
     wrong("lora.alpha=8", "lora.alpha=8: has no effect with lora.rank=0"),
     wrong("lora.target_modules=[q_proj]", "has no effect with lora.rank=0"),
     wrong("sampling.max_tokens=60", "answer exceed the model's context of 64 tokens"),
-    wrong("grpo.prompts_per_step=49", "grpo.prompts_per_step=49: the task has 48 training problems"),
+    wrong(
+        "grpo.prompts_per_step=49", "grpo.prompts_per_step=49: the task has 48 training problems"
+    ),
     wrong("algorithm=ppo ppo.prompts_per_step=49", "the task has 48 training problems"),
     wrong("algorithm=ppo ppo.mini_batches=65", "exceeds the step's 64 answers"),
     wrong("algorithm=ppo ppo.critic_warmup_steps=50", "leaves none of steps=50 to the policy"),
     wrong("task.name=chain_sum task.partial_credit=0", "a random model has no tokenizer for it"),
     wrong("task.num_terms=3", "task.num_terms=3: has no effect with task.name=toy"),
     wrong("task.num_digits=3", "task.num_digits=3: has no effect with task.name=toy"),
-    wrong("task.also_train_digits=[2]", "task.also_train_digits=[2]: is not defined for task.name=toy"),
+    wrong(
+        "task.also_train_digits=[2]", "task.also_train_digits=[2]: is not defined for task.name=toy"
+    ),
     wrong("task.held_out_fraction=0.999999", "leaves no problem for training"),
-    wrong("model.path=DIR task.name=chain_sum task.partial_credit=0.5", "is not defined for task.name=chain_sum"),
+    wrong(
+        "model.path=DIR task.name=chain_sum task.partial_credit=0.5",
+        "is not defined for task.name=chain_sum",
+    ),
     wrong("eval.also_digits=[2]", "eval.also_digits=[2]: is not defined for task.name=toy"),
     wrong(
         "task.num_digits=2 task.also_train_digits=[]",
         "eval.also_digits=[2]: has task.num_digits=2",
         base="smollm2-135m",
     ),
-    wrong("task.num_digits=2", "also_train_digits=[2]: ", "other than task.num_digits=2", base="smollm2-135m"),
-    wrong("task.also_train_digits=[2,2]", "task.also_train_digits=[2,2]: must be different", base="smollm2-135m"),
-    wrong("checkpoint.max_restarts=2 checkpoint.every=0", "max_restarts=2: needs checkpoints to go on from"),
+    wrong(
+        "task.num_digits=2",
+        "also_train_digits=[2]: ",
+        "other than task.num_digits=2",
+        base="smollm2-135m",
+    ),
+    wrong(
+        "task.also_train_digits=[2,2]",
+        "task.also_train_digits=[2,2]: must be different",
+        base="smollm2-135m",
+    ),
+    wrong(
+        "checkpoint.max_restarts=2 checkpoint.every=0",
+        "max_restarts=2: needs checkpoints to go on from",
+    ),
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
-    wrong("algorithm=ppo cycle.keep=[reference,critic]", "reference is there with ppo.kl_coef", "keep=[critic]"),
+    wrong(
+        "algorithm=ppo cycle.keep=[reference,critic]",
+        "reference is there with ppo.kl_coef",
+        "keep=[critic]",
+    ),
 ]
 IDLE = {"ppo": "algorithm=grpo", "grpo": "algorithm=ppo"}  # sections that do not count with it
 
 OF_THE_COMMAND = {
     "unknown model type": wrong("model.config.model_type=qwenty", "model.config", "qwenty"),
-    "model of bad sizes": wrong("model.config.num_key_value_heads=0", "model.config", "is no model", "correct"),
-    "model the engine does not compute": Wrong(["model.config={model_type: gpt2}"], ["config", "GPT2LMHeadModel"]),
-    "model misspelt": wrong("model.path=smolm2-135m", "model.path=smolm2-135m", "did you mean smollm2-135m?"),
+    "model of bad sizes": wrong(
+        "model.config.num_key_value_heads=0", "model.config", "is no model", "correct"
+    ),
+    "model the engine does not compute": Wrong(
+        ["model.config={model_type: gpt2}"], ["config", "GPT2LMHeadModel"]
+    ),
+    "model misspelt": wrong(
+        "model.path=smolm2-135m", "model.path=smolm2-135m", "did you mean smollm2-135m?"
+    ),
     "no such GPU": wrong("device=cuda:99", "device=cuda:99", "device=auto"),
     "unknown key": wrong("stepz=3", "command line: stepz: unknown key; did you mean steps?"),
-    "unknown key of a section": wrong("sampling.tempreture=3", "did you mean sampling.temperature?"),
+    "unknown key of a section": wrong(
+        "sampling.tempreture=3", "did you mean sampling.temperature?"
+    ),
     "unknown key, nothing close": wrong("qqq=1", "qqq", "known here", "sampling"),
     "not an override": wrong("steps", "steps", "key=value"),
     "empty part of a key": wrong("sampling..top_k=1", "sampling..top_k=1", "key=value"),

@@ -12,7 +12,9 @@ SESSION = b"of this pair"
 
 def line_pair(timeout: float = 5.0) -> tuple[Line, Line]:
     here, there = socket.socketpair()
-    return Line(here, SESSION, "listens", "dials", timeout), Line(there, SESSION, "dials", "listens", timeout)
+    return Line(here, SESSION, "listens", "dials", timeout), Line(
+        there, SESSION, "dials", "listens", timeout
+    )
 
 
 class Far:

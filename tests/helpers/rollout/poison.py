@@ -12,15 +12,17 @@ from rollout import Engine
 
 
 def fill(pool: TokenPool, slots: Any) -> None:
-    """NaN into `slots` of all that the pool stores; what is stored as bytes is filled with 0xFF: NaN as fp8, the
-    largest scales of FP4."""
+    """NaN into `slots` of all that the pool stores; what is stored as bytes is filled with 0xFF:
+    NaN as fp8, the largest scales of FP4.
+    """
     for part in pool.stored.values():
         part[:, slots] = float("nan") if part.is_floating_point() else 0xFF
 
 
 def poison(engine: Engine, *_: int) -> None:
-    """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a later query sees;
-    and the states that no request holds."""
+    """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a
+    later query sees; and the states that no request holds.
+    """
     cache, table = engine.cache, engine.cache.table.req_to_token
     pool: Any = getattr(cache.pool, "full_pool", cache.pool)
     views: list[tuple[Any, int | None, Any]] = [(pool, cache.window, None)]
@@ -28,11 +30,15 @@ def poison(engine: Engine, *_: int) -> None:
         assert cache.sliding is not None
         views.append((cache.pool.window_pool, *cache.sliding))
     for each, window, mapping in views:
-        keep = torch.zeros(next(iter(each.stored.values())).shape[1], dtype=torch.bool, device=table.device)
+        keep = torch.zeros(
+            next(iter(each.stored.values())).shape[1], dtype=torch.bool, device=table.device
+        )
         for sample in engine.scheduler.running:
             assert sample.handle is not None
             known = len(sample.computed_tokens())
-            slots = table[sample.handle.row, max(0, known - window + 1) if window else 0 : known].long()
+            slots = table[
+                sample.handle.row, max(0, known - window + 1) if window else 0 : known
+            ].long()
             keep[slots if mapping is None else mapping[slots]] = True
         if mapping is not None:
             assert not keep[0], "a token in the window has no slot"
@@ -42,7 +48,10 @@ def poison(engine: Engine, *_: int) -> None:
         fill(each, (~keep).nonzero().squeeze(1))
     if cache.states is not None:
         assert isinstance(cache.table, HybridReqToTokenPool)
-        free = [0, *sorted(set(range(1, cache.states.size + 1)) - set(cache.table.req_to_mamba.tolist()))]
+        free = [
+            0,
+            *sorted(set(range(1, cache.states.size + 1)) - set(cache.table.req_to_mamba.tolist())),
+        ]
         for state in (*cache.states.conv, cache.states.temporal):
             state[:, free] = float("nan")
 
@@ -51,4 +60,7 @@ def check_idle(engine: Engine) -> None:
     """All adds up, and no request holds anything."""
     engine.check_integrity()
     assert all(ledger.available == ledger.total for ledger in engine.prefixes.ledgers)
-    assert engine.cache.states is None or engine.cache.states.available_size() == engine.config.max_running
+    assert (
+        engine.cache.states is None
+        or engine.cache.states.available_size() == engine.config.max_running
+    )

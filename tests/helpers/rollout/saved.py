@@ -12,7 +12,9 @@ from tests.helpers.models import save_tiny
 
 
 class Saved:
-    """saved(kind, seed=0, **overrides): where such a model lies, and the model. Neither may be changed."""
+    """saved(kind, seed=0, **overrides): where such a model lies, and the model. Neither may be
+    changed.
+    """
 
     def __init__(self, folder: Callable[[str], Path]) -> None:
         """folder: makes a new one of some name."""

@@ -30,9 +30,10 @@ CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_toke
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts, params) of each
-    generate. nap: the decode engine's cache sleeps once, with prompts under way. The decode side's rings hold 40 tokens
-    together, so that longer prompts come in parts."""
+    """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts,
+    params) of each generate. nap: the decode engine's cache sleeps once, with prompts under way.
+    The decode side's rings hold 40 tokens together, so that longer prompts come in parts.
+    """
 
     path: str
     calls: Sequence[tuple[list[list[int]], SamplingParams | list[SamplingParams]]]
@@ -52,8 +53,9 @@ def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
 
 
 def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:
-    """One topology, each rank of either side on a device of its own or another side's; the sides' groups are of
-    `backend`."""
+    """One topology, each rank of either side on a device of its own or another side's; the sides'
+    groups are of `backend`.
+    """
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL, which takes the current one
@@ -76,7 +78,9 @@ def _take_part(rank: int, split: Split, prefill: Any, decode: Any, sockets: str)
 
 def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     prefill = dist.new_group(list(range(split.prefill)), backend=backend)
-    decode = dist.new_group(list(range(split.prefill, split.prefill + split.decode)), backend=backend)
+    decode = dist.new_group(
+        list(range(split.prefill, split.prefill + split.decode)), backend=backend
+    )
     return prefill, decode  # type: ignore[return-value]
 
 
@@ -85,7 +89,9 @@ def make_writer(split: Split) -> Writer:
     return MappedWriter() if split.mapped else GroupWriter(ranks)
 
 
-def serve(split: Split, group: Any, addresses: list[str], writer: Writer, version: int = 0) -> dict[str, Any]:
+def serve(
+    split: Split, group: Any, addresses: list[str], writer: Writer, version: int = 0
+) -> dict[str, Any]:
     engine = PrefillEngine.from_pretrained(
         split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
     )
@@ -104,7 +110,9 @@ def generate(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
     if split.decode > 1:
-        dist.barrier(group)  # who connects later than the other may take longer than its patience with a rank's hello
+        dist.barrier(
+            group
+        )  # who connects later than the other may take longer than its patience with a rank's hello
     reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
     engine.connect(
         accept(address, split.prefill, KEY),

@@ -1,5 +1,6 @@
-"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row that a sample is
-given can be told from all others."""
+"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row
+that a sample is given can be told from all others.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Recorded(TieredBlocks):
         assert 0 <= victim.tokens <= CONTEXT and victim.bytes_in <= CONTEXT * PAGE_BYTES // PS
         return self._dice.random() < 0.7
 
-    def admit(self, tokens: Sequence[int], swapped: Swapped | None = None) -> tuple[ReqHandle, int] | None:
+    def admit(
+        self, tokens: Sequence[int], swapped: Swapped | None = None
+    ) -> tuple[ReqHandle, int] | None:
         found = super().admit(tokens, swapped)
         assert found is not None
         self.admitted.append((found[0], list(tokens[: found[1]])))
@@ -72,7 +75,9 @@ class World:
         ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
         fields = KVTiers(host_bytes=host_pages * PAGE_BYTES, **tiers)
         self.blocks = Recorded(BlockManager(self.table, ledger, self.pool), fields, dice)
-        self.scheduler = Scheduler(self.blocks, page_size=PS, max_running=ROWS, max_prefill_tokens=10)
+        self.scheduler = Scheduler(
+            self.blocks, page_size=PS, max_running=ROWS, max_prefill_tokens=10
+        )
         self.requests = 0
 
     @property
@@ -85,12 +90,21 @@ class World:
 
     def submit(self) -> None:
         prompt = [self.dice.randint(0, 1) for _ in range(self.dice.randint(1, 20))]
-        params = SamplingParams(max_tokens=self.dice.randint(1, CONTEXT - len(prompt) - 2), n=self.dice.randint(1, 3))
+        params = SamplingParams(
+            max_tokens=self.dice.randint(1, CONTEXT - len(prompt) - 2), n=self.dice.randint(1, 3)
+        )
         self.scheduler.check_fits("prompt", len(prompt), params)
         number, self.requests = self.requests, self.requests + 1
         self.scheduler.add(
             [
-                Sample(request=number, index=i, prompt=prompt, params=params, seed=0, stop_ids=frozenset([9]))
+                Sample(
+                    request=number,
+                    index=i,
+                    prompt=prompt,
+                    params=params,
+                    seed=0,
+                    stop_ids=frozenset([9]),
+                )
                 for i in range(params.n)
             ]
         )
@@ -105,8 +119,13 @@ class World:
                 load.wait(layer)
             for handle, tokens in admitted:
                 self.check(handle, tokens, layer)
-        rows = [(each.tokens(0, each.length), step.decode_slots[i : i + 1]) for i, each in enumerate(step.decode)]
-        rows += [(each.sample.tokens(0, each.start + each.length), each.slots) for each in step.chunks]
+        rows = [
+            (each.tokens(0, each.length), step.decode_slots[i : i + 1])
+            for i, each in enumerate(step.decode)
+        ]
+        rows += [
+            (each.sample.tokens(0, each.start + each.length), each.slots) for each in step.chunks
+        ]
         for tokens, slots in rows:
             self.write(tokens, slots)
         self.scheduler.computed(step)
@@ -120,7 +139,9 @@ class World:
     def check(self, handle: ReqHandle, tokens: list[int], layer: int) -> None:
         self.seen["found" if tokens else "nothing found"] += 1
         slots = self.table.req_to_token[handle.row, : len(tokens)].long()
-        expected = torch.tensor([value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))])
+        expected = torch.tensor(
+            [value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))]
+        )
         for part in self.pool.stored.values():
             rows = part[layer, slots].cpu().flatten(1)
             assert torch.equal(rows, expected[:, None].expand_as(rows)), "a stale or foreign slot"
@@ -128,7 +149,9 @@ class World:
     def write(self, tokens: list[int], slots: torch.Tensor) -> None:
         ends = range(len(tokens) - len(slots) + 1, len(tokens) + 1)
         for layer in range(LAYERS):
-            made = torch.tensor([value(self.version, tokens[:end], layer) for end in ends], device=slots.device)
+            made = torch.tensor(
+                [value(self.version, tokens[:end], layer) for end in ends], device=slots.device
+            )
             for part in self.pool.stored.values():
                 part[layer, slots] = made[:, None, None].expand(-1, *part.shape[2:])
 

@@ -25,7 +25,11 @@ def make(path: Path, **fields: Any) -> Engine:
 
 
 def tiered(
-    path: Path, kv_tokens: int = 128, device: str = "cpu", engine: dict[str, Any] | None = None, **tiers: Any
+    path: Path,
+    kv_tokens: int = 128,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    **tiers: Any,
 ) -> Engine:
     """An engine with a small pool and a host that has room for all, unless told otherwise."""
     fields = {"host_ratio": 8.0} | tiers if "host_bytes" not in tiers else tiers

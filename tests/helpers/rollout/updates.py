@@ -1,4 +1,6 @@
-"""Engines whose weights are replaced: trainers in miniature, who write other random models of one layout."""
+"""Engines whose weights are replaced: trainers in miniature, who write other random models of one
+layout.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def shadow_bytes(engine: Engine) -> int:
 
 
 def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
-    """Writes the parameters of model `seed` through a lease. wrong: what the receipt says instead of the truth."""
+    """Writes the parameters of model `seed` through a lease.
+
+    wrong: what the receipt says instead of the truth.
+    """
     parameters = dict(tiny(seed).named_parameters())
     total, nbytes = 0, 0
     with attach(offer.ticket) as lease:
@@ -60,7 +65,11 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
             target.copy_(parameters[piece.name].detach())
             total += digest(target, piece.index_base)
             nbytes += target.nbytes
-    fields = {"version": offer.version, "layout_hash": offer.manifest.layout_hash, "digest": total % 2**64}
+    fields = {
+        "version": offer.version,
+        "layout_hash": offer.manifest.layout_hash,
+        "digest": total % 2**64,
+    }
     return WriteReceipt(**{**fields, "nbytes": nbytes, **wrong})  # type: ignore[arg-type]
 
 
@@ -79,7 +88,11 @@ def message(offer: WeightOffer, seed: int) -> tuple[list[PackedBox], Tensor]:
     for piece in offer.manifest.slices:
         value = parameters[piece.name].detach().contiguous().view(torch.uint8).flatten()
         box = PackedBox(
-            at=end, offset=piece.offset, shape=piece.shape, strides=piece.strides or row_major(piece.shape), itemsize=4
+            at=end,
+            offset=piece.offset,
+            shape=piece.shape,
+            strides=piece.strides or row_major(piece.shape),
+            itemsize=4,
         )
         boxes.append(box)
         parts.append(value)
@@ -103,14 +116,18 @@ class Owner:
     def __init__(self, engine: Engine) -> None:
         self.manifest = engine.manifest
         self.saver = MemorySaver(engine.saver.device)
-        self.block = self.saver.empty((engine.store.arena.nbytes,), torch.uint8, tag="params").fill_(0xFF)
+        self.block = self.saver.empty(
+            (engine.store.arena.nbytes,), torch.uint8, tag="params"
+        ).fill_(0xFF)
 
     def fill(self, seed: int) -> int:
         """Write the parameters of model `seed`; their digest."""
         parameters, total = dict(tiny(seed).named_parameters()), 0
         for piece in self.manifest.slices:
             tensor = parameters[piece.name].detach()
-            self.block[piece.offset : piece.offset + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            self.block[piece.offset : piece.offset + tensor.nbytes].view(tensor.dtype).copy_(
+                tensor.view(-1)
+            )
             total += digest(tensor, piece.index_base)
         if self.block.is_cuda:
             torch.cuda.synchronize()
@@ -118,8 +135,13 @@ class Owner:
 
     def lend(self, engine: Engine, version: int, seed: int, **how: Any) -> None:
         read = self.fill(seed)
-        receipt = engine.adopt_update(version, self.ticket(), **{"layout_hash": self.manifest.layout_hash, **how})
-        assert receipt.version == version == engine.weights_version and receipt.digest in (None, read)
+        receipt = engine.adopt_update(
+            version, self.ticket(), **{"layout_hash": self.manifest.layout_hash, **how}
+        )
+        assert receipt.version == version == engine.weights_version and receipt.digest in (
+            None,
+            read,
+        )
 
     def ticket(self) -> Ticket:
         return self.saver.share("params")

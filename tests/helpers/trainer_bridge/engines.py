@@ -1,4 +1,6 @@
-"""An engine in another process, driven over a pipe; it starts quickly, because no trainer is imported there."""
+"""An engine in another process, driven over a pipe; it starts quickly, because no trainer is
+imported there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from tests.helpers.peers import Peer
 
 
 def serve(pipe: Connection, path: str, device: str, engine: dict[str, Any]) -> None:
-    """Make an engine without weights, asleep, and do what is asked: (method, arguments, named arguments)."""
+    """Make an engine without weights, asleep, and do what is asked: (method, arguments, named
+    arguments).
+    """
     from rollout import Engine
 
     made = Engine.from_pretrained(path, device, load_weights=False, **engine)

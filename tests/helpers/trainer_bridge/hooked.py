@@ -11,8 +11,10 @@ from trainer_bridge.sync.consensus import StoreConsensus, T
 
 STAGES = ("prepare", "open", "write", "verify", "commit")
 MOMENTS = ("before", "inside", "done", "said", "decided")
-"""Of a stage on one rank. before, done: its step; an error there is one of the step. inside: called by who runs the
-step. said: the store has this rank's answer. decided: this rank knows that all ranks go on."""
+"""Of a stage on one rank. before, done: its step; an error there is one of the step. inside: called
+by who runs the step. said: the store has this rank's answer. decided: this rank knows that all
+ranks go on.
+"""
 
 KEY = b"of the tests' ranks"
 
@@ -24,7 +26,13 @@ class HookedConsensus(StoreConsensus):
     """`hook` may be set anew at any time. stage: the one that runs, or the last one."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, timeout: float = 60.0, hook: Hook | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = 60.0,
+        hook: Hook | None = None,
     ) -> None:
         super().__init__(_HookedStore(store, self), rank, size, key=KEY, timeout=timeout)  # type: ignore[arg-type]
         self.hook = hook

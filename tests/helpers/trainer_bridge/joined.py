@@ -26,9 +26,11 @@ SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """ranks, targets: hosts that they claim to be on, one each; None: where they are. low_rank: `proj` is base + b @ a.
+    """ranks, targets: hosts that they claim to be on, one each; None: where they are. low_rank:
+    `proj` is base + b @ a.
     only: write these parameters.
-    message_bytes: small enough for boxes to be split."""
+    message_bytes: small enough for boxes to be split.
+    """
 
     mode: str = "auto"
     ranks: Sequence[str] | None = None
@@ -40,8 +42,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a rank saw of a case. right: its targets hold what they should, and serve it. messages: bytes of each that
-    came by the handle, of this rank's targets."""
+    """What a rank saw of a case. right: its targets hold what they should, and serve it. messages:
+    bytes of each that came by the handle, of this rank's targets.
+    """
 
     digests: tuple[int, ...]
     own: tuple[int, ...]
@@ -53,20 +56,30 @@ class Seen:
 
 
 def make_targets(rank: int, world: int, device: str, dtype: str = "float32") -> list[PageTarget]:
-    """Two tensor-parallel parts beside rank 0, a replica in `dtype` beside the last rank: targets 0, 1 and 2."""
+    """Two tensor-parallel parts beside rank 0, a replica in `dtype` beside the last rank: targets
+    0, 1 and 2.
+    """
     made = [PageTarget(columns(part), device) for part in range(2)] if rank == 0 else []
     return made + ([PageTarget(whole(dtype), device)] if rank == world - 1 else [])
 
 
 def connected(
-    rank: int, world: int, case: Case, targets: Sequence[PageTarget], device: str, timeout: float = 20.0
+    rank: int,
+    world: int,
+    case: Case,
+    targets: Sequence[PageTarget],
+    device: str,
+    timeout: float = 20.0,
 ) -> WeightSync:
     assert dist.group.WORLD is not None
     numbers = ([0, 1] if rank == 0 else []) + ([2] if rank == world - 1 else [])
     here = place_of(torch.device(device))
     for target, number in zip(targets, numbers, strict=True):
         target.place = here if case.targets is None else f"{case.targets[number]}/cpu"
-    mine, place = sources(rank, world, device), here if case.ranks is None else f"{case.ranks[rank]}/cpu"
+    mine, place = (
+        sources(rank, world, device),
+        here if case.ranks is None else f"{case.ranks[rank]}/cpu",
+    )
     return WeightSync(
         [shard for shard in shards(world) if shard.rank == rank],
         lambda: mine,
@@ -92,7 +105,9 @@ def low_rank(base: Tensor, rank: int, world: int) -> LowRank:
     return LowRank(a=torch.ones(1, 3, device=base.device), b=b.to(base.device), scale=0.5)
 
 
-def sync_cases(rank: int, world: int, device: str, dtype: str, cases: Mapping[str, Case]) -> dict[str, Seen]:
+def sync_cases(
+    rank: int, world: int, device: str, dtype: str, cases: Mapping[str, Case]
+) -> dict[str, Seen]:
     """One sync a case, of the same shards into the same targets, which forget between the cases."""
     targets = make_targets(rank, world, device, dtype)
     seen = {}
@@ -112,7 +127,10 @@ def sync_cases(rank: int, world: int, device: str, dtype: str, cases: Mapping[st
             link_bytes=receipt.link_bytes,
             stages=list(receipt.stages),
             transports=sync.transports,
-            right=all(holds(target, device, case.low_rank) and target.version == version for target in targets),
+            right=all(
+                holds(target, device, case.low_rank) and target.version == version
+                for target in targets
+            ),
             messages=[list(target.messages) for target in targets],
         )
     return seen
@@ -124,9 +142,13 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
     if changed:
         tensors["proj"] += 0.5 * torch.arange(7.0, device=device).view(7, 1)
     for number, p in target.meant():
-        if not torch.equal(target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))):
+        if not torch.equal(
+            target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))
+        ):
             return False
-        covered[p.offset : p.offset + target.read(number).nbytes] = 1  # slices of these layouts are runs
+        covered[p.offset : p.offset + target.read(number).nbytes] = (
+            1  # slices of these layouts are runs
+        )
     return bool((target.arena[covered == 0] == 0xA5).all())
 
 
@@ -137,7 +159,9 @@ Break = Callable[[int, pytest.MonkeyPatch], None]
 def failing(
     rank: int, world: int, broken: Mapping[str, tuple[Break, Case]], timeout: float
 ) -> tuple[dict[str, tuple[Exception | None, list[int | None]]], bool]:
-    """One sync each: its error and the targets' versions; and whether the ranks are fit for another one afterwards."""
+    """One sync each: its error and the targets' versions; and whether the ranks are fit for another
+    one afterwards.
+    """
     targets = make_targets(rank, world, "cpu")
     seen = {}
     for name, (break_it, case) in broken.items():

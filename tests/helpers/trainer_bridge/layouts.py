@@ -1,4 +1,6 @@
-"""Manifests by hand, and of a small decoder that has everything: fused, tied, padded, experts, copied KV heads."""
+"""Manifests by hand, and of a small decoder that has everything: fused, tied, padded, experts,
+copied KV heads.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ HEAD_DIM = 2
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def piece(name: str, offset: int, shape: tuple[int, ...], dtype: str = "float32", **changes: object) -> ParamSlice:
+def piece(
+    name: str, offset: int, shape: tuple[int, ...], dtype: str = "float32", **changes: object
+) -> ParamSlice:
     fields = {"global_shape": shape, "start": (0,) * len(shape), "index_base": 0, **changes}
     return ParamSlice(name=name, offset=offset, shape=shape, dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
 def box_of(part: Any) -> tuple[slice, ...]:
     """Where a slice, shard or copy lies in the whole parameter."""
-    return tuple(slice(first, first + size) for first, size in zip(part.start, part.shape, strict=True))
+    return tuple(
+        slice(first, first + size) for first, size in zip(part.start, part.shape, strict=True)
+    )
 
 
 def bits_of(tensor: Tensor) -> list[int]:
@@ -37,22 +43,34 @@ def bits_of(tensor: Tensor) -> list[int]:
     return [value & (1 << 8 * size) - 1 for value in flat]
 
 
-def manifest(*slices: ParamSlice, nbytes: int | None = None, aliases: dict[str, str] | None = None) -> Manifest:
+def manifest(
+    *slices: ParamSlice, nbytes: int | None = None, aliases: dict[str, str] | None = None
+) -> Manifest:
     end = max(p.offset + math.prod(p.shape) * torch_dtype(p.dtype).itemsize for p in slices)
     layout = hashlib.sha256(repr((slices, nbytes, aliases)).encode()).hexdigest()
-    return Manifest(nbytes=nbytes or end, slices=slices, aliases=aliases or {}, modules={}, layout_hash=layout)
+    return Manifest(
+        nbytes=nbytes or end, slices=slices, aliases=aliases or {}, modules={}, layout_hash=layout
+    )
 
 
-def decoder_groups(*, hidden: int, vocab: int, heads: int, kv_heads: int, inner: int, tied: bool) -> list[Group]:
+def decoder_groups(
+    *, hidden: int, vocab: int, heads: int, kv_heads: int, inner: int, tied: bool
+) -> list[Group]:
     """One layer, dense and with 3 experts."""
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     rows = {"q": heads * HEAD_DIM, "k": kv_heads * HEAD_DIM, "v": kv_heads * HEAD_DIM}
     groups = [
         one(EMBED, vocab, hidden),
         one("model.layers.0.input_layernorm.weight", hidden),
-        stack(f"{attention}qkv_proj.weight", [(f"{attention}{n}_proj.weight", (r, hidden)) for n, r in rows.items()]),
+        stack(
+            f"{attention}qkv_proj.weight",
+            [(f"{attention}{n}_proj.weight", (r, hidden)) for n, r in rows.items()],
+        ),
         one(f"{attention}o_proj.weight", hidden, heads * HEAD_DIM),
-        stack(f"{mlp}gate_up_proj.weight", [(f"{mlp}{n}_proj.weight", (inner, hidden)) for n in ("gate", "up")]),
+        stack(
+            f"{mlp}gate_up_proj.weight",
+            [(f"{mlp}{n}_proj.weight", (inner, hidden)) for n in ("gate", "up")],
+        ),
         one(f"{mlp}down_proj.weight", hidden, inner),
         one(f"{mlp}experts.gate_up_proj", 3, 2 * inner, hidden),
         one(f"{mlp}experts.down_proj", 3, hidden, inner),
@@ -61,11 +79,19 @@ def decoder_groups(*, hidden: int, vocab: int, heads: int, kv_heads: int, inner:
 
 
 def manifests(
-    groups: Sequence[Group], size: int, dtype: torch.dtype, base: int = 0, tied: bool = False, head_dim: int = HEAD_DIM
+    groups: Sequence[Group],
+    size: int,
+    dtype: torch.dtype,
+    base: int = 0,
+    tied: bool = False,
+    head_dim: int = HEAD_DIM,
 ) -> list[Manifest]:
     """What each of `size` tensor-parallel ranks stores."""
     splits, aliases = decoder_splits(head_dim), {HEAD: EMBED} if tied else {}
-    return [build_manifest(shard_groups(groups, splits, rank, size), aliases, dtype, base) for rank in range(size)]
+    return [
+        build_manifest(shard_groups(groups, splits, rank, size), aliases, dtype, base)
+        for rank in range(size)
+    ]
 
 
 def parameters(groups: Sequence[Group]) -> dict[str, tuple[int, ...]]:
@@ -75,6 +101,12 @@ def parameters(groups: Sequence[Group]) -> dict[str, tuple[int, ...]]:
 
 
 def digest_of(piece: ParamSlice, found: Tensor) -> int:
-    """Of a slice's elements, numbered in the whole parameter, by the digest's definition; modulo 2**64."""
-    numbers = torch.arange(math.prod(piece.global_shape)).view(piece.global_shape)[box_of(piece)].flatten()
+    """Of a slice's elements, numbered in the whole parameter, by the digest's definition; modulo
+    2**64.
+    """
+    numbers = (
+        torch.arange(math.prod(piece.global_shape))
+        .view(piece.global_shape)[box_of(piece)]
+        .flatten()
+    )
     return sum(map(element, (numbers + piece.index_base).tolist(), bits_of(found))) % 2**64

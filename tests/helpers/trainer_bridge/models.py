@@ -28,7 +28,9 @@ _SHAPE: dict[str, Any] = {
 
 
 def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> str:
-    """A Hugging Face directory with a random model, norms and biases too; the same bits for the same arguments."""
+    """A Hugging Face directory with a random model, norms and biases too; the same bits for the
+    same arguments.
+    """
     save_tiny(path, family, seed, **{**_SHAPE, "tie_word_embeddings": True, **changes})
     return str(path)
 
@@ -47,11 +49,17 @@ def reference(path: str) -> Any:
 def reference_logprobs(model: Any, batch: SequenceBatch) -> list[torch.Tensor]:
     """One sequence at a time, no padding, all logits; with gradient."""
     pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
-    return [forward_logprobs(model, prompt, response, batch.temperature) for prompt, response in pairs]
+    return [
+        forward_logprobs(model, prompt, response, batch.temperature) for prompt, response in pairs
+    ]
 
 
-def make_batch(count: int, seed: int = 0, vocab: int = 96, temperature: float = 1.0) -> SequenceBatch:
-    """Sequences of different lengths, with old log-probabilities and advantages that make some tokens clip."""
+def make_batch(
+    count: int, seed: int = 0, vocab: int = 96, temperature: float = 1.0
+) -> SequenceBatch:
+    """Sequences of different lengths, with old log-probabilities and advantages that make some
+    tokens clip.
+    """
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(count)]
     responses = [[rng.randrange(vocab) for _ in range(rng.randint(1, 7))] for _ in range(count)]
@@ -69,10 +77,22 @@ def value_batch(count: int, seed: int = 0) -> SequenceBatch:
     batch = make_batch(count, seed)
     draw = torch.Generator().manual_seed(seed)
     values, returns = (
-        [torch.randn(len(response), generator=draw).mul(0.3).tolist() for response in batch.response_ids] for _ in "vr"
+        [
+            torch.randn(len(response), generator=draw).mul(0.3).tolist()
+            for response in batch.response_ids
+        ]
+        for _ in "vr"
     )
     return dataclasses.replace(batch, values=values, returns=returns)
 
 
 def config(path: str, **changes: Any) -> TrainerConfig:
-    return TrainerConfig(**{"model_path": path, "learning_rate": 1e-2, "micro_batch_size": 3, "threads": 1, **changes})
+    return TrainerConfig(
+        **{
+            "model_path": path,
+            "learning_rate": 1e-2,
+            "micro_batch_size": 3,
+            "threads": 1,
+            **changes,
+        }
+    )

@@ -13,12 +13,20 @@ from trainer_bridge import SequenceBatch
 
 def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """As `states.bits`, of what is trained."""
-    found = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
-    moments = {f"{name}.{m}": optimizer.state[model.get_parameter(name)][m] for name in found for m in MOMENTS}
+    found = {
+        name: param.detach() for name, param in model.named_parameters() if param.requires_grad
+    }
+    moments = {
+        f"{name}.{m}": optimizer.state[model.get_parameter(name)][m]
+        for name in found
+        for m in MOMENTS
+    }
     return found | moments
 
 
-def plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float) -> dict[str, float]:
+def plain_step(
+    model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float
+) -> dict[str, float]:
     """What update_actor should do, sequence by sequence."""
     assert batch.old_logprobs is not None and batch.advantages is not None
     terms, clipped, kl = [], 0, 0.0

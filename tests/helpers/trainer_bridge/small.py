@@ -35,15 +35,21 @@ def columns(rank: int) -> Manifest:
 
 def full(device: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()
+    }
 
 
 def rows(name: str, shape: tuple[int, ...], world: int, rank: int) -> SourceShard:
     each = math.ceil(shape[0] / world)
     first, last = min(shape[0], rank * each), min(shape[0], (rank + 1) * each)
     start, part = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    return SourceShard(name=name, global_shape=shape, dtype="float32", start=start, shape=part, rank=rank)
+    return SourceShard(
+        name=name, global_shape=shape, dtype="float32", start=start, shape=part, rank=rank
+    )
 
 
 def shards(world: int) -> list[SourceShard]:
-    return [rows(name, shape, world, rank) for name, shape in SHAPES.items() for rank in range(world)]
+    return [
+        rows(name, shape, world, rank) for name, shape in SHAPES.items() for rank in range(world)
+    ]

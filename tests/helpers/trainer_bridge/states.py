@@ -16,14 +16,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
-    """A copy of all that a trainer or its critic trains: parameters, or adapters, and their moments; this rank's shards
-    of them, or gathered."""
+    """A copy of all that a trainer or its critic trains: parameters, or adapters, and their
+    moments; this rank's shards of them, or gathered.
+    """
     state = {}
     for name, param in side.model.named_parameters():
         if param.requires_grad:
             state[name] = param
             state |= {f"{name}.{moment}": side.optimizer.state[param][moment] for moment in MOMENTS}
-    return {name: (each.detach().full_tensor() if whole else local_shard(each)).clone() for name, each in state.items()}
+    return {
+        name: (each.detach().full_tensor() if whole else local_shard(each)).clone()
+        for name, each in state.items()
+    }
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -41,4 +45,7 @@ def copied(trainer: Trainer) -> int:
 def weights(engine: Engine) -> dict[str, Tensor]:
     with memsaver.attach(engine.saver.share("weights")) as lease:
         dtype = {piece.name: getattr(torch, piece.dtype) for piece in engine.manifest.slices}
-        return {p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone() for p in engine.manifest.slices}
+        return {
+            p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone()
+            for p in engine.manifest.slices
+        }

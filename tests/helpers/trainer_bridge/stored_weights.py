@@ -1,4 +1,6 @@
-"""A rollout rank's weight store and its updates, without an engine, as a sync sees them; and what must lie there."""
+"""A rollout rank's weight store and its updates, without an engine, as a sync sees them; and what
+must lie there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ class StoredWeights:
     """A SyncTarget. Bytes that belong to no parameter and no padding hold UNTOUCHED."""
 
     def __init__(
-        self, groups: Sequence[Group], aliases: Mapping[str, str], dtype: torch.dtype, place: str, initial: Any
+        self,
+        groups: Sequence[Group],
+        aliases: Mapping[str, str],
+        dtype: torch.dtype,
+        place: str,
+        initial: Any,
     ) -> None:
         """groups: of this rank. initial: whole tensors by name, version 0."""
         self.saver = MemorySaver("cpu")
@@ -46,7 +53,9 @@ class StoredWeights:
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(manifest=self.store.manifest, place=self.place)
 
-    def begin_update(self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None) -> WeightOffer:
+    def begin_update(
+        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+    ) -> WeightOffer:
         offer = self.update.begin(version, shadow, names)
         if shadow and names is None:
             with attach(offer.ticket) as lease:
@@ -57,9 +66,12 @@ class StoredWeights:
         return self.store.box(piece)
 
     def check_bytes(self) -> None:
-        """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A lease that is used
-        beyond its sync keeps the saver from closing.)"""
-        assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), "bytes of no parameter were written"
+        """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A
+        lease that is used beyond its sync keeps the saver from closing.)
+        """
+        assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), (
+            "bytes of no parameter were written"
+        )
         for first, nbytes in self.store.manifest.zeros:
             assert not self.store.arena[first : first + nbytes].any(), "padding is not zero"
         tags = self.saver.report().tags
@@ -68,4 +80,6 @@ class StoredWeights:
     @staticmethod
     def _elements(flat: Tensor, piece: ParamSlice, size: int, byte: int) -> Tensor:
         strides = piece.strides or torch.empty(piece.shape, device="meta").stride()
-        return flat.as_strided(piece.shape, [stride * size for stride in strides], piece.offset + byte)
+        return flat.as_strided(
+            piece.shape, [stride * size for stride in strides], piece.offset + byte
+        )

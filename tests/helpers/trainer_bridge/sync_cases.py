@@ -1,4 +1,6 @@
-"""Drawn layouts of a trainer and its rollouts, syncs to make in them, and the values that are synced."""
+"""Drawn layouts of a trainer and its rollouts, syncs to make in them, and the values that are
+synced.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One sync. some: which parameters only, by the trainer's names; None: all. lora: which of them are derived."""
+    """One sync. some: which parameters only, by the trainer's names; None: all. lora: which of them
+    are derived.
+    """
 
     seed: int
     shadow: bool
@@ -45,9 +49,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Both sides. shapes: whole parameters by the trainer's names; stored: the rollout's name -> the trainer's.
-    engines: (tensor-parallel size, dtype, place and trainer rank of each of its ranks). scratch: bytes, for derived
-    weights: a few rows at a time, or all."""
+    """Both sides. shapes: whole parameters by the trainer's names; stored: the rollout's name ->
+    the trainer's.
+    engines: (tensor-parallel size, dtype, place and trainer rank of each of its ranks). scratch:
+    bytes, for derived
+    weights: a few rows at a time, or all.
+    """
 
     groups: Sequence[Any]
     shapes: dict[str, tuple[int, ...]]
@@ -73,7 +80,11 @@ def placements(draw: st.DrawFn, kind: str, mesh: tuple[int, ...], ndim: int) -> 
 
 def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list[SourceShard], int]:
     kind = draw(st.sampled_from(["fsdp", "hsdp", "tp+fsdp"]))
-    meshes = [(n,) for n in range(1, 9)] if kind == "fsdp" else [(1, 3), (2, 2), (2, 3), (2, 4), (4, 2), (3, 1)]
+    meshes = (
+        [(n,) for n in range(1, 9)]
+        if kind == "fsdp"
+        else [(1, 3), (2, 2), (2, 3), (2, 4), (4, 2), (3, 1)]
+    )
     mesh = draw(st.sampled_from(meshes))
     ranks = torch.arange(math.prod(mesh)).view(mesh)
     shards = []
@@ -83,13 +94,24 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
             start, size = local_box(shape, how, mesh, at)
             rank = int(ranks[tuple(at)])
             shards.append(
-                SourceShard(name=name, global_shape=shape, dtype="float32", start=start, shape=size, rank=rank)
+                SourceShard(
+                    name=name,
+                    global_shape=shape,
+                    dtype="float32",
+                    start=start,
+                    shape=size,
+                    rank=rank,
+                )
             )
     return draw(st.permutations(shards)), math.prod(mesh)
 
 
-def model_of(draw: st.DrawFn) -> tuple[list[Group], dict[str, tuple[int, ...]], dict[str, str], bool]:
-    """Groups of a decoder, whole shapes by the trainer's names, the rollout's name -> the trainer's, tied."""
+def model_of(
+    draw: st.DrawFn,
+) -> tuple[list[Group], dict[str, tuple[int, ...]], dict[str, str], bool]:
+    """Groups of a decoder, whole shapes by the trainer's names, the rollout's name -> the
+    trainer's, tied.
+    """
     tied = draw(st.booleans())
     groups = decoder_groups(
         hidden=draw(st.sampled_from([1, 3, 4])),
@@ -114,7 +136,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     engines = []
     for _ in range(draw(st.integers(1, 2))):  # replicas, not always alike
         size = draw(st.sampled_from([1, 2, 4]))
-        where = [(draw(st.sampled_from(DEVICES)), draw(st.integers(0, world - 1))) for _ in range(size)]
+        where = [
+            (draw(st.sampled_from(DEVICES)), draw(st.integers(0, world - 1))) for _ in range(size)
+        ]
         engines.append((size, draw(st.sampled_from(DTYPES)), where))
     return Layout(
         groups=groups,
@@ -131,10 +155,17 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def steps(draw: st.DrawFn, layout: Layout) -> Step:
-    subsets = st.sets(st.sampled_from(sorted(layout.shapes)), min_size=1).map(lambda names: tuple(sorted(names)))
-    matrices = st.sets(st.sampled_from(sorted(name for name, shape in layout.shapes.items() if len(shape) == 2)))
+    subsets = st.sets(st.sampled_from(sorted(layout.shapes)), min_size=1).map(
+        lambda names: tuple(sorted(names))
+    )
+    matrices = st.sets(
+        st.sampled_from(sorted(name for name, shape in layout.shapes.items() if len(shape) == 2))
+    )
     faults = st.builds(
-        Fault, stage=st.sampled_from(STAGES), moment=st.sampled_from(["before", "done"]), rank=st.integers(0, 7)
+        Fault,
+        stage=st.sampled_from(STAGES),
+        moment=st.sampled_from(["before", "done"]),
+        rank=st.integers(0, 7),
     )
     return Step(
         seed=draw(st.integers(1, 1000)),
@@ -156,7 +187,10 @@ class Whole:
 
 def whole(layout: Layout, seed: int, lora: Sequence[str] = ()) -> Whole:
     generator = torch.Generator().manual_seed(seed)
-    base = {n: torch.randn(s, generator=generator).to(layout.source_dtype) for n, s in sorted(layout.shapes.items())}
+    base = {
+        n: torch.randn(s, generator=generator).to(layout.source_dtype)
+        for n, s in sorted(layout.shapes.items())
+    }
     a = {name: torch.randn(LORA_RANK, layout.shapes[name][1], generator=generator) for name in lora}
     b = {name: torch.randn(layout.shapes[name][0], LORA_RANK, generator=generator) for name in lora}
     return Whole(base, a, b)

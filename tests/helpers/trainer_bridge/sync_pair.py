@@ -26,7 +26,10 @@ TINY = {"head_dim": 16, "tie_word_embeddings": True}
 
 
 class Pair:
-    """Two replicas in this process, each with a trainer rank of its own. Version v: the weights of seed v % SEEDS."""
+    """Two replicas in this process, each with a trainer rank of its own.
+
+    Version v: the weights of seed v % SEEDS.
+    """
 
     def __init__(self, path: Path) -> None:
         save_tiny(path, "qwen3", **TINY)
@@ -39,7 +42,8 @@ class Pair:
         self.trainers: list[TrainerRank] = []
         self._pairs = itertools.count()
         gc.collect()
-        gc.freeze()  # transformers and what it brings: every look at memory would go through all of it
+        # transformers and what it brings: every look at memory would go through all of it
+        gc.freeze()
 
     def _expected(self, seed: int) -> list[int]:
         model = copy.deepcopy(build_tiny("qwen3", **TINY))
@@ -54,7 +58,13 @@ class Pair:
         prefix, count = f"pair {next(self._pairs)}", len(self.engines)
         for rank, (engine, lock) in enumerate(zip(self.engines, self.locks, strict=True)):
             place = engine.weight_layout().place
-            setting = {"rank": rank, "size": count, "port": self.store.port, "prefix": prefix, "place": place}
+            setting = {
+                "rank": rank,
+                "size": count,
+                "port": self.store.port,
+                "prefix": prefix,
+                "place": place,
+            }
             self.trainers.append(TrainerRank(engine, lock, shapes=self.shapes, **setting))
         for trainer in self.trainers:
             assert trainer.hear(60) is None
@@ -101,13 +111,19 @@ class Pair:
         with self.locks[number]:
             reason = engine.unavailable_reason()
             try:
-                [[answer]] = engine.generate([PROMPT], SamplingParams(max_tokens=TOKENS, temperature=0))
+                [[answer]] = engine.generate(
+                    [PROMPT], SamplingParams(max_tokens=TOKENS, temperature=0)
+                )
             except StateError as error:
-                assert reason is not None and reason in str(error), "it gives another reason than it has"
+                assert reason is not None and reason in str(error), (
+                    "it gives another reason than it has"
+                )
                 return None
         assert reason is None
         (version,) = set(answer.weight_versions)
-        assert answer.token_ids == self.answers[version % SEEDS], f"engine {number} answers with no version's weights"
+        assert answer.token_ids == self.answers[version % SEEDS], (
+            f"engine {number} answers with no version's weights"
+        )
         return version
 
     def held(self) -> dict[str, int]:
@@ -115,12 +131,20 @@ class Pair:
         found = {"memfds": memfd_bytes([os.getpid()]), "RssShmem": process_bytes("cpu")}
         for number, engine in enumerate(self.engines):
             tags = engine.report().tags
-            found |= {f"{tag} {number}": tags[tag].committed_bytes for tag in (WEIGHTS, WEIGHTS_SHADOW) if tag in tags}
+            found |= {
+                f"{tag} {number}": tags[tag].committed_bytes
+                for tag in (WEIGHTS, WEIGHTS_SHADOW)
+                if tag in tags
+            }
         return found
 
     def wait_unleased(self, seconds: float = 5.0) -> None:
         """What the dead had mapped is let go of by the kernel."""
         deadline = time.monotonic() + seconds
-        while leased := {n: t for n, e in enumerate(self.engines) for t, s in e.report().tags.items() if s.leases}:
-            assert time.monotonic() < deadline, f"leases that outlive their holder, by engine: {leased}"
+        while leased := {
+            n: t for n, e in enumerate(self.engines) for t, s in e.report().tags.items() if s.leases
+        }:
+            assert time.monotonic() < deadline, (
+                f"leases that outlive their holder, by engine: {leased}"
+            )
             time.sleep(0.005)

@@ -1,4 +1,6 @@
-"""A rollout's pages without an engine, as a sync sees them, and ranks that are threads of this process."""
+"""A rollout's pages without an engine, as a sync sees them, and ranks that are threads of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -93,14 +95,20 @@ class PageTarget:
         dtype = torch_dtype(p.dtype)
         strides = p.strides or tuple(torch.empty(p.shape, device="meta").stride())
         whole = self.arena.numel() // dtype.itemsize * dtype.itemsize
-        return self.arena[:whole].view(dtype).as_strided(p.shape, strides, p.offset // dtype.itemsize)
+        return (
+            self.arena[:whole].view(dtype).as_strided(p.shape, strides, p.offset // dtype.itemsize)
+        )
 
     def digest(self) -> int:
         """By the digest's definition."""
         return sum(digest_of(p, self.read(number)) for number, p in self.meant()) % 2**64
 
     def meant(self) -> list[tuple[int, ParamSlice]]:
-        return [(i, p) for i, p in enumerate(self.layout.slices) if self.only is None or p.name in self.only]
+        return [
+            (i, p)
+            for i, p in enumerate(self.layout.slices)
+            if self.only is None or p.name in self.only
+        ]
 
     def untouched(self) -> bool:
         return bool((self.arena == UNTOUCHED).all())
@@ -150,7 +158,9 @@ def in_ranks(
     timeout: float,
     consensus: Callable[..., StoreConsensus],
 ) -> list[Any]:
-    """What `run(number, rank)` returned or raised in every rank, after all were connected (once), by `consensus`."""
+    """What `run(number, rank)` returned or raised in every rank, after all were connected (once),
+    by `consensus`.
+    """
     store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
 
     def body(number: int) -> Any:

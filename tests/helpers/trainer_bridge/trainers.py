@@ -1,4 +1,6 @@
-"""Trainer ranks as processes that hold random shards and sync them into engines of the test's process."""
+"""Trainer ranks as processes that hold random shards and sync them into engines of the test's
+process.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,18 @@ from trainer_bridge.sync.weight_sync import WeightSync
 
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
 Shapes = Mapping[str, tuple[int, ...]]
-_CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "commit"}  # and the stages they are in
+_CALLS = {
+    "begin_update": "open",
+    "verify_update": "verify",
+    "commit_update": "commit",
+}  # and the stages they are in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """When a rank kills itself: at a moment of a stage (`hooked.py`). part: of the write, inside it: 1.5 is half of the
-    second target's copies."""
+    """When a rank kills itself: at a moment of a stage (`hooked.py`). part: of the write, inside
+    it: 1.5 is half of the second target's copies.
+    """
 
     stage: str
     moment: str
@@ -38,7 +45,10 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One sync. seed: of the weights (`weights`). timeout: seconds it waits for the other ranks in a stage."""
+    """One sync. seed: of the weights (`weights`).
+
+    timeout: seconds it waits for the other ranks in a stage.
+    """
 
     version: int
     seed: int
@@ -48,15 +58,23 @@ class Order:
 
 
 def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
-    """Whole random parameters, fp32. Large, so that greedy choices are never near ties; a norm's gain is about 1."""
+    """Whole random parameters, fp32.
+
+    Large, so that greedy choices are never near ties; a norm's gain is about 1.
+    """
     generator = torch.Generator().manual_seed(seed)
-    noise = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in sorted(shapes.items())}
+    noise = {
+        name: torch.randn(shape, generator=generator) * 0.2
+        for name, shape in sorted(shapes.items())
+    }
     return {name: value + 1 if "norm" in name else value for name, value in noise.items()}
 
 
 class TrainerRank(Peer):
-    """A rank that speaks for `target`, which is called in a thread of this process that holds `lock`. It answers None
-    when it is connected, and an `Order` with a SyncReceipt or the exception of its sync."""
+    """A rank that speaks for `target`, which is called in a thread of this process that holds
+    `lock`. It answers None when it is connected, and an `Order` with a SyncReceipt or the exception
+    of its sync.
+    """
 
     def __init__(self, target: SyncTarget, lock: threading.Lock, **setting: Any) -> None:
         """setting: as `_Trainer` takes it."""
@@ -100,7 +118,15 @@ def _trainer(pipe: Connection, calls: Connection, setting: dict[str, Any]) -> No
 
 class _Trainer:
     def __init__(
-        self, calls: Connection, *, rank: int, size: int, port: int, prefix: str, shapes: Shapes, place: str
+        self,
+        calls: Connection,
+        *,
+        rank: int,
+        size: int,
+        port: int,
+        prefix: str,
+        shapes: Shapes,
+        place: str,
     ) -> None:
         """port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
         self._shapes = shapes
@@ -111,7 +137,9 @@ class _Trainer:
         self._shards = [shard for each in every for shard in each if shard.rank == rank]
         self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
-        self._consensus = HookedConsensus(store, rank, size, timeout=PATIENCE, hook=self._die_if_due)
+        self._consensus = HookedConsensus(
+            store, rank, size, timeout=PATIENCE, hook=self._die_if_due
+        )
         target: Any = _RemoteTarget(calls, self._die_if_due)
         self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=place)
 

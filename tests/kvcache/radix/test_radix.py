@@ -20,8 +20,12 @@ def make_cache(pages: int, page_size: int = 1, policy: str = "lru") -> RadixCach
     return RadixCache(PagedTokenToKVPoolAllocator(pages * page_size, page_size, "cpu"), policy)
 
 
-def put(cache: RadixCache, key: Sequence[int], *, salt: Hashable = None, priority: int = 0) -> list[int]:
-    """Inserts under the current version with fresh pages and frees the duplicates; the pages handed in."""
+def put(
+    cache: RadixCache, key: Sequence[int], *, salt: Hashable = None, priority: int = 0
+) -> list[int]:
+    """Inserts under the current version with fresh pages and frees the duplicates; the pages handed
+    in.
+    """
     pages = cache.allocator.alloc_pages(len(key) // cache.page_size)  # type: ignore[attr-defined]
     assert pages is not None
     kept = cache.insert(key, pages, version=cache.version, extra_key=salt, priority=priority)
@@ -35,7 +39,14 @@ def held(cache: RadixCache, key: Sequence[int], salt: Hashable = None) -> int:
     return cache.peek(key, extra_key=salt)[0]
 
 
-KINDS = [list, tuple, lambda k: array("i", k), lambda k: array("q", k), np.asarray, lambda k: np.array(k, np.int32)]
+KINDS = [
+    list,
+    tuple,
+    lambda k: array("i", k),
+    lambda k: array("q", k),
+    np.asarray,
+    lambda k: np.array(k, np.int32),
+]
 
 
 def test_keys_of_any_layout_and_type() -> None:
@@ -46,7 +57,12 @@ def test_keys_of_any_layout_and_type() -> None:
     cache = make_cache(20, page_size=2)
     every = np.arange(40)
     put(cache, every[::2].tolist())
-    for key in (every[::2], every[::2].astype(np.int32), tuple(every[::2].tolist()), every[::-1][1::2][::-1]):
+    for key in (
+        every[::2],
+        every[::2].astype(np.int32),
+        tuple(every[::2].tolist()),
+        every[::-1][1::2][::-1],
+    ):
         assert cache.match_prefix(key).length == 20
     assert cache.match_prefix(every[::2][:7]).length == 6
     assert cache.match_prefix([]).pages.dtype == np.int64
@@ -119,7 +135,9 @@ def test_locks_are_checked() -> None:
 def test_misses_and_empty_namespaces_leave_nothing_behind() -> None:
     cache = make_cache(10)
     put(cache, [1, 2], salt="lora")
-    assert [cache.match_prefix([1, 2], extra_key=salt).length for salt in (None, "other", "lora")] == [0, 0, 2]
+    assert [
+        cache.match_prefix([1, 2], extra_key=salt).length for salt in (None, "other", "lora")
+    ] == [0, 0, 2]
     assert list(cache.generations()[-1].roots) == ["lora"]
     cache.evict(2)
     assert not cache.generations()[-1].roots
@@ -134,7 +152,9 @@ def test_raising_the_version_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(each.version, len(each.leaves)) for each in cache.generations()] == [(0, 400), (1, 0)]
 
 
-@pytest.mark.parametrize(("policy", "victim"), [("lru", 2), ("mru", 1), ("fifo", 1), ("lfu", 3), ("priority", 2)])
+@pytest.mark.parametrize(
+    ("policy", "victim"), [("lru", 2), ("mru", 1), ("fifo", 1), ("lfu", 3), ("priority", 2)]
+)
 def test_policies(policy: str, victim: int) -> None:
     cache = make_cache(4, policy=policy)
     for token, priority in ((1, 5), (2, 0), (3, 1)):
@@ -156,7 +176,9 @@ def test_victims_are_those_of_a_full_scan(policy: str) -> None:
         elif cache.total_size < 150:
             put(cache, key, priority=dice.randint(0, 3))
         if dice.random() < 0.3 and cache.total_size:
-            leaves = {n: POLICIES[policy](n) for n in cache.generations()[-1].nodes() if not n.children}
+            leaves = {
+                n: POLICIES[policy](n) for n in cache.generations()[-1].nodes() if not n.children
+            }
             cache.evict(1)
             gone = [node for node in leaves if node.parent is None]
             assert len(gone) == 1 and leaves[gone[0]] == min(leaves.values())
@@ -195,7 +217,11 @@ def test_common_prefix_at_every_stretch(length: int) -> None:
     b = a.copy()
     b[length] = -1
     agree = length * TOKEN_BYTES
-    assert common_prefix(a.tobytes(), as_run(b, "b")) == common_prefix(b.tobytes(), as_run(a[:50_000], "a")) == agree
+    assert (
+        common_prefix(a.tobytes(), as_run(b, "b"))
+        == common_prefix(b.tobytes(), as_run(a[:50_000], "a"))
+        == agree
+    )
     assert common_prefix(a[:length].tobytes(), as_run(a, "a")) == agree
     assert common_prefix(a.tobytes(), as_run(a[:length], "a")) == agree
 

@@ -1,5 +1,6 @@
-"""Both prefix caches against a brute-force prefix set: every cached page-aligned prefix, one by one, with its page, and
-with its state where the model has some."""
+"""Both prefix caches against a brute-force prefix set: every cached page-aligned prefix, one by
+one, with its page, and with its state where the model has some.
+"""
 
 import random
 from collections import Counter
@@ -24,7 +25,13 @@ Prefix = tuple[int, str | None, Key]  # version, salt, tokens
 class Model:
     """The real cache, and `prefixes`: for each cached prefix the page that holds its last tokens."""
 
-    steps: ClassVar[dict[str, float]] = {"insert": 8, "match": 4, "lock": 4, "unlock": 3, "evict": 2}
+    steps: ClassVar[dict[str, float]] = {
+        "insert": 8,
+        "match": 4,
+        "lock": 4,
+        "unlock": 3,
+        "evict": 2,
+    }
     steps |= {"raise": 0.4, "reset": 0.05}
 
     def __init__(self, page_size: int, policy: str) -> None:
@@ -59,7 +66,9 @@ class Model:
 
     def key(self, dice: random.Random) -> Key:
         """Of few prefixes, that sometimes part in the middle of a page or end there."""
-        key = [token for token in dice.choices((0, 1), k=dice.randint(0, 4)) for _ in range(self.ps)]
+        key = [
+            token for token in dice.choices((0, 1), k=dice.randint(0, 4)) for _ in range(self.ps)
+        ]
         key += [2] * dice.choice([0, 0, 0, dice.randint(0, self.ps)])
         if key and dice.random() < 0.1:
             key[dice.randrange(len(key))] = 3
@@ -80,7 +89,9 @@ class Model:
                 above = [*node.path()][::-1]
                 assert above[0].parent is not None and node.lock_ref >= node.own_lock_ref
                 named = self.aligned(
-                    generation.version, above[0].parent.extra_key, tuple(int(t) for n in above for t in n.key)
+                    generation.version,
+                    above[0].parent.extra_key,
+                    tuple(int(t) for n in above for t in n.key),
                 )
                 pages |= dict(zip(named, [int(p) for n in above for p in n.pages], strict=True))
                 if node.state:
@@ -148,7 +159,9 @@ class Model:
         """Entries of older versions go first; whether some went."""
         old = {version for version, _, _ in gone if version < self.real.version}
         left = {version for version, _, _ in could - gone if version < self.real.version}
-        assert not left or all(version <= min(left) for version, _, _ in gone), "one went before an older one"
+        assert not left or all(version <= min(left) for version, _, _ in gone), (
+            "one went before an older one"
+        )
         return bool(old)
 
     def reset(self) -> None:
@@ -219,7 +232,9 @@ class Hybrid(Model):
         super().adopt()
         before, (_, self.states) = self.states, self.in_tree()
         assert self.states.items() <= before.items() and self.held() <= self.states.keys()
-        self.seen["tombstones"] += sum(not n.state for g in self.real.generations() for n in g.nodes())
+        self.seen["tombstones"] += sum(
+            not n.state for g in self.real.generations() for n in g.nodes()
+        )
 
     def reset(self) -> None:
         super().reset()
@@ -246,7 +261,9 @@ def test_a_long_random_walk(page_size: int, kind: type[Model]) -> None:
     model = kind(page_size, "lru")
     for _ in range(rounds(1000, 50_000)):
         model.step(dice, list(model.steps.values()))
-    assert min(model.seen[what] for what in ("hits", "old ones evicted", "locks in the way")) >= 5, model.seen
+    assert (
+        min(model.seen[what] for what in ("hits", "old ones evicted", "locks in the way")) >= 5
+    ), model.seen
     assert kind is Model or model.seen["tombstones"] > 50
 
 

@@ -1,5 +1,6 @@
-"""Who may write which bytes of a staging buffer, and when: the ring against a model of its writers and reader, and the
-head slices by brute force."""
+"""Who may write which bytes of a staging buffer, and when: the ring against a model of its writers
+and reader, and the head slices by brute force.
+"""
 
 import random
 from collections.abc import Callable
@@ -22,22 +23,36 @@ from tests.helpers.effort import rounds
 
 
 class Transfers:
-    """Ranges of these sizes that are assigned, filled and freed in random turns, through messages that come late."""
+    """Ranges of these sizes that are assigned, filled and freed in random turns, through messages
+    that come late.
+    """
 
     def __init__(self, ring: StagingAllocator, sizes: list[int]) -> None:
         self.ring, self.todo = ring, list(sizes)
-        self.waiting: dict[int, tuple[int, int, int]] = {}  # id -> offset, end, round: assigned, not filled
+        self.waiting: dict[
+            int, tuple[int, int, int]
+        ] = {}  # id -> offset, end, round: assigned, not filled
         self.filled: dict[int, tuple[int, int]] = {}
-        self.owner: list[int | None] = [None] * ring.size_bytes  # of every byte that is filled and not freed
-        self.seen: list[Watermark] = [ring.watermark]  # as sent to the writers; they may know an old one
+        self.owner: list[int | None] = [
+            None
+        ] * ring.size_bytes  # of every byte that is filled and not freed
+        self.seen: list[Watermark] = [
+            ring.watermark
+        ]  # as sent to the writers; they may know an old one
         self.known = 0
 
     def turn(self, dice: random.Random) -> None:
         known = self.seen[self.known]
         moves: list[Callable[[], None]] = [self.assign] if self.todo else []
-        moves += [lambda id=id: self.fill(id) for id, (_, end, at) in self.waiting.items() if may_fill(at, end, known)]
+        moves += [
+            lambda id=id: self.fill(id)
+            for id, (_, end, at) in self.waiting.items()
+            if may_fill(at, end, known)
+        ]
         moves += [lambda id=id: self.free(id) for id in self.filled]
-        moves += [lambda at=at: setattr(self, "known", at) for at in range(self.known + 1, len(self.seen))]
+        moves += [
+            lambda at=at: setattr(self, "known", at) for at in range(self.known + 1, len(self.seen))
+        ]
         assert moves, f"{self.waiting} wait at watermark {self.ring.watermark}, and nobody can move"
         dice.choice(moves)()
 
@@ -47,12 +62,17 @@ class Transfers:
         assert (assigned is None) == (nbytes > self.ring.size_bytes)
         if assigned is not None:
             id, offset, round = assigned
-            assert offset % self.ring.alignment == 0 and 0 <= offset <= offset + nbytes <= self.ring.size_bytes
+            assert (
+                offset % self.ring.alignment == 0
+                and 0 <= offset <= offset + nbytes <= self.ring.size_bytes
+            )
             self.waiting[id] = (offset, offset + nbytes, round)
 
     def fill(self, id: int) -> None:
         offset, end, _ = self.waiting.pop(id)
-        assert set(self.owner[offset:end]) == {None}, f"range {id} is let into bytes that are not read yet"
+        assert set(self.owner[offset:end]) == {None}, (
+            f"range {id} is let into bytes that are not read yet"
+        )
         self.owner[offset:end] = [id] * (end - offset)
         self.filled[id] = (offset, end)
 
@@ -71,7 +91,9 @@ class Transfers:
     sizes=st.lists(st.integers(1, 70), max_size=25),
     dice=st.randoms(use_true_random=False),
 )
-def test_never_overlaps_and_always_finishes(size: int, alignment: int, sizes: list[int], dice: random.Random) -> None:
+def test_never_overlaps_and_always_finishes(
+    size: int, alignment: int, sizes: list[int], dice: random.Random
+) -> None:
     model = Transfers(StagingAllocator(size, alignment), sizes)
     while model.todo or model.ring.outstanding:
         model.turn(dice)
@@ -96,7 +118,12 @@ def test_a_ring_step_by_step() -> None:
 
 def test_ready_and_sent_as_the_design_says() -> None:
     assert may_fill(0, 10**12, Watermark(0, 0)) and not may_fill(1, 1, Watermark(0, 0))
-    assert [may_fill(3, 64, Watermark(*at)) for at in ((1, 99), (2, 63), (2, 64), (3, 0))] == [False, False, True, True]
+    assert [may_fill(3, 64, Watermark(*at)) for at in ((1, 99), (2, 63), (2, 64), (3, 0))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     ring = StagingAllocator(2**40)
     first, second = ring.assign(2**33 + 1), ring.assign(1)
     assert second is not None
@@ -154,7 +181,9 @@ def check_destination(src_size: int, dst_size: int, dst: int, total: int) -> Non
     got: list[int | None] = [None] * len(held(dst_size, dst, total))
     sent = []
     for src in range(src_size):
-        start, count, dst_start, same = compute_head_slice_params(src_size, dst_size, src, dst, total)
+        start, count, dst_start, same = compute_head_slice_params(
+            src_size, dst_size, src, dst, total
+        )
         assert count == same >= 0
         if count:
             sent.append((src, start, dst_start, count))
@@ -164,13 +193,24 @@ def check_destination(src_size: int, dst_size: int, dst: int, total: int) -> Non
     assert got == held(dst_size, dst, total)  # as slicing the full tensor
     writers = head_writers(src_size, dst_size, dst, total)
     assert list(writers) == sent
-    assert [w.dst_head_start for w in writers] == [sum(w.num_heads for w in writers[:i]) for i in range(len(writers))]
+    assert [w.dst_head_start for w in writers] == [
+        sum(w.num_heads for w in writers[:i]) for i in range(len(writers))
+    ]
     assert heads_per_rank(dst_size, total) == len(got)
 
 
 def test_the_work_is_dealt_out_among_replicas() -> None:
     # two heads on eight ranks: of four that hold head 1, one writes
-    assert [compute_head_slice_params(8, 1, src, 0, 2)[1] for src in range(8)] == [1, 0, 0, 0, 1, 0, 0, 0]
+    assert [compute_head_slice_params(8, 1, src, 0, 2)[1] for src in range(8)] == [
+        1,
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
     assert [head_writers(4, 4, dst, 1)[0].src_tp_rank for dst in range(4)] == [0, 1, 2, 3]
 
 

@@ -1,5 +1,7 @@
-"""K/V from prefill ranks to decode ranks: the kernels against plain indexing, byte by byte, without a GPU in Triton's
-interpreter; pools, ring and staged bytes together against slices of the full tensors."""
+"""K/V from prefill ranks to decode ranks: the kernels against plain indexing, byte by byte, without
+a GPU in Triton's interpreter; pools, ring and staged bytes together against slices of the full
+tensors.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,16 +53,27 @@ def memory(pages: torch.Tensor) -> torch.Tensor:
 
 def with_surroundings(pages: torch.Tensor) -> torch.Tensor:
     """The same view of a copy of that memory."""
-    return memory(pages).clone().view(pages.dtype).as_strided(pages.shape, pages.stride(), pages.storage_offset())
+    return (
+        memory(pages)
+        .clone()
+        .view(pages.dtype)
+        .as_strided(pages.shape, pages.stride(), pages.storage_offset())
+    )
 
 
 def poisoned(nbytes: int, offset: int = 16) -> torch.Tensor:
     """That many bytes, in the midst of others that are poisoned, too."""
-    return torch.full((offset + nbytes + 16,), POISON, dtype=torch.uint8, device=DEVICE)[offset : offset + nbytes]
+    return torch.full((offset + nbytes + 16,), POISON, dtype=torch.uint8, device=DEVICE)[
+        offset : offset + nbytes
+    ]
 
 
-def in_memory_order(order: str, layers: int, slots: int, heads: int, width: int, itemsize: int) -> torch.Tensor:
-    """`[L, N, H, W]` as layer-major and slot-major pools hold it, and cut out of wider rows, at an odd place."""
+def in_memory_order(
+    order: str, layers: int, slots: int, heads: int, width: int, itemsize: int
+) -> torch.Tensor:
+    """`[L, N, H, W]` as layer-major and slot-major pools hold it, and cut out of wider rows, at an
+    odd place.
+    """
     if order == "layers":
         return noise(layers, slots, heads, width, itemsize=itemsize)
     if order == "slots":
@@ -79,7 +92,9 @@ ROWS = [  # bytes of an element, widths of keys and values, where staged
 ]
 
 
-@pytest.mark.parametrize(("impl", "order", "rows"), pairwise(IMPLS, ["layers", "slots", "sliced"], ROWS))
+@pytest.mark.parametrize(
+    ("impl", "order", "rows"), pairwise(IMPLS, ["layers", "slots", "sliced"], ROWS)
+)
 def test_gather_and_scatter(impl: Any, order: str, rows: tuple[int, tuple[int, int], int]) -> None:
     itemsize, widths, offset = rows
     torch.manual_seed(0)
@@ -89,14 +104,25 @@ def test_gather_and_scatter(impl: Any, order: str, rows: tuple[int, tuple[int, i
     parts, expected = (k, v, staged), [with_surroundings(part) for part in (k, v, staged)]
     expected[2].copy_(as_bytes(k[:, loc, 1:4], v[:, loc, 1:4]))
     gather_staged(k, v, loc, 1, 3, staged, impl)
-    assert all(torch.equal(memory(part), memory(wanted)) for part, wanted in zip(parts, expected, strict=True))
+    assert all(
+        torch.equal(memory(part), memory(wanted))
+        for part, wanted in zip(parts, expected, strict=True)
+    )
     check_scatter(impl, k, v, locations(9, 2, 0, 7, 10), [(3, 2), (0, 1), (1, 1)], offset)
 
 
 def check_scatter(
-    impl: Any, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, heads: Sequence[tuple[int, int]], offset: int
+    impl: Any,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    heads: Sequence[tuple[int, int]],
+    offset: int,
 ) -> None:
-    """Head 2 has no writer. All other slots and heads, and what lies between the rows, stay as they are."""
+    """Head 2 has no writer.
+
+    All other slots and heads, and what lies between the rows, stay as they are.
+    """
     writers = Writers.of(heads, DEVICE)
     staged = poisoned(staged_bytes(k, v, len(loc), writers.total), offset)
     sent, expected = [], (with_surroundings(k), with_surroundings(v))
@@ -185,8 +211,14 @@ SIZE, TOKENS = 32, 9
 
 
 def rank_pool(tp_size: int, heads: int, dtype: torch.dtype, slot_major: bool) -> MHATokenToKVPool:
-    fields: Any = {"num_kv_heads": heads_per_rank(tp_size, heads), "dtype": dtype, "slot_major": slot_major}
-    pool = make_pool(SIZE, PAGE, num_layers=LAYERS, head_dim=WIDTHS[0], v_head_dim=WIDTHS[1], **fields)
+    fields: Any = {
+        "num_kv_heads": heads_per_rank(tp_size, heads),
+        "dtype": dtype,
+        "slot_major": slot_major,
+    }
+    pool = make_pool(
+        SIZE, PAGE, num_layers=LAYERS, head_dim=WIDTHS[0], v_head_dim=WIDTHS[1], **fields
+    )
     for part in pool_layers(pool):
         part.view(torch.uint8).fill_(255)  # NaN
     return pool
@@ -200,15 +232,23 @@ def own_heads(full: torch.Tensor, tp_size: int, rank: int) -> torch.Tensor:
 
 
 # of prefill, of decode, heads
-SIZES = [(4, 2, 8, torch.half), (2, 4, 8, torch.float32), (1, 2, 8, torch.bfloat16), (3, 2, 6, torch.half)]
+SIZES = [
+    (4, 2, 8, torch.half),
+    (2, 4, 8, torch.float32),
+    (1, 2, 8, torch.bfloat16),
+    (3, 2, 6, torch.half),
+]
 SIZES += [(4, 2, 2, torch.float8_e4m3fn)]
 CASES = [("torch", *sizes) for sizes in SIZES] + [("triton", *sizes) for sizes in SIZES[3:]]
 
 
 @pytest.mark.parametrize(
-    ("impl", "src_size", "dst_size", "heads", "dtype"), some(*CASES, whole=[("triton", *sizes) for sizes in SIZES[:3]])
+    ("impl", "src_size", "dst_size", "heads", "dtype"),
+    some(*CASES, whole=[("triton", *sizes) for sizes in SIZES[:3]]),
 )
-def test_decode_ranks_get_their_slice(impl: Any, src_size: int, dst_size: int, heads: int, dtype: torch.dtype) -> None:
+def test_decode_ranks_get_their_slice(
+    impl: Any, src_size: int, dst_size: int, heads: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     full = [torch.randn(LAYERS, TOKENS, heads, width, device=DEVICE).to(dtype) for width in WIDTHS]
     src_loc = PAGE + torch.randperm(SIZE, device=DEVICE)[:TOKENS]
@@ -224,7 +264,12 @@ def test_decode_ranks_get_their_slice(impl: Any, src_size: int, dst_size: int, h
 
 
 def receive(
-    impl: Any, sources: list[MHATokenToKVPool], dst_size: int, dst: int, full: list[torch.Tensor], src_loc: torch.Tensor
+    impl: Any,
+    sources: list[MHATokenToKVPool],
+    dst_size: int,
+    dst: int,
+    full: list[torch.Tensor],
+    src_loc: torch.Tensor,
 ) -> None:
     """In chunks, through a ring that is too small for all of them at once."""
     heads = full[0].shape[2]
@@ -246,14 +291,20 @@ def receive(
         scatter_staged(staged, k, v, loc[chunk], writers, impl)
         ring.free(one.id)
     for nth, whole in enumerate(full):
-        got = torch.stack([pool.get_kv_buffer(layer)[nth].view(torch.uint8) for layer in range(LAYERS)])
+        got = torch.stack(
+            [pool.get_kv_buffer(layer)[nth].view(torch.uint8) for layer in range(LAYERS)]
+        )
         expected = torch.full_like(got, 255)
         expected[:, loc] = own_heads(whole, dst_size, dst).contiguous().view(torch.uint8)
         assert torch.equal(got, expected)
 
 
 def send(
-    impl: Any, sources: list[MHATokenToKVPool], slices: tuple[HeadSlice, ...], loc: torch.Tensor, staged: torch.Tensor
+    impl: Any,
+    sources: list[MHATokenToKVPool],
+    slices: tuple[HeadSlice, ...],
+    loc: torch.Tensor,
+    staged: torch.Tensor,
 ) -> None:
     """Every writer fills its part of a chunk's range."""
     at = 0
@@ -269,7 +320,11 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     block = torch.zeros(6, 2, 1, 2)
     assert stack_layers([block[1]]).shape == (1, 2, 1, 2)
     assert torch.equal(stack_layers([block[1], block[3], block[5]]), block[1::2])
-    for layers in ([block[0], block[1], block[3]], [block[1], block[0]], [block[0], torch.zeros(2, 1, 2)]):
+    for layers in (
+        [block[0], block[1], block[3]],
+        [block[1], block[0]],
+        [block[0], torch.zeros(2, 1, 2)],
+    ):
         with pytest.raises(ValueError, match="even distances"):
             stack_layers(layers)
     fp4 = MHATokenToKVPoolFP4(mha(torch.float4_e2m1fn_x2))
@@ -279,7 +334,11 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 
 def test_the_buffer() -> None:
     buffer = StagingBuffer(100, DEVICE)
-    assert (buffer.size_bytes, buffer.tensor.dtype, buffer.tensor.is_contiguous()) == (100, torch.uint8, True)
+    assert (buffer.size_bytes, buffer.tensor.dtype, buffer.tensor.is_contiguous()) == (
+        100,
+        torch.uint8,
+        True,
+    )
     view = buffer.view(90, 10)
     assert (view.data_ptr(), len(view)) == (buffer.address + 90, 10)
     for offset, nbytes in ((90, 11), (-1, 5), (5, -1)):

@@ -32,7 +32,9 @@ def tier(directory: Path, pages: int = 100, **fields: Any) -> DiskTier:
 
 
 def page(seed: int, nbytes: int = PAGE) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def stored(disk: DiskTier, *seeds: int) -> list[bool]:
@@ -41,7 +43,9 @@ def stored(disk: DiskTier, *seeds: int) -> list[bool]:
     for seed in seeds:
         into = torch.zeros(disk.page_bytes, dtype=torch.uint8)
         found.append(disk.get(KEYS[seed], into))
-        assert torch.equal(into, page(seed, disk.page_bytes) if found[-1] else torch.zeros_like(into))
+        assert torch.equal(
+            into, page(seed, disk.page_bytes) if found[-1] else torch.zeros_like(into)
+        )
     return found
 
 
@@ -65,7 +69,9 @@ def failing(code: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, PAGE, 3 << 20])
-def test_round_trip(nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip(
+    nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not direct:
         monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
     disk = DiskTier(tmp_path, 10 << 20, page_bytes=nbytes, format="f", owner="o")
@@ -74,7 +80,11 @@ def test_round_trip(nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pyte
         disk.put(KEYS[seed], page(seed, nbytes))
     assert KEYS[0] in disk and KEYS[2] not in disk and len(disk) == 2
     assert stored(disk, 1, 0, 2) == [True, True, False]
-    assert disk.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir()) == 2 * disk.file_bytes
+    assert (
+        disk.nbytes
+        == sum(path.stat().st_size for path in tmp_path.iterdir())
+        == 2 * disk.file_bytes
+    )
     assert open_files_in(tmp_path) == before, "files stay open"
     with pytest.raises(ValueError, match=rf"a page is uint8 \[{nbytes}\]"):
         disk.put(KEYS[0], page(0, nbytes + 1))
@@ -125,9 +135,12 @@ def test_the_next_process_goes_on_in_order_of_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"owner": "run 2"}, {"format": ("fp8", 2)}, {"version": 1}, {"page_bytes": PAGE - 1}]
+    "changed",
+    [{"owner": "run 2"}, {"format": ("fp8", 2)}, {"version": 1}, {"page_bytes": PAGE - 1}],
 )
-def test_another_owner_format_or_version_is_never_served(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_another_owner_format_or_version_is_never_served(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
     filled(tmp_path, 2, version=3 if "version" in changed else 0).close()
     disk = tier(tmp_path, **changed)
     assert len(disk) == disk.nbytes == 0 and list(tmp_path.iterdir()) == []
@@ -169,7 +182,10 @@ def test_foreign_files(tmp_path: Path) -> None:
     disk = filled(tmp_path, 2)
     assert not (tmp_path / "x.kvpage").exists()
     path = file_of(tmp_path, 0)
-    for content in (b"y" * FILE, file_of(tmp_path, 1).read_bytes()):  # the second is a good page, of other tokens
+    for content in (
+        b"y" * FILE,
+        file_of(tmp_path, 1).read_bytes(),
+    ):  # the second is a good page, of other tokens
         path.write_bytes(content)
         assert stored(disk, 0) == [False]
         disk.put(KEYS[0], page(0))
@@ -190,9 +206,13 @@ def test_a_full_disk_is_told_and_the_cache_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, operation, first_block_still_fits if operation == "pwrite" else full)
-        with pytest.raises(BackendError, match=r"ENOSPC.*free some space.*stored before are still there"):
+        with pytest.raises(
+            BackendError, match=r"ENOSPC.*free some space.*stored before are still there"
+        ):
             disk.put(KEYS[3], page(3))
-        assert KEYS[3] not in disk and len(list(tmp_path.iterdir())) == 3 and disk.nbytes == 3 * FILE
+        assert (
+            KEYS[3] not in disk and len(list(tmp_path.iterdir())) == 3 and disk.nbytes == 3 * FILE
+        )
         assert stored(disk, 0, 1, 2) == [True] * 3
     disk.put(KEYS[3], page(3))
     assert stored(disk, 0, 1, 2, 3) == [True] * 4

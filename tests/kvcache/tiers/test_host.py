@@ -1,5 +1,6 @@
-"""Host pages: bytes come back as they went, wherever they were put, and nothing beside them changes; the memory they
-take, and what is refused."""
+"""Host pages: bytes come back as they went, wherever they were put, and nothing beside them
+changes; the memory they take, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ POOLS = [name for name in pools.POOLS if name not in ("swa", "hybrid")]
 
 
 def make_pool(name: str, device: str, page_size: int) -> Any:
-    return pools.make(name, device=device, page_size=page_size, layers=LAYERS, size=PAGES * page_size)
+    return pools.make(
+        name, device=device, page_size=page_size, layers=LAYERS, size=PAGES * page_size
+    )
 
 
-def make(name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any) -> HostKVCache:
-    return HostKVCache(make_pool(name, device, page_size), HostCacheConfig(**{"ratio": 1.0} | fields), impl)
+def make(
+    name: str, device: str, page_size: int = 3, impl: Impl = "auto", **fields: Any
+) -> HostKVCache:
+    return HostKVCache(
+        make_pool(name, device, page_size), HostCacheConfig(**{"ratio": 1.0} | fields), impl
+    )
 
 
 def poison(pool: Any, seed: int) -> None:
@@ -44,7 +51,9 @@ def contents(pool: Any) -> list[torch.Tensor]:
 
 
 def random_slots(cache: HostKVCache) -> list[torch.Tensor]:
-    """Slots of scattered host pages, and as many scattered device slots, from and to where rows go; all strided."""
+    """Slots of scattered host pages, and as many scattered device slots, from and to where rows go;
+    all strided.
+    """
     generator, ps = torch.Generator().manual_seed(0), cache.page_size
     pages = cache.allocator.alloc_pages(PAGES - 2)
     assert pages is not None
@@ -62,7 +71,8 @@ def host_contents(cache: HostKVCache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "layout", "impl"), pairwise(POOLS, [1, 3, 16], LAYOUTS, ["torch", "triton"])
+    ("name", "page_size", "layout", "impl"),
+    pairwise(POOLS, [1, 3, 16], LAYOUTS, ["torch", "triton"]),
 )
 def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: str) -> None:
     cache = make(name, device, page_size, impl, layout=layout)
@@ -85,7 +95,9 @@ def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: 
     assert same(contents(cache.pool), expected)
 
 
-def test_a_layer_is_loaded_alone_and_layers_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_loaded_alone_and_layers_in_order(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache, copied = make("mla", device), []
     original = host.copy_rows
 
@@ -142,7 +154,10 @@ def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     """What the disk keeps is the same from both layouts, and comes back."""
-    cache, other = make(name, device, layout=layout), make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]])
+    cache, other = (
+        make(name, device, layout=layout),
+        make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]]),
+    )
     strides = [each.plan.parts[0].host.stride()[:2] for each in (cache, other)]
     assert strides[0] != strides[1], "so there is one layout only"
     poison(cache.pool, 5)
@@ -152,7 +167,9 @@ def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     cache.backup_from_device_all_layer(cache.slots_of(pages), device_slots)
     content = cache.read_page(2)
     slots = device_slots[cache.page_size : 2 * cache.page_size]
-    assert torch.equal(content, torch.cat([part[:, slots].flatten() for part in contents(cache.pool)]))
+    assert torch.equal(
+        content, torch.cat([part[:, slots].flatten() for part in contents(cache.pool)])
+    )
     there = other.allocator.alloc_pages(2)
     assert there is not None
     other.write_page(2, content)
@@ -202,7 +219,9 @@ def test_scales_that_change_are_refused(device: str) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
-    """Strides that only int64 can follow: two rows, 5 GiB apart on both sides, nothing touched between them."""
+    """Strides that only int64 can follow: two rows, 5 GiB apart on both sides, nothing touched
+    between them.
+    """
     far = 5 << 30
     device_block = torch.empty(far + 64, dtype=torch.uint8, device=device)
     host_block = torch.empty(far + 64, dtype=torch.uint8, pin_memory=device != "cpu")
@@ -249,7 +268,9 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
         with pytest.raises(ValueError, match=message):
             HostCacheConfig(ratio=ratio, size_bytes=size, layout=layout)  # type: ignore[arg-type]
     monkeypatch.setattr(memory_module.pinned_pages, "available_memory", lambda: 0)
-    with pytest.raises(HostMemoryError, match=r"more than the .* that may be taken .* make the tier smaller"):
+    with pytest.raises(
+        HostMemoryError, match=r"more than the .* that may be taken .* make the tier smaller"
+    ):
         make("mha", device)
 
 

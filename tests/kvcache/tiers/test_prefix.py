@@ -1,4 +1,6 @@
-"""The cache over all tiers: every row that a match gives is what the present weights make of its tokens."""
+"""The cache over all tiers: every row that a match gives is what the present weights make of its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,36 @@ class Engine:
     """Computes what is not cached and inserts it."""
 
     def __init__(
-        self, device: str, policy: WritePolicy, host_pages: int, disk: Any = None, saver: Any = None, **fields: Any
+        self,
+        device: str,
+        policy: WritePolicy,
+        host_pages: int,
+        disk: Any = None,
+        saver: Any = None,
+        **fields: Any,
     ) -> None:
         self.pool = make_pool(DEVICE_PAGES * PS, PS, saver, head_dim=3, device=device)
         config = self.pool.config
         self.forget()
         self.ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
         page_bytes = PS * config.bytes_per_token
-        self.host = HostKVCache(self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields))
+        self.host = HostKVCache(
+            self.pool, HostCacheConfig(size_bytes=host_pages * page_bytes, **fields)
+        )
         self.disk = None
         if disk is not None:
-            self.disk = DiskTier(disk, DISK_PAGES * 8192, page_bytes=page_bytes, format=self.host.format, owner="test")
+            self.disk = DiskTier(
+                disk,
+                DISK_PAGES * 8192,
+                page_bytes=page_bytes,
+                format=self.host.format,
+                owner="test",
+            )
         self.cache = TieredPrefixCache(self.ledger, self.host, self.disk, write_policy=policy)
 
-    def run(self, tokens: list[int], salt: str | None = None, version: int | None = None) -> TieredMatch:
+    def run(
+        self, tokens: list[int], salt: str | None = None, version: int | None = None
+    ) -> TieredMatch:
         """One request from beginning to end; checks what the cache gave it."""
         match = self.cache.match_prefix(tokens, extra_key=salt)
         self.check(match, tokens, salt)
@@ -72,7 +90,10 @@ class Engine:
         return match
 
     def forget(self) -> None:
-        """What a pause and a resume may leave. NaN: reading a row that nobody wrote since must not look right."""
+        """What a pause and a resume may leave.
+
+        NaN: reading a row that nobody wrote since must not look right.
+        """
         for part in self.pool.stored.values():
             part.fill_(torch.nan)
 
@@ -84,7 +105,9 @@ class Engine:
         for nth, page in enumerate(pages.tolist(), first):
             yield from ((tokens[: nth * PS + at + 1], page * PS + at) for at in range(PS))
 
-    def write(self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int) -> None:
+    def write(
+        self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int
+    ) -> None:
         for seen, slot in self.rows(pages, tokens, first):
             for part in self.pool.stored.values():
                 for layer in range(2):
@@ -114,7 +137,8 @@ def full(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "host_pages", "others"), [("layer_first", 20, [1]), ("page_first", 20, [1]), ("page_first", 11, [1, 2])]
+    ("layout", "host_pages", "others"),
+    [("layer_first", 20, [1]), ("page_first", 20, [1]), ("page_first", 11, [1, 2])],
 )
 def test_a_prefix_comes_back_from_host_or_disk(
     layout: Any, host_pages: int, others: list[int], device: str, tmp_path: Path
@@ -144,9 +168,14 @@ def test_what_is_split_between_tiers(device: str, tmp_path: Path) -> None:
     engine.cache.check_integrity()
 
 
-def test_each_tier_drops_what_was_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tier_drops_what_was_used_longest_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What goes from a host of three pages, and where; never what the same call asked for."""
-    lower, keys = Engine("cpu", "write_through", 3, tmp_path).cache.lower, page_hashes(range(20), PS)
+    lower, keys = (
+        Engine("cpu", "write_through", 3, tmp_path).cache.lower,
+        page_hashes(range(20), PS),
+    )
     assert lower.disk is not None
 
     def check(on_host: set[int], on_disk: set[int]) -> None:
@@ -206,18 +235,24 @@ def test_what_was_not_hit_twice_is_lost(device: str) -> None:
     engine.cache.evict(8)
     assert engine.run(PROMPT).length == 0
     engine.run(PROMPT)
-    assert engine.host.allocator.available_pages == 20, "hits of what was in these device pages before are counted"
+    assert engine.host.allocator.available_pages == 20, (
+        "hits of what was in these device pages before are counted"
+    )
 
 
 def test_a_run_longer_than_the_host_tier(device: str, tmp_path: Path) -> None:
-    """Pages that were read from disk for one load do not push each other out before they are on the device."""
+    """Pages that were read from disk for one load do not push each other out before they are on the
+    device.
+    """
     engine = Engine(device, "write_through", 4, tmp_path)
     engine.run(PROMPT)
     engine.run([*PROMPT, *range(20, 28)])  # its last four pages push the first four to the disk
     engine.fill_device(1)
     assert engine.on_disk() == 8
     match = engine.run([*PROMPT, *range(20, 28)])
-    assert (match.length, match.loaded) == (8, 8), "four pages are all that the host can take in one load"
+    assert (match.length, match.loaded) == (8, 8), (
+        "four pages are all that the host can take in one load"
+    )
     engine.cache.check_integrity()
 
 
@@ -264,7 +299,9 @@ def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: st
 
 def test_a_disk_tier_of_another_version(device: str, tmp_path: Path) -> None:
     engine = Engine(device, "write_through", 4)
-    disk = DiskTier(tmp_path, 1 << 20, page_bytes=engine.host.page_bytes, format="f", owner="o", version=3)
+    disk = DiskTier(
+        tmp_path, 1 << 20, page_bytes=engine.host.page_bytes, format="f", owner="o", version=3
+    )
     with pytest.raises(ValueError, match="the disk tier is for version 3"):
         TieredPrefixCache(engine.ledger, engine.host, disk)
     with pytest.raises(ValueError, match="no write policy 'sometimes'"):
@@ -281,9 +318,13 @@ def test_a_random_workload_never_sees_a_stale_slot(
     layout = dice.choice(["layer_first", "page_first"])
     engine = Engine(device, policy, 12, tmp_path if on_disk else None, layout=layout)
     allocate, failing = os.posix_fallocate, False
-    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (full if failing else allocate)(*given))
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *given: (full if failing else allocate)(*given)
+    )
     for _ in range(rounds(350, 20_000)):
-        step = dice.choices(["run", "evict", "raise", "late", "pause", "disk", "damage"], [60, 8, 3, 3, 1.5, 2, 2])[0]
+        step = dice.choices(
+            ["run", "evict", "raise", "late", "pause", "disk", "damage"], [60, 8, 3, 3, 1.5, 2, 2]
+        )[0]
         tokens = [dice.randint(0, 1) for _ in range(dice.randint(0, 8 * PS))]
         salt = dice.choice([None, None, "lora"])
         if step == "run":
@@ -301,7 +342,9 @@ def test_a_random_workload_never_sees_a_stale_slot(
             assert pages is not None
             old = engine.cache.version - 1
             engine.write(pages, tokens, salt, old, 0)
-            kept = engine.cache.insert(tokens[: len(pages) * PS], pages, version=old, extra_key=salt)
+            kept = engine.cache.insert(
+                tokens[: len(pages) * PS], pages, version=old, extra_key=salt
+            )
             engine.ledger.free_pages(pages[: kept // PS])
         elif step == "pause":
             engine.cache.move_to_host()
@@ -313,5 +356,7 @@ def test_a_random_workload_never_sees_a_stale_slot(
         engine.cache.check_integrity()
         engine.ledger.check_integrity()
         assert engine.ledger.available_pages + engine.cache.total_size // PS == DEVICE_PAGES
-    assert min(seen[what] for what in ("device", "loaded", "misses")) >= 10 and seen["raised"] >= 2, seen
+    assert (
+        min(seen[what] for what in ("device", "loaded", "misses")) >= 10 and seen["raised"] >= 2
+    ), seen
     assert (engine.cache.lower.lost_pages > 0) == on_disk

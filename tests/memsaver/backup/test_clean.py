@@ -166,7 +166,9 @@ def test_what_is_saved_can_be_read(device: str) -> None:
     saver.pause()
     assert torch.equal(saver.saved(tensor), expected)
     assert torch.equal(saver.saved(matrix), torch.arange(15.0).view(3, 5))
-    assert torch.equal(saver.saved(matrix[1:, :], zero_copy=True), torch.arange(5.0, 15.0).view(2, 5))
+    assert torch.equal(
+        saver.saved(matrix[1:, :], zero_copy=True), torch.arange(5.0, 15.0).view(2, 5)
+    )
     assert saver.saved(matrix[:0]).shape == (0, 5)
     if device == "cpu":
         with saver.region("elsewhere"):

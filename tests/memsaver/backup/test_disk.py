@@ -48,7 +48,10 @@ def test_bit_identical_over_chunks_holes_and_odd_sizes(
         saver.pause()
         committed.add(saver.host_arena.committed_bytes)
         report = saver.report().tags["kept"]
-        assert report.committed_bytes == 0 and report.disk_bytes == -(-sum(map(len, pieces)) // 4096) * 4096
+        assert (
+            report.committed_bytes == 0
+            and report.disk_bytes == -(-sum(map(len, pieces)) // 4096) * 4096
+        )
         assert report.backup_bytes <= 8 * MIB and open_files_in(tmp_path) == 1
         assert list(tmp_path.iterdir()) == [], "the file has a name"
         saver.resume()
@@ -127,7 +130,9 @@ def test_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     peer.bury()
 
 
-def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     really = os.open
 
     def refuse(path: object, flags: int, *more: object, **others: object) -> int:
@@ -147,7 +152,9 @@ def test_ranges_are_joined_and_cut() -> None:
         (0, [(0, 4)]), (4, [(4, 4)]), (8, [(8, 2), (12, 2)]), (12, [(14, 3)])
     ]  # fmt: skip
     assert list(cut([], 4)) == []
-    assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024, "without going through the bytes one by one"
+    assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024, (
+        "without going through the bytes one by one"
+    )
 
 
 def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
@@ -177,7 +184,10 @@ def test_what_dies_and_is_trimmed_while_it_is_paused_is_not_restored(
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
     saver = memsaver.MemorySaver(device, disk_dir=tmp_path, debug=True)
-    pieces = [saver.empty(4 * MIB, torch.uint8, tag="kept", content=content).fill_(n + 1) for n in range(2)]
+    pieces = [
+        saver.empty(4 * MIB, torch.uint8, tag="kept", content=content).fill_(n + 1)
+        for n in range(2)
+    ]
     saver.pause()
     del pieces[1]
     gc.collect()

@@ -1,4 +1,6 @@
-"""The arena of saved content: pieces never overlap, nothing is lost, the budget holds, memory is used again."""
+"""The arena of saved content: pieces never overlap, nothing is lost, the budget holds, memory is
+used again.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,14 @@ def resident() -> int:
 
 @pytest.mark.parametrize("segment", [HUGE_PAGE, 1 << 30])
 @settings(max_examples=40)
-@given(steps=st.lists(st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))))
-def test_pieces_never_overlap_and_nothing_is_lost(segment: int, steps: list[tuple[str, int]]) -> None:
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))
+    )
+)
+def test_pieces_never_overlap_and_nothing_is_lost(
+    segment: int, steps: list[tuple[str, int]]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned_arena, "SEGMENT", segment)
         _check_steps(steps)
@@ -62,8 +70,15 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
             arena.trim()
         pieces = sorted(piece for taken, _ in held for piece in taken)
         assert all(a.address + a.nbytes <= b.address for a, b in itertools.pairwise(pieces))
-        assert all(sum(p.nbytes for p in taken) == -(-number // UNIT) * UNIT for taken, number in held)
-        assert arena.used_bytes == sum(piece.nbytes for piece in pieces) <= arena.committed_bytes <= 16 * MIB
+        assert all(
+            sum(p.nbytes for p in taken) == -(-number // UNIT) * UNIT for taken, number in held
+        )
+        assert (
+            arena.used_bytes
+            == sum(piece.nbytes for piece in pieces)
+            <= arena.committed_bytes
+            <= 16 * MIB
+        )
         for piece in pieces:
             ctypes.memset(piece.address, 1, piece.nbytes)
     for taken, _ in held:
@@ -90,9 +105,13 @@ def test_a_refusal_takes_nothing_and_says_what_to_do(monkeypatch: pytest.MonkeyP
     """By default the budget is a share of what is available."""
     arena = HostArena(Pinned(), budget_bytes=8 * MIB)
     kept = arena.take(3 * MIB)
-    with pytest.raises(HostMemoryError, match="budget is 8.0 MiB.*budget_bytes.*nothing was changed") as caught:
+    with pytest.raises(
+        HostMemoryError, match="budget is 8.0 MiB.*budget_bytes.*nothing was changed"
+    ) as caught:
         arena.take(7 * MIB)
-    assert caught.value.missing_bytes == 2 * MIB  # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
+    assert (
+        caught.value.missing_bytes == 2 * MIB
+    )  # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
     assert (arena.used_bytes, arena.committed_bytes) == (3 * MIB, 4 * MIB)
     arena.give(kept)
 
@@ -151,7 +170,9 @@ def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch
     arena = HostArena(pinned)
     backup = HostBackup([(0, 5 * HUGE_PAGE)], arena)
     assert list(pinned.ranges.values()) == [2 * HUGE_PAGE, 2 * HUGE_PAGE, HUGE_PAGE]
-    assert [nbytes for _, _, nbytes in backup.runs()] == list(pinned.ranges.values()), "a copy stays in one part"
+    assert [nbytes for _, _, nbytes in backup.runs()] == list(pinned.ranges.values()), (
+        "a copy stays in one part"
+    )
     assert [len(view) for view in backup.views(HUGE_PAGE, 3 * HUGE_PAGE)] == [3 * HUGE_PAGE]
     del backup
     gc.collect()
@@ -169,7 +190,9 @@ def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     arena = HostArena(pinned)
     monkeypatch.setattr(pinned, "pin", pin)
-    with pytest.raises(HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY.*content='discard'; nothing was changed"):
+    with pytest.raises(
+        HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY.*content='discard'; nothing was changed"
+    ):
         arena.take(96 * MIB)
     assert not pinned.ranges and arena.committed_bytes == 0
     assert resident() - before < 8 * MIB

@@ -23,14 +23,21 @@ def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
 
 def test_definition_is_pinned() -> None:
     """Trainer, kernels and stored receipts of other processes rely on exactly these numbers."""
-    assert splitmix64_int(0) == 0xE220A8397B1DCDAF  # the published first output of splitmix64 seeded with 0
+    assert (
+        splitmix64_int(0) == 0xE220A8397B1DCDAF
+    )  # the published first output of splitmix64 seeded with 0
     assert digest(torch.tensor([1.0, -2.5]), 3) == 0x887538070FB31AB7
     assert digest(torch.tensor([1.0, -2.5], dtype=torch.bfloat16), 3) == 0xB424D20C37A943B7
     assert digest(torch.tensor([], dtype=torch.float32), 3) == 0
 
 
 @settings(max_examples=40)
-@given(n=st.integers(1, 500), cut=st.integers(0, 500), base=st.integers(0, 2**50), chunk=st.integers(1, 200))
+@given(
+    n=st.integers(1, 500),
+    cut=st.integers(0, 500),
+    base=st.integers(0, 2**50),
+    chunk=st.integers(1, 200),
+)
 def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int) -> None:
     x = values(torch.bfloat16, n)
     cut = min(cut, n)
@@ -43,7 +50,9 @@ def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int
 def test_equal_blocks_moved_by_powers_of_two_differ() -> None:
     blocks = [torch.full((256,), value, dtype=torch.bfloat16) for value in (0.0, 1.0)]
     bases = [0, *(1 << n for n in range(8, 34))]
-    assert len({digest(block, base) for block in blocks for base in bases}) == len(blocks) * len(bases)
+    assert len({digest(block, base) for block in blocks for base in bases}) == len(blocks) * len(
+        bases
+    )
 
 
 def test_many_tensors_are_digested_as_one(device: str) -> None:
@@ -83,13 +92,25 @@ def test_a_grid_is_its_elements(
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_any_bytes_of_a_layout_are_digested(impl: Impl, device: str) -> None:
     """Grids and runs by their places in it; the same tables for other memory."""
-    grid = Segment(dtype=torch.bfloat16, target=64, count=40, index_base=7, rows=30, target_pitch=48, index_pitch=100)
+    grid = Segment(
+        dtype=torch.bfloat16,
+        target=64,
+        count=40,
+        index_base=7,
+        rows=30,
+        target_pitch=48,
+        index_pitch=100,
+    )
     run = Segment(dtype=torch.float32, target=4096, count=333, index_base=2**40)
     many = BytesDigest([grid, run], torch.device(device), impl)
     for seed in (1, 2):
-        data = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        data = torch.randint(
+            0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
         rows = data[64 : 64 + 30 * 48 * 2].view(torch.bfloat16).view(30, 48)[:, :40]
-        expected = by_definition(rows, 7, 100) + by_definition(data[4096 : 4096 + 4 * 333].view(torch.float32), 2**40)
+        expected = by_definition(rows, 7, 100) + by_definition(
+            data[4096 : 4096 + 4 * 333].view(torch.float32), 2**40
+        )
         assert many.run(data.to(device)) == expected % 2**64
     assert BytesDigest([], torch.device(device), impl).run(data.to(device)) == 0
     for wrong in (data[: 4096 + 4 * 333 - 1], data.view(torch.int32), data.view(2, -1).t()):

@@ -1,4 +1,6 @@
-"""Grids: every element of a box once, adjacent where it is said, and as few of them as the strides allow."""
+"""Grids: every element of a box once, adjacent where it is said, and as few of them as the strides
+allow.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def places(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
 
 def covered(found: Sequence[Grid]) -> list[tuple[int, ...]]:
     return [
-        tuple(start + row * pitch + column for start, pitch in zip(grid.starts, grid.pitches, strict=True))
+        tuple(
+            start + row * pitch + column
+            for start, pitch in zip(grid.starts, grid.pitches, strict=True)
+        )
         for grid in found
         for row in range(grid.rows)
         for column in range(grid.width)
@@ -30,14 +35,20 @@ def covered(found: Sequence[Grid]) -> list[tuple[int, ...]]:
 
 
 boxes = st.integers(1, 4).flatmap(
-    lambda n: st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), min_size=n, max_size=n)
+    lambda n: st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), min_size=n, max_size=n
+    )
 )
 
 
 @settings(max_examples=150)
 @given(dims=boxes, last=st.permutations(range(4)))
-def test_every_element_of_a_box_is_in_one_grid(dims: list[tuple[int, int, int]], last: list[int]) -> None:
-    """dims: size, and how much larger the whole is in two spaces; a third space has its dimensions in another order."""
+def test_every_element_of_a_box_is_in_one_grid(
+    dims: list[tuple[int, int, int]], last: list[int]
+) -> None:
+    """dims: size, and how much larger the whole is in two spaces; a third space has its dimensions
+    in another order.
+    """
     shape = [size for size, _, _ in dims]
     first, second = (row_major([dim[0] + dim[space] for dim in dims]) for space in (1, 2))
     order = [i for i in last if i < len(shape)]
@@ -55,16 +66,26 @@ RUN = [Grid(1, 7, (0, 0), (0, 0))]
     ("shape", "strides", "expected"),
     [
         # o_proj [hidden, heads * dim] and down_proj at TP 2: the right half of a shard of rows
-        ((896, 1792), [(3584, 1), (1792, 1), (3584, 1)], [Grid(896, 1792, (0, 0, 0), (3584, 1792, 3584))]),
+        (
+            (896, 1792),
+            [(3584, 1), (1792, 1), (3584, 1)],
+            [Grid(896, 1792, (0, 0, 0), (3584, 1792, 3584))],
+        ),
         ((4, 3, 5), [(15, 5, 1), (15, 5, 1)], [Grid(1, 60, (0, 0), (0, 0))]),  # one run is one row
-        ((5, 4, 3), [(1, 15, 5), (1, 15, 5)], [Grid(1, 60, (0, 0), (0, 0))]),  # in any order of dimensions
+        (
+            (5, 4, 3),
+            [(1, 15, 5), (1, 15, 5)],
+            [Grid(1, 60, (0, 0), (0, 0))],
+        ),  # in any order of dimensions
         ((1, 7), [(1000, 1), (7, 1)], RUN),
         ((7, 1), [(1, 1), (1, 9)], RUN),
         ((), [(), ()], [Grid(1, 1, (0, 0), (0, 0))]),
         ((7, 1), [(3, 1), (1, 1)], [Grid(7, 1, (0, 0), (3, 1))]),  # columns of one element
     ],
 )
-def test_a_box_is_one_grid(shape: tuple[int, ...], strides: list[tuple[int, ...]], expected: list[Grid]) -> None:
+def test_a_box_is_one_grid(
+    shape: tuple[int, ...], strides: list[tuple[int, ...]], expected: list[Grid]
+) -> None:
     assert grids(shape, *strides) == expected
 
 
@@ -73,11 +94,17 @@ def test_a_box_is_one_grid(shape: tuple[int, ...], strides: list[tuple[int, ...]
     [
         ((8, 12, 5), (2 * 12 * 5, 5, 1), 1),  # experts [E, 2 I, H] split in dimension 1
         ((8, 12, 5), (12 * 10, 10, 1), 1),  # experts [E, H, I] split in dimension 2
-        ((8, 12, 5), (24 * 10, 10, 1), 8),  # ... and by the source in dimension 1: rows along the longer one
+        (
+            (8, 12, 5),
+            (24 * 10, 10, 1),
+            8,
+        ),  # ... and by the source in dimension 1: rows along the longer one
         ((20, 12, 5), (24 * 10, 10, 1), 12),
     ],
 )
-def test_experts_are_as_few_grids_as_they_can_be(shape: tuple[int, ...], target: tuple[int, ...], count: int) -> None:
+def test_experts_are_as_few_grids_as_they_can_be(
+    shape: tuple[int, ...], target: tuple[int, ...], count: int
+) -> None:
     found = grids(shape, row_major(shape), target)
     assert len(found) == count
     assert sorted(covered(found)) == sorted(places(shape, row_major(shape), target))

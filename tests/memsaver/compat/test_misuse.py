@@ -1,5 +1,6 @@
-"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed. The aliases: opt-in,
-refused when they come too late, and undone."""
+"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed. The
+aliases: opt-in, refused when they come too late, and undone.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_pausing_twice_and_resuming_what_is_active(tms: TorchMemorySaver, device
     assert bool((kv == 1).all())
 
 
-def test_an_unused_tag_is_let_pass_and_told_once(tms: TorchMemorySaver, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_tag_is_let_pass_and_told_once(
+    tms: TorchMemorySaver, caplog: pytest.LogCaptureFixture
+) -> None:
     """SGLang pauses its tag cuda_graph whether it has one or not."""
     with caplog.at_level(logging.WARNING, "memsaver"):
         tms.pause("cuda_graph")
@@ -117,7 +120,9 @@ def test_settings_are_taken(tms: TorchMemorySaver, device: str) -> None:
     assert tms.retain_cpu_backup is True
 
 
-def test_catching_everything_is_refused(tms: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catching_everything_is_refused(
+    tms: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMS_INIT_ENABLE", "1")
     with pytest.raises(StateError, match="TMS_INIT_ENABLE"):
         tms.pause()
@@ -176,7 +181,10 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("clean")
 def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> None:
-    ours = [importlib.import_module(f"memsaver.compat.{name}") for name in ("torch_memory_saver", "vllm")]
+    ours = [
+        importlib.import_module(f"memsaver.compat.{name}")
+        for name in ("torch_memory_saver", "vllm")
+    ]
     assert not set(NAMES) & set(sys.modules), "installed without being asked to"
     compat.install(*NAMES)
     compat.install("torch_memory_saver")
@@ -194,7 +202,9 @@ def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> 
 def test_too_late() -> None:
     real = ModuleType("torch_memory_saver")
     sys.modules["torch_memory_saver"] = real
-    with pytest.raises(StateError, match="torch_memory_saver is imported already.*at the top of the program"):
+    with pytest.raises(
+        StateError, match="torch_memory_saver is imported already.*at the top of the program"
+    ):
         compat.install("vllm.device_allocator.cumem", "torch_memory_saver")
     compat.uninstall()
     assert sys.modules["torch_memory_saver"] is real
@@ -209,7 +219,9 @@ def test_unknown_names(names: tuple[str, ...]) -> None:
 
 
 def test_every_python_of_an_environment(tmp_path: Path) -> None:
-    """Python runs a sitecustomize.py that it finds on its path: for engines that are started by a command."""
+    """Python runs a sitecustomize.py that it finds on its path: for engines that are started by a
+    command.
+    """
     (tmp_path / "sitecustomize.py").write_text(
         "import memsaver.compat\nmemsaver.compat.install('torch_memory_saver')\n"
     )

@@ -1,4 +1,6 @@
-"""The examples that torch_memory_saver tests itself with (test/examples/*.py), stated anew for the drop-in."""
+"""The examples that torch_memory_saver tests itself with (test/examples/*.py), stated anew for the
+drop-in.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,21 @@ Scribble = Callable[[int], None]
 
 def test_the_calls_are_those_of_the_library() -> None:
     """Names, order and defaults of 0.0.10."""
-    cpu, disk, backend = ("enable_cpu_backup", False), ("enable_disk_backup", False), ("cpu_backup_backend", None)
+    cpu, disk, backend = (
+        ("enable_cpu_backup", False),
+        ("enable_disk_backup", False),
+        ("cpu_backup_backend", None),
+    )
     graph = [("pool", None), ("stream", None), ("capture_error_mode", "global")]
     expected = {
         "region": [("tag", "default"), cpu, disk, backend],
-        "cuda_graph": [("cuda_graph", inspect.Parameter.empty), *graph, ("tag", "default"), cpu, backend],
+        "cuda_graph": [
+            ("cuda_graph", inspect.Parameter.empty),
+            *graph,
+            ("tag", "default"),
+            cpu,
+            backend,
+        ],
         "disable": [],
         "pause": [("tag", None)],
         "resume": [("tag", None)],
@@ -42,7 +54,9 @@ def test_the_calls_are_those_of_the_library() -> None:
     }
     for name, parameters in expected.items():
         signature = inspect.signature(getattr(TorchMemorySaver(), name))
-        assert [(parameter.name, parameter.default) for parameter in signature.parameters.values()] == parameters
+        assert [
+            (parameter.name, parameter.default) for parameter in signature.parameters.values()
+        ] == parameters
 
 
 def test_cpu_backup(tms: TorchMemorySaver, device: str, scribble: Scribble) -> None:
@@ -78,21 +92,36 @@ def test_the_backup_of_a_paused_tensor_can_be_read(tms: TorchMemorySaver, device
     with pytest.raises(StateError, match="enable_cpu_backup=True"):
         tms.get_cpu_backup(lost)
     for zero_copy in (False, True):
-        for tensor, value in ((typed, expected), (typed[3], expected[3]), (scalar, torch.tensor(2.5).double())):
+        for tensor, value in (
+            (typed, expected),
+            (typed[3], expected[3]),
+            (scalar, torch.tensor(2.5).double()),
+        ):
             saved = tms.get_cpu_backup(tensor, zero_copy=zero_copy)
             assert saved is not None and saved.device.type == "cpu"
-            assert (saved.dtype, saved.shape, saved.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert (saved.dtype, saved.shape, saved.stride()) == (
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+            )
             assert torch.equal(saved, value)
     tms.resume("weights")
     assert tms.get_cpu_backup(typed) is None
     assert bool((first == 7).all())
 
 
-def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path, scribble: Scribble) -> None:
-    """disk_backup.py: bit-identical over cycles, and the files do not grow. (The folder may change between tags.)"""
+def test_disk_backup(
+    tms: TorchMemorySaver, device: str, tmp_path: Path, scribble: Scribble
+) -> None:
+    """disk_backup.py: bit-identical over cycles, and the files do not grow.
+
+    (The folder may change between tags.)
+    """
     with tms.region("lost", enable_disk_backup=False):
         lost = torch.full((20_000_000,), 20, dtype=torch.uint8, device=device)
-    folders = {"one": tmp_path / "made" / "on demand"} | ({"two": tmp_path / "two"} if device == "cpu" else {})
+    folders = {"one": tmp_path / "made" / "on demand"} | (
+        {"two": tmp_path / "two"} if device == "cpu" else {}
+    )
     for tag, folder in folders.items():
         tms.set_disk_backup_dir(str(folder))
         with tms.region(tag, enable_disk_backup=True):
@@ -116,11 +145,15 @@ def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path, scribbl
 def file_bytes(folder: Path) -> int:
     """Bytes of the files of this folder that the process has open, also of those that have no name."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(os.stat(link).st_size for link in links if os.readlink(link).startswith(f"{folder}/"))
+    return sum(
+        os.stat(link).st_size for link in links if os.readlink(link).startswith(f"{folder}/")
+    )
 
 
 def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
-    """training_engine.py (and nested_region.py): what is made in disable() is ordinary memory, even beside a pause."""
+    """training_engine.py (and nested_region.py): what is made in disable() is ordinary memory, even
+    beside a pause.
+    """
 
     def on_a_tag(tensor: torch.Tensor) -> bool:
         try:
@@ -141,7 +174,13 @@ def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
         second = torch.ones(1000, device=device)
     with tms.disable():
         outside = torch.ones(1000, device=device)
-    assert [on_a_tag(x) for x in (first, plain, nested, second, outside)] == [True, False, True, True, False]
+    assert [on_a_tag(x) for x in (first, plain, nested, second, outside)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert saver.report().tags["inner:host"].live_bytes >= first.nbytes + second.nbytes
     assert saver.report().tags["outer:host"].live_bytes == 0
     assert bool((first == 1).all())
@@ -165,8 +204,9 @@ def test_memory_margin(tms: TorchMemorySaver, savers: Savers, device: str) -> No
 
 
 def test_weights_are_resumed_before_the_kv_cache(tms: TorchMemorySaver, device: str) -> None:
-    """simple.py, and the SGLang RL memory post (hebiao064.github.io/rl-memory-management): between the two stages the
-    weights are updated, and the KV cache's memory is still free."""
+    """simple.py, and the SGLang RL memory post (hebiao064.github.io/rl-memory-management): between
+    the two stages the weights are updated, and the KV cache's memory is still free.
+    """
     with tms.region(tag="weights", enable_cpu_backup=True):
         weights = torch.randn(large(device) // 16, device=device)
     with tms.region(tag="kv_cache"):
@@ -238,7 +278,9 @@ def test_cuda_graph(tms: TorchMemorySaver, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0"])
-def test_graphs_share_memory_as_they_are_told(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
+def test_graphs_share_memory_as_they_are_told(
+    tms: TorchMemorySaver, savers: Savers, device: str
+) -> None:
     nbytes = 64 << 20
     results = [torch.zeros((), device=device) for _ in range(4)]
     handle = torch.cuda.graph_pool_handle()
@@ -280,7 +322,11 @@ def test_graphs_share_memory_as_they_are_told(tms: TorchMemorySaver, savers: Sav
 
 
 @pytest.mark.parametrize(
-    "names", [("cpu", "cpu:0"), pytest.param(("cuda:0", "cuda:1"), marks=[pytest.mark.gpu, pytest.mark.gpus(2)])]
+    "names",
+    [
+        ("cpu", "cpu:0"),
+        pytest.param(("cuda:0", "cuda:1"), marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
+    ],
 )
 def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, str]) -> None:
     """multi_device_torch_mode.py; without GPUs two savers of the CPU stand for them."""
@@ -289,7 +335,9 @@ def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, st
     tms, tensors, nbytes = TorchMemorySaver(savers), [], large(names[0])
     tms.hook_mode = "torch"
     for _ in range(2):
-        current = torch.cuda.device(devices[0]) if devices[0].type == "cuda" else contextlib.nullcontext()
+        current = (
+            torch.cuda.device(devices[0]) if devices[0].type == "cuda" else contextlib.nullcontext()
+        )
         with current, tms.region(tag="t", enable_cpu_backup=True):
             tensors.append(torch.full((nbytes,), 3, dtype=torch.uint8, device=devices[0]))
         devices.reverse()
@@ -299,7 +347,9 @@ def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, st
     before = [process_bytes(name) for name in counted]
     tms.pause("t")
     assert [saver.is_paused("t:host") for saver in savers] == [True, True]
-    assert all(one - process_bytes(name) >= nbytes for one, name in zip(before, counted, strict=True))
+    assert all(
+        one - process_bytes(name) >= nbytes for one, name in zip(before, counted, strict=True)
+    )
     if "cpu" in names:
         backend: Any = list(savers)[1].backend
         backend.inject_fault(2, ERROR["cpu"])  # the call after the new extent: it is mapped
@@ -347,7 +397,12 @@ def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         return graph
 
-    first, second, other_tag, alone = capture((7, 0)), capture((7, 0)), capture((7, 0), "else"), capture(None)
+    first, second, other_tag, alone = (
+        capture((7, 0)),
+        capture((7, 0)),
+        capture((7, 0), "else"),
+        capture(None),
+    )
     third = capture(first.handle)
     assert first.handle == second.handle == third.handle
     assert len({first.handle, other_tag.handle, alone.handle}) == 3

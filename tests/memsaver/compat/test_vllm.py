@@ -1,4 +1,6 @@
-"""vLLM's own tests of its CuMemAllocator that need no engine (tests/basic_correctness/test_cumem.py), stated anew."""
+"""vLLM's own tests of its CuMemAllocator that need no engine
+(tests/basic_correctness/test_cumem.py), stated anew.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +88,17 @@ def test_cumem_with_cudagraph(allocator: CuMemAllocator, device: str) -> None:
 
 
 def test_levels_and_stages(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
-    """As vLLM's worker does it: level 1 keeps the weights, level 2 nothing; weights are woken before the cache."""
+    """As vLLM's worker does it: level 1 keeps the weights, level 2 nothing; weights are woken
+    before the cache.
+    """
     plain = torch.ones(SHAPE, device=device)
     with allocator.use_memory_pool(tag="weights"):
         assert allocator.current_tag == "weights"
         weights = torch.arange(1 << 20, device=device)
     with allocator.use_memory_pool(tag="kv_cache"):
-        cache = torch.ones(1 << 23, device=device)  # more than a segment of torch's with the weights
+        cache = torch.ones(
+            1 << 23, device=device
+        )  # more than a segment of torch's with the weights
     assert allocator.current_tag == "default"
     expected, full = weights.cpu().clone(), used(device)
     allocator.sleep(offload_tags="weights")

@@ -110,7 +110,12 @@ def holds(tensor: torch.Tensor, value: int) -> bool:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("version", [OLD, NEW])
 def test_a_worker_sleeps_and_wakes_in_stages(
-    allocator: CuMemAllocator, savers: Savers, version: str, level: int, device: str, scribble: Scribble
+    allocator: CuMemAllocator,
+    savers: Savers,
+    version: str,
+    level: int,
+    device: str,
+    scribble: Scribble,
 ) -> None:
     worker = Worker(allocator, version, device)
     others = set() if version == OLD else {"runtime", "workspace"}
@@ -138,7 +143,9 @@ def test_a_worker_sleeps_and_wakes_in_stages(
     assert holds(worker.weights.fill_(7), 7) and holds(worker.cache.fill_(8), 8)
 
 
-def test_only_weights_and_cache_wait_to_be_named(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+def test_only_weights_and_cache_wait_to_be_named(
+    allocator: CuMemAllocator, savers: Savers, device: str
+) -> None:
     worker = Worker(allocator, NEW, device)
     worker.sleep(1)
     allocator.wake_up([])
@@ -155,7 +162,9 @@ def test_only_weights_and_cache_wait_to_be_named(allocator: CuMemAllocator, save
     assert holds(worker.weights, 2) and holds(adapter, 9)
 
 
-def test_the_cache_is_given_back_between_steps(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+def test_the_cache_is_given_back_between_steps(
+    allocator: CuMemAllocator, savers: Savers, device: str
+) -> None:
     """vLLM 0.33: release_kv_cache_memory while all else is awake, then sleep, then the stages."""
     worker = Worker(allocator, NEW, device)
     allocator.discard(("kv_cache",))
@@ -197,10 +206,14 @@ def test_what_is_made_on_a_sleeping_tag_is_awake(
     allocator.sleep("weights")
     scribble(64 << 20)
     allocator.wake_up(["weights"])
-    assert all(holds(tensor, value) for value, tensor in enumerate((first, second, third, fourth), 1))
+    assert all(
+        holds(tensor, value) for value, tensor in enumerate((first, second, third, fourth), 1)
+    )
 
 
-def test_released_pools_leave_what_lives(allocator: CuMemAllocator, savers: Savers, device: str) -> None:
+def test_released_pools_leave_what_lives(
+    allocator: CuMemAllocator, savers: Savers, device: str
+) -> None:
     """As the worker does when it ends, in a process that goes on."""
     allocator.release_pools()
     worker = Worker(allocator, NEW, device)
@@ -361,7 +374,9 @@ print("end")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0"])
-def test_graphs_sleep_and_replay(allocator: CuMemAllocator, device: str, scribble: Scribble) -> None:
+def test_graphs_sleep_and_replay(
+    allocator: CuMemAllocator, device: str, scribble: Scribble
+) -> None:
     with allocator.use_memory_pool("weights"):
         weight = torch.eye(1024, device=device)
     given = torch.ones(128, 1024, device=device)

@@ -11,7 +11,15 @@ from recipes.planner.allocator import MIB, CachingAllocator
 
 @pytest.mark.parametrize(
     ("nbytes", "taken"),
-    [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 1, 12), (33 * MIB, 34)],
+    [
+        (1, 2),
+        (MIB, 2),
+        (MIB + 1, 20),
+        (10 * MIB - 512, 20),
+        (10 * MIB, 10),
+        (10 * MIB + 1, 12),
+        (33 * MIB, 34),
+    ],
 )
 def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int) -> None:
     allocator = CachingAllocator()
@@ -22,13 +30,20 @@ def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int)
 @pytest.mark.parametrize(
     ("requests", "reserved"),
     [
-        ("a=40 -a b=30 c=10", 40),  # a freed block serves the next request, and the rest of it another
+        (
+            "a=40 -a b=30 c=10",
+            40,
+        ),  # a freed block serves the next request, and the rest of it another
         ("a=40 -a b=30 c=10 d=10", 50),
-        ("a=40 -a b=39 c=1.1", 60),  # less than a mebibyte is not split off a large block: lost to c
+        (
+            "a=40 -a b=39 c=1.1",
+            60,
+        ),  # less than a mebibyte is not split off a large block: lost to c
         ("a=60 b=40 -a -b c=40 d=60", 100),  # the smallest block that suffices is taken
         ("w=60 -w a=20 b=20 c=20 -a -c -b w=60", 60),  # free neighbours become one
         ("a=40@0 -a b=40@1", 80),  # a stream is not served from another's cache
-        # One small block keeps a whole segment: why torch's cache is emptied together with cuBLAS's workspaces.
+        # One small block keeps a whole segment: why torch's cache is emptied together with cuBLAS's
+        # workspaces.
         ("logits=2374 -logits workspace=32 empty", 2374),
         ("logits=2374 -logits workspace=32 empty -workspace empty", 0),
     ],
@@ -49,7 +64,10 @@ def test_what_is_reserved_after_requests(requests: str, reserved: int) -> None:
 
 
 steps = st.lists(
-    st.tuples(st.integers(0, 7), st.sampled_from([300, MIB, 3 * MIB, 11 * MIB + 5]), st.integers(0, 1)), max_size=60
+    st.tuples(
+        st.integers(0, 7), st.sampled_from([300, MIB, 3 * MIB, 11 * MIB + 5]), st.integers(0, 1)
+    ),
+    max_size=60,
 )
 
 

@@ -1,4 +1,6 @@
-"""Plans: the dry run against every layer traced, the figures measured on GPUs, what fits and what does not."""
+"""Plans: the dry run against every layer traced, the figures measured on GPUs, what fits and what
+does not.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ from recipes.planner.log import Log, replay, with_layers
 
 Capture = pytest.CaptureFixture[str]
 
-SIZES = EngineSizes(weights=4 * MIB, kv_cache=6 * MIB, cuda_graph=2 * MIB, idle=4 * MIB, generating=40 * MIB)
+SIZES = EngineSizes(
+    weights=4 * MIB, kv_cache=6 * MIB, cuda_graph=2 * MIB, idle=4 * MIB, generating=40 * MIB
+)
 FIELDS = {"model_type": "qwen2", "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 700}
-FIELDS |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+FIELDS |= {
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
 HYBRID = FIELDS | {"model_type": "qwen3_next", "num_experts": 0, "head_dim": 32}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
@@ -30,7 +39,8 @@ LATENT = FIELDS | {"model_type": "deepseek_v3", "num_key_value_heads": 8}
 TP = "engine.tensor_parallel_size"
 PAIR = ["tiny", "driver=ray", "cluster.n_gpus_per_node=2", f"{TP}=2"]
 FULL, LINEAR = "full_attention", "linear_attention"
-# Most MiB of the device, by stage, in each of these on lent machines (2026-11-22; docs/benchmarks.md).
+# Most MiB of the device, by stage, in each of these on lent machines (2026-11-22;
+# docs/benchmarks.md).
 MEASURED = [
     "qwen2.5-0.5b cycle.keep=[] --gpu h100-80gb",
     "qwen2.5-0.5b model.shape=smollm2-135m cycle.keep=[] --gpu h100-80gb",
@@ -60,9 +70,15 @@ def hybrid(*kinds: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        pytest.param(FIELDS, ["trainer.activation_checkpointing=true", "lora.rank=8"], marks=pytest.mark.extended),
+        pytest.param(
+            FIELDS,
+            ["trainer.activation_checkpointing=true", "lora.rank=8"],
+            marks=pytest.mark.extended,
+        ),
         (hybrid(*[FULL, LINEAR] * 5, FULL), ["sampling.max_tokens=20"]),
-        pytest.param(FIELDS, [], marks=pytest.mark.extended),  # the measured figures guard this, too
+        pytest.param(
+            FIELDS, [], marks=pytest.mark.extended
+        ),  # the measured figures guard this, too
         pytest.param(HYBRID | {"num_hidden_layers": 20}, [], marks=pytest.mark.extended),
     ],
     ids=["adapters, computed anew", "alternating", "plain", "one of four is full"],
@@ -75,7 +91,11 @@ def test_few_layers_give_what_all_of_them_give(fields: dict[str, Any], words: li
     every = dry_run(recipe, fields, SIZES, **given, all_layers=True)
     assert few.stages == every.stages
     assert few.tags == every.tags
-    assert few.stages["update_actor"]["torch"]["trainer"] > few.stages["compute_log_prob"]["torch"]["trainer"] > 0
+    assert (
+        few.stages["update_actor"]["torch"]["trainer"]
+        > few.stages["compute_log_prob"]["torch"]["trainer"]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,9 +129,12 @@ def test_layers_that_are_not_alike_are_an_error_not_a_wrong_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.extended] * ("smollm2" in case)) for case in MEASURED]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.extended] * ("smollm2" in case)) for case in MEASURED],
 )
-def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_by_more_than_one(case: str) -> None:
+def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_by_more_than_one(
+    case: str,
+) -> None:
     words, _, gpu = case.partition(" --gpu ")
     name, *overrides = words.split()
     plan = plan_of(recipes.load(name, overrides), name, gpu=gpu)
@@ -130,13 +153,20 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
     assert advised is not None, printed
     plan = plan_of(recipes.load("tiny", [f"engine.kv_tokens={advised[1]}"]), "tiny", gpu=None)
     assert plan.fits and plan.kv_tokens == int(advised[1])
-    assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, "far from all that would fit"
+    assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, (
+        "far from all that would fit"
+    )
 
 
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
     plan = plan_of(recipes.load("tiny-ppo"), "tiny-ppo", gpu=None)
     by_name = {stage.stage: stage for stage in plan.stages}
-    assert {"compute_ref_log_prob", "compute_values", "update_critic", "restore_critic_optim"} <= by_name.keys()
+    assert {
+        "compute_ref_log_prob",
+        "compute_values",
+        "update_critic",
+        "restore_critic_optim",
+    } <= by_name.keys()
     assert by_name["compute_values"].tags["critic"] > 0 == by_name["compute_values"].tags["params"]
     assert plan.fits
 
@@ -144,7 +174,10 @@ def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "recipe.yaml").touch()
     assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
-    assert "where.png: cannot be written: No such file or directory; name a place" in capsys.readouterr().err
+    assert (
+        "where.png: cannot be written: No such file or directory; name a place"
+        in capsys.readouterr().err
+    )
     picture = tmp_path / "plan.png"
     assert main(["plan", "tiny", "--picture", str(picture), "--into", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -152,7 +185,9 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["gpu_bytes"] == find_gpu("h100-80gb")[0].total
-    assert {"stage", "device_bytes", "tags", "host_bytes", "used_bytes"} == set(written["stages"][0])
+    assert {"stage", "device_bytes", "tags", "host_bytes", "used_bytes"} == set(
+        written["stages"][0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,16 @@ GPU = {"name": "H100", "memory": "81559 MiB", "driver": "580.1"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return read_run(make_run(tmp_path_factory.mktemp("runs") / "run", value_loss=0.5, kl_to_reference=0.0625))
+    return read_run(
+        make_run(tmp_path_factory.mktemp("runs") / "run", value_loss=0.5, kl_to_reference=0.0625)
+    )
 
 
 def tips(chart: Chart | None) -> list[str]:
     assert chart is not None
-    return [tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)]
+    return [
+        tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)
+    ]
 
 
 def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> None:
@@ -57,7 +61,10 @@ def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> No
     ("figure", "tip"),
     [
         (charts.reward_chart, "step 1, reward: 0.1, exact match of samples: 0.05"),
-        (charts.reward_chart, "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75"),
+        (
+            charts.reward_chart,
+            "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75",
+        ),
         (charts.gap_chart, "step 3, mean gap: 1e-06, largest gap: 1e-05"),
         (charts.critic_chart, "step 1, loss of the critic: 0.5"),
         (charts.critic_chart, "step 6, KL to the reference, nats a token: 0.0625"),
@@ -90,9 +97,16 @@ def test_tips_hold_exact_values(figure: Any, tip: str, run: Run) -> None:
         assert len(found) == 6 * (2 if figure is charts.critic_chart else 1)
 
 
-def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(run: Run, tmp_path: Path) -> None:
-    assert len([tip for tip in tips(time_charts.run_chart(run)) if tip.startswith("update_actor, ")]) == 6
-    spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [("evaluate", 0.0, 100.0)]
+def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(
+    run: Run, tmp_path: Path
+) -> None:
+    assert (
+        len([tip for tip in tips(time_charts.run_chart(run)) if tip.startswith("update_actor, ")])
+        == 6
+    )
+    spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [
+        ("evaluate", 0.0, 100.0)
+    ]
     found = tips(time_charts.run_chart(Run(spans=spans)))
     assert found[0].startswith("sleep, 100 times, 0.50 s in all") and len(found) == 2
 
@@ -105,7 +119,14 @@ def test_sync_figures_come_from_the_receipt_or_the_stage(run: Run, tmp_path: Pat
 
 def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
     bursts = [
-        Event(time=second + part / 100, seconds=0.0, op="grow", tag="params", committed_bytes=part % 7, backup_bytes=0)
+        Event(
+            time=second + part / 100,
+            seconds=0.0,
+            op="grow",
+            tag="params",
+            committed_bytes=part % 7,
+            backup_bytes=0,
+        )
         for second in range(10)
         for part in range(1, 81)
     ]
@@ -117,7 +138,12 @@ def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
 
 
 def test_the_zoom_is_the_last_step_of_the_ordinary_kind() -> None:
-    spans = [("build", 0.0, 1.0), ("step 1", 1.0, 2.0), ("step 2", 2.0, 3.5), ("park_optim", 3.5, 3.6)]
+    spans = [
+        ("build", 0.0, 1.0),
+        ("step 1", 1.0, 2.0),
+        ("step 2", 2.0, 3.5),
+        ("park_optim", 3.5, 3.6),
+    ]
     assert Run(spans=spans).one_step() == ("step 2", 2.0, 3.5)
     assert Run(spans=[*spans, ("save_checkpoint", 3.0, 3.2)]).one_step() == ("step 1", 1.0, 2.0)
     assert Run(spans=spans[:1]).one_step() == ("incomplete", 0.0, 1.0)
@@ -126,16 +152,26 @@ def test_the_zoom_is_the_last_step_of_the_ordinary_kind() -> None:
 
 @pytest.mark.parametrize("first", ["park_optim", "park_critic", "empty_cache", "wake_weights"])
 def test_the_wake_up_begins_with_its_first_stage_whatever_is_kept(first: str) -> None:
-    spans = [("update_actor", 0.0, 1.0), (first, 2.0, 2.5), ("wake_kv_cache", 3.0, 4.0), ("sleep", 5.0, 6.0)]
+    spans = [
+        ("update_actor", 0.0, 1.0),
+        (first, 2.0, 2.5),
+        ("wake_kv_cache", 3.0, 4.0),
+        ("sleep", 5.0, 6.0),
+    ]
     _, begin, end = Run(spans=spans).wake_up()
     assert begin == 2.0 and 4.0 <= end < 5.0
 
 
 def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
-    event = Event(time=1.0, seconds=0.0, op="grow", tag="params", committed_bytes=2**20, backup_bytes=0)
+    event = Event(
+        time=1.0, seconds=0.0, op="grow", tag="params", committed_bytes=2**20, backup_bytes=0
+    )
     events = {"trainer[0]": [event], "trainer[1]": [event], "rollout[1]": [event]}
     run = Run(events=events, spans=[("build", 0.0, 2.0)])
-    assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in tips(time_charts.devices_chart(run)))
+    assert any(
+        "device 0: 1.0 MiB, device 1: 2.0 MiB" in tip
+        for tip in tips(time_charts.devices_chart(run))
+    )
 
 
 def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
@@ -146,7 +182,9 @@ def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
 
 def _luminance(colour: str) -> float:
     parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -181,7 +219,11 @@ def test_tips_lie_where_their_values_are() -> None:
 
 
 def peaks(stage: str, device: int | None, **processes: int) -> Row:
-    return {"kind": "train", "step": 1, "peaks": {stage: {"device_bytes": device, "processes": processes}}}
+    return {
+        "kind": "train",
+        "step": 1,
+        "peaks": {stage: {"device_bytes": device, "processes": processes}},
+    }
 
 
 def test_key_figures(run: Run, tmp_path: Path) -> None:
@@ -198,7 +240,15 @@ def test_key_figures(run: Run, tmp_path: Path) -> None:
 
 def test_slowest_stages_come_first_with_their_share(run: Run) -> None:
     found = tables.slowest_stages(run)
-    assert found.rows[0] == ("generate_sequences", "rollout", "50.0 %", "0.50 s", "0.50 s", "3.00 s", "6")
+    assert found.rows[0] == (
+        "generate_sequences",
+        "rollout",
+        "50.0 %",
+        "0.50 s",
+        "0.50 s",
+        "3.00 s",
+        "6",
+    )
     assert found.rows[1][:3] == ("update_actor", "train", "24.0 %")
     assert len(found.rows) == 13
 
@@ -210,7 +260,11 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         {"stage": "never_ran", "device_bytes": {"trainer": 1}},
     ]
     rows = [
-        peaks("update_actor", 90 * MIB, **{"trainer[0]": 88 * MIB, "trainer[1]": 100 * MIB, "rollout[0]": 0}),
+        peaks(
+            "update_actor",
+            90 * MIB,
+            **{"trainer[0]": 88 * MIB, "trainer[1]": 100 * MIB, "rollout[0]": 0},
+        ),
         peaks("update_actor", 100 * MIB, **{"trainer[0]": 99 * MIB}),
         peaks("sync_weights", None, trainer=100 * MIB),
     ]
@@ -247,5 +301,7 @@ def test_where_it_ran(tmp_path: Path) -> None:
 
 def test_every_step_has_only_columns_that_are_there(tmp_path: Path) -> None:
     found = tables.every_step(Run(rows=[train_row(step) for step in (1, 2, 3)]))
-    assert list(found.head)[:3] == ["step", "reward", "exact match"] and "value loss" not in found.head
+    assert (
+        list(found.head)[:3] == ["step", "reward", "exact match"] and "value loss" not in found.head
+    )
     assert found.rows[2][:3] == ("3", "0.3", "0.15")

@@ -1,4 +1,6 @@
-"""The page: one file that holds everything, looked at in a real browser, whatever the run's folder lacks."""
+"""The page: one file that holds everything, looked at in a real browser, whatever the run's folder
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.helpers.recipes.folders import MIB, make_run
 
 CHARTS = 11
 SECTIONS = ["learning", "time", "memory", "speed", "run"]
-PEAKS = {"update_actor": {"device_bytes": 12 * MIB, "processes": {"trainer": 12 * MIB, "rollout": 0}}}
+PEAKS = {
+    "update_actor": {"device_bytes": 12 * MIB, "processes": {"trainer": 12 * MIB, "rollout": 0}}
+}
 PLAN = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 12 * MIB, "rollout": 0}}]}
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with everything there is: critic, plan, peaks, two sessions."""
-    run = make_run(tmp_path_factory.mktemp("runs") / "whole", value_loss=0.5, peaks=PEAKS, plan=PLAN)
+    run = make_run(
+        tmp_path_factory.mktemp("runs") / "whole", value_loss=0.5, peaks=PEAKS, plan=PLAN
+    )
     shutil.copy(run / "trace.json", run / "trace-until-step-6-1.json")
     assert main(["report", str(run)]) == 0
     return run / "report.html"
@@ -41,7 +47,9 @@ def test_the_page_needs_nothing_from_outside(page: Path) -> None:
     html = page.read_text()
     assert "://" not in html and "@import" not in html
     assert re.findall(r'\ssrc="', html) == []
-    assert {link for link in re.findall(r'href="(.*?)"', html) if not link.startswith("#")} == {"data:,"}
+    assert {link for link in re.findall(r'href="(.*?)"', html) if not link.startswith("#")} == {
+        "data:,"
+    }
     assert {link for link in re.findall(r"url\((.*?)\)", html) if not link.startswith("#")} == set()
     ids = set(re.findall(r'\sid="(.*?)"', html))
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= ids
@@ -60,7 +68,10 @@ def test_what_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
     run = tmp_path / "run <i>"
     run.mkdir()
     (run / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
-    timeline, stage = Timeline(), r"cost $\frac{1 5$ <b>"  # matplotlib reads formulas between dollars
+    timeline, stage = (
+        Timeline(),
+        r"cost $\frac{1 5$ <b>",
+    )  # matplotlib reads formulas between dollars
     timeline.span("step 1", 0.0, 2.0, "stages")
     timeline.span(stage, 0.5, 1.5, "stages")
     timeline.span("pause params", 0.5, 0.6, "trainer", bytes=100, backup=3)
@@ -83,7 +94,9 @@ def test_in_a_browser(chromium: str, page: Path, tmp_path: Path) -> None:
 def test_the_probe_sees_what_is_wrong(chromium: str, page: Path, tmp_path: Path) -> None:
     """A page made worse: each finding of the test above can be there."""
     html = page.read_text().replace("<h1>", '<img src="http://memsaver.invalid/x.png"><h1>')
-    html = html.replace("<script>", "<script>queueMicrotask(() => { throw new Error('worse'); });", 1)
+    html = html.replace(
+        "<script>", "<script>queueMicrotask(() => { throw new Error('worse'); });", 1
+    )
     html = html.replace(
         '<g class="tips">',
         '<text x="20" y="20">one</text><text x="21" y="20">two</text><text x="-30" y="60">three</text><g class="tips">',
@@ -112,12 +125,20 @@ def test_dark_and_narrow(chromium: str, page: Path, tmp_path: Path) -> None:
     ("lacking", "said"),
     [
         (["trace.json"], ["trace.json is missing", "Memory by tag and phase", "<b>One step</b>"]),
-        (["metrics.jsonl", "recipe.yaml"], ["metrics.jsonl is missing", "recipe.yaml is missing", "<b>Generation</b>"]),
-        (["trace.json", "metrics.jsonl", "environment.json"], ["<b>Memory by tag</b>", "<b>Where it ran</b>"]),
+        (
+            ["metrics.jsonl", "recipe.yaml"],
+            ["metrics.jsonl is missing", "recipe.yaml is missing", "<b>Generation</b>"],
+        ),
+        (
+            ["trace.json", "metrics.jsonl", "environment.json"],
+            ["<b>Memory by tag</b>", "<b>Where it ran</b>"],
+        ),
     ],
     ids=["killed", "trace only", "nothing but the recipe"],
 )
-def test_a_partial_folder_gives_a_page_that_says_so(tmp_path: Path, lacking: list[str], said: list[str]) -> None:
+def test_a_partial_folder_gives_a_page_that_says_so(
+    tmp_path: Path, lacking: list[str], said: list[str]
+) -> None:
     run = make_run(tmp_path / "run", steps=1)
     for name in lacking:
         (run / name).unlink()
@@ -127,7 +148,9 @@ def test_a_partial_folder_gives_a_page_that_says_so(tmp_path: Path, lacking: lis
         assert words in html
 
 
-def test_no_run_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     absent = tmp_path / "absent"
     assert main(["report", str(absent)]) == main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -136,9 +159,13 @@ def test_no_run_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureF
     ]
 
 
-def test_nowhere_to_write_and_no_matplotlib_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nowhere_to_write_and_no_matplotlib_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(RecipeError, match="--out .*: cannot be written: No such file or directory; name a place"):
+    with pytest.raises(
+        RecipeError, match="--out .*: cannot be written: No such file or directory; name a place"
+    ):
         write_report(tmp_path, tmp_path / "no" / "where.html")
     monkeypatch.setitem(__import__("sys").modules, "recipes.watch.charts", None)
     monkeypatch.delattr(recipes.watch, "charts", raising=False)

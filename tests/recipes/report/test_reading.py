@@ -23,7 +23,12 @@ def test_a_whole_run_is_read_with_the_times_and_bytes_of_its_trace(tmp_path: Pat
     assert whole.end == pytest.approx(7.0)
     assert ("step 1", pytest.approx(1.0), pytest.approx(2.0)) in whole.spans
     first = whole.events["trainer"][0]
-    assert (first.op, first.tag, first.committed_bytes, first.backup_bytes) == ("pause", "optim", 0, 8 * MIB)
+    assert (first.op, first.tag, first.committed_bytes, first.backup_bytes) == (
+        "pause",
+        "optim",
+        0,
+        8 * MIB,
+    )
     assert first.time == pytest.approx(1.01) and first.seconds == pytest.approx(0.001)
 
 
@@ -36,7 +41,12 @@ def test_a_killed_run_says_what_it_left_out(tmp_path: Path) -> None:
     assert [row["step"] for row in run.train] == [1, 2]
     assert run.spans == [] and run.events == {} and run.end == 0.0
     said = "\n".join(run.gaps)
-    for words in ("1 of 4 lines are not whole", "after step 2 of 3", "trace.json is missing", "environment.json is"):
+    for words in (
+        "1 of 4 lines are not whole",
+        "after step 2 of 3",
+        "trace.json is missing",
+        "environment.json is",
+    ):
         assert words in said
 
 
@@ -77,5 +87,7 @@ def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path: Path) ->
     assert run.breaks == [pytest.approx(3.0), pytest.approx(6.0)]
     assert [round(start) for name, start, _ in run.spans if name == "step 2"] == [2, 5, 8]
     ended = [event for event in run.events["trainer"] if event.op == "end"]
-    assert {(round(event.time), event.tag) for event in ended} == {(t, tag) for t in (3, 6) for tag in TAGS}
+    assert {(round(event.time), event.tag) for event in ended} == {
+        (t, tag) for t in (3, 6) for tag in TAGS
+    }
     assert {event.committed_bytes for event in ended} == {0}

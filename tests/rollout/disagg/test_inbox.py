@@ -59,12 +59,17 @@ def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
     for part in (world.k, world.v):
         assert part.any((0, 2, 3)).nonzero().flatten().tolist() == (SLOTS if lost is None else [])
     (transfer,) = world.inbox.transfers
-    assert transfer.complete and transfer.wanted == (lost is None) and world.inbox.allocator.outstanding == 0
+    assert (
+        transfer.complete
+        and transfer.wanted == (lost is None)
+        and world.inbox.allocator.outstanding == 0
+    )
 
 
 def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:
-    """Two prefill ranks refuse the second of three prompts: the first rank before the other has sent the first prompt,
-    the other when the decode engine is done with both."""
+    """Two prefill ranks refuse the second of three prompts: the first rank before the other has
+    sent the first prompt, the other when the decode engine is done with both.
+    """
     world = World(ranks=2)
     for request in range(3):
         world.ask(request)

@@ -1,5 +1,6 @@
-"""Ranks find each other past strangers who are silent, rude or many; what is not theirs is not read, and nobody waits
-beyond a time-out."""
+"""Ranks find each other past strangers who are silent, rude or many; what is not theirs is not
+read, and nobody waits beyond a time-out.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_ranks_meet_whoever_else_comes(how: str, address: Address) -> None:
         if how != "nobody":
             strangers.enter_context(pestered(address, how))
         accepted, (one,), (other,) = at_once(
-            lambda: accept(address, 2, KEY, timeout=60), *[lambda: dial([address], KEY, timeout=60)] * 2
+            lambda: accept(address, 2, KEY, timeout=60),
+            *[lambda: dial([address], KEY, timeout=60)] * 2,
         )
     for line in (one, other):
         line.send("from a dialler")
@@ -85,7 +87,9 @@ def test_ranks_meet_whoever_else_comes(how: str, address: Address) -> None:
 
 
 def test_another_key_and_nobody(address: Address) -> None:
-    with pytest.raises(TimeoutError, match="no decode rank listens at .*start it first, with the same key"):
+    with pytest.raises(
+        TimeoutError, match="no decode rank listens at .*start it first, with the same key"
+    ):
         dial([address], KEY, timeout=0.3)
 
     def listen() -> Any:

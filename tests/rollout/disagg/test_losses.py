@@ -1,4 +1,6 @@
-"""Prefill ranks that die, refuse, fall silent or have other weights: answers are right, or refused with a reason."""
+"""Prefill ranks that die, refuse, fall silent or have other weights: answers are right, or refused
+with a reason.
+"""
 
 from __future__ import annotations
 
@@ -84,16 +86,28 @@ def lose(rank: int, path: str, sockets: str) -> Any:
     groups = [dist.new_group([0, 1]) for _ in CASES]
     dist.barrier()  # nobody dies while others still connect to it
     splits = [
-        Split(path=path, mapped=case.mapped, calls=CALLS, on_loss=case.on_loss, prefill_config=CONFIG | case.prefill)
+        Split(
+            path=path,
+            mapped=case.mapped,
+            calls=CALLS,
+            on_loss=case.on_loss,
+            prefill_config=CONFIG | case.prefill,
+        )
         for case in CASES.values()
     ]
     if rank > 1:
         nth = rank - 2
-        return prefill(splits[nth], [f"{sockets}/{nth}.{peer}" for peer in range(2)], list(CASES.values())[nth].how)
+        return prefill(
+            splits[nth],
+            [f"{sockets}/{nth}.{peer}" for peer in range(2)],
+            list(CASES.values())[nth].how,
+        )
     found = []
     for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
         patience = 3 if nth == list(CASES).index("silent") else 60
-        found.append(generate(split, group, f"{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience))
+        found.append(
+            generate(split, group, f"{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience)
+        )
     return found
 
 
@@ -141,15 +155,24 @@ def expected(path: str) -> Any:
         ("gloo", range(5), "the prefill engine is lost: prefill rank 0 is "),
         ("silent", range(6), "sent nothing for 3 s|says another rank"),
         ("newer", [0], "^the prefill engine has weights 1, this one 0$"),
-        ("small", [4], "^refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens$"),
+        (
+            "small",
+            [4],
+            "^refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens$",
+        ),
     ],
 )
-def test_what_does_not_come_is_computed_here(seen: Seen, expected: Any, case: str, arrived: Any, reason: str) -> None:
+def test_what_does_not_come_is_computed_here(
+    seen: Seen, expected: Any, case: str, arrived: Any, reason: str
+) -> None:
     for each in seen[case]:
         assert tokens(each["answers"]) == expected
         assert each["split"].arrived in arrived and each["reason"] is None
         assert each["split"].recomputed > 0 or case == "silent"
-        assert each["split"].arrived + each["split"].recomputed == 5 or case not in ("newer", "small")
+        assert each["split"].arrived + each["split"].recomputed == 5 or case not in (
+            "newer",
+            "small",
+        )
         assert each["outstanding"] == 0 or case != "small"
         assert re.search(reason, each["split"].reason)
 
@@ -157,7 +180,9 @@ def test_what_does_not_come_is_computed_here(seen: Seen, expected: Any, case: st
 def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
     for each in seen["refuse"]:
         assert each["answers"] == []
-        assert each["error"].startswith("PeerLostError: the prefill engine is lost: prefill rank 0 is ")
+        assert each["error"].startswith(
+            "PeerLostError: the prefill engine is lost: prefill rank 0 is "
+        )
         assert "the prefill engine is lost" in each["reason"]
 
 
@@ -174,11 +199,17 @@ def greeted(engine: Engine, **changes: Any) -> tuple[Line, Far]:
     ("ring_bytes", "changes", "message"),
     [
         (8, {}, "ring_bytes=8 does not hold one token"),
-        (1 << 12, {"geometry": "something else"}, "the prefill engine has something else, this one 4 KV heads"),
+        (
+            1 << 12,
+            {"geometry": "something else"},
+            "the prefill engine has something else, this one 4 KV heads",
+        ),
         (1 << 12, {"tp_size": 2}, "connect to every prefill rank once; these are 0 of 2"),
     ],
 )
-def test_engines_that_do_not_fit_are_refused(path: str, ring_bytes: int, changes: dict[str, Any], message: str) -> None:
+def test_engines_that_do_not_fit_are_refused(
+    path: str, ring_bytes: int, changes: dict[str, Any], message: str
+) -> None:
     engine = DecodeEngine.from_pretrained(path, **CONFIG)
     mine, theirs = greeted(engine, **changes)
     with pytest.raises(ValueError, match=message):
@@ -187,7 +218,9 @@ def test_engines_that_do_not_fit_are_refused(path: str, ring_bytes: int, changes
 
 
 def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
-    """After it has asked for a prompt, and died before its ring was ready for it: no page stays taken."""
+    """After it has asked for a prompt, and died before its ring was ready for it: no page stays
+    taken.
+    """
     engine = PrefillEngine.from_pretrained(path, **CONFIG)
     mine, theirs = greeted(engine, ring_bytes=1 << 12)
     engine.connect([mine], Unheard([0]))
@@ -200,14 +233,18 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
 
 
 def test_a_refusal_waits_for_the_prompts_before_it(path: str) -> None:
-    """The first one takes all pages and the ring is not ready for it: the third, which fits alone, has to wait, too."""
+    """The first one takes all pages and the ring is not ready for it: the third, which fits alone,
+    has to wait, too.
+    """
     engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
     mine, theirs = greeted(engine, ring_bytes=1 << 16)
     engine.connect([mine], Unheard([0]))
     prompts = random_prompts((30, 50, 21))
     for number, prompt in enumerate(prompts):
         part = Range(first=0, tokens=len(prompt), offset=0, nbytes=2 * TOKEN * len(prompt), round=1)
-        theirs.send(Ask(number=number, prompt=prompt, params=GREEDY, seed=0, indices=(0,), ranges=(part,)))
+        theirs.send(
+            Ask(number=number, prompt=prompt, params=GREEDY, seed=0, indices=(0,), ranges=(part,))
+        )
     heard: list[Any] = []
 
     def decode() -> None:

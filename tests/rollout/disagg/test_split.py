@@ -1,4 +1,6 @@
-"""Two engines of different tensor-parallel sizes give one engine's answers, through rings that wrap."""
+"""Two engines of different tensor-parallel sizes give one engine's answers, through rings that
+wrap.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run, tokens
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 REQUESTS = rounds(60, 200)
-TOPOLOGIES = some((4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)])
+TOPOLOGIES = some(
+    (4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)]
+)
 BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
 LONG = SamplingParams(max_tokens=40, temperature=0)
 BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
@@ -32,7 +36,9 @@ def calls() -> list[tuple[list[list[int]], SamplingParams]]:
 
 
 def searches() -> list[tuple[list[list[int]], list[SamplingParams]]]:
-    """Beam searches beside prompts that are sent; then two that begin like what was sent, and like a search."""
+    """Beam searches beside prompts that are sent; then two that begin like what was sent, and like
+    a search.
+    """
     prompts = random_prompts(LENGTHS)
     again = [prompts[6] + [3, 4], prompts[7][:50]]
     return [(prompts, [GREEDY, BEAMS] * 4), (again, [BEAMS, BEAMS])]
@@ -58,10 +64,20 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
     wide = CONFIG | {"kv_tokens": REQUESTS * 64, "max_running": REQUESTS}
     few = SMALL | {"kv_tokens": 64, "max_running": 3}
     splits.append(Split(path=path, calls=[(burst(), GREEDY)], decode_config=wide))
-    splits.append(Split(path=path, calls=[(burst()[:30], LONG)], prefill_config=few, decode_config=SMALL, nap=True))
+    splits.append(
+        Split(
+            path=path,
+            calls=[(burst()[:30], LONG)],
+            prefill_config=few,
+            decode_config=SMALL,
+            nap=True,
+        )
+    )
     splits.append(Split(path=path, calls=searches()))
     folder = tmp_path_factory.mktemp("ranks")
-    by_rank = results(start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200))
+    by_rank = results(
+        start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200)
+    )
     return [list(of) for of in zip(*by_rank, strict=True)]
 
 
@@ -79,8 +95,12 @@ def test_answers_are_one_engines(path: str, found: list[list[Any]], nth: int) ->
             assert_same(mine, its)
         assert (seen["split"].arrived, seen["split"].recomputed) == (12, 0)
         assert seen["outstanding"] == 0
-        generated = sum(len(sample.token_ids) - 1 for call in alone for request in call for sample in request)
-        assert seen["stats"]["computed_tokens"] == generated, "prompts, and first tokens, are computed elsewhere"
+        generated = sum(
+            len(sample.token_ids) - 1 for call in alone for request in call for sample in request
+        )
+        assert seen["stats"]["computed_tokens"] == generated, (
+            "prompts, and first tokens, are computed elsewhere"
+        )
         assert seen["stats"]["prefix_hit_tokens"] == 2 * 32, "what the decode side has is not sent"
 
 
@@ -106,8 +126,9 @@ def test_a_burst_through_a_small_ring(path: str, found: list[list[Any]]) -> None
 
 
 def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> None:
-    """By a sleep, after the first were asked for: what comes for a sample that has lost its pages is left in the ring,
-    and the sample is computed here; later ones as pages run out."""
+    """By a sleep, after the first were asked for: what comes for a sample that has lost its pages
+    is left in the ring, and the sample is computed here; later ones as pages run out.
+    """
     alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:30], LONG)
     for seen in found[TIGHT][1:3]:
         assert tokens(seen["answers"]) == tokens([alone])
@@ -119,12 +140,16 @@ def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:
     """Searches are computed where they are decoded, prompts beside them are sent."""
     engine = Engine.from_pretrained(path, **CONFIG)
     alone = [engine.generate(prompts, params) for prompts, params in searches()]
-    assert any(len({tuple(each.token_ids) for each in request}) == 3 for request in alone[1]), "beams that differ"
+    assert any(len({tuple(each.token_ids) for each in request}) == 3 for request in alone[1]), (
+        "beams that differ"
+    )
     for seen in found[SEARCH][1:3]:
         assert seen["error"] is None and seen["reason"] is None
         assert tokens(seen["answers"]) == tokens(alone)
         for mine, theirs in zip(chain(*seen["answers"]), chain(*alone), strict=True):
-            assert [each.score for each in mine] == pytest.approx([each.score for each in theirs], abs=GAP)
+            assert [each.score for each in mine] == pytest.approx(
+                [each.score for each in theirs], abs=GAP
+            )
         assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 0, 0)
         assert seen["stats"]["prefix_hit_tokens"] == 64 + 48
     assert found[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN

@@ -36,8 +36,12 @@ def foreign(pipe: Connection) -> None:
 def handle(ticket: ipc.IpcTicket) -> Mock:
     """On such an engine. It has no digest of its own: it believes what it is told."""
     engine = Mock()
-    engine.weight_layout.return_value = WeightLayout(manifest=LAYOUT, place=place_of(torch.device("cuda:0")))
-    engine.begin_update.side_effect = lambda version, **_: WeightOffer(version=version, manifest=LAYOUT, ticket=ticket)
+    engine.weight_layout.return_value = WeightLayout(
+        manifest=LAYOUT, place=place_of(torch.device("cuda:0"))
+    )
+    engine.begin_update.side_effect = lambda version, **_: WeightOffer(
+        version=version, manifest=LAYOUT, ticket=ticket
+    )
     engine.verify_update.side_effect = lambda receipt: VerifyReceipt(
         version=receipt.version, digest=receipt.digest, seconds=0.0
     )
@@ -54,25 +58,38 @@ def test_a_foreign_engine_gets_its_weights() -> None:
         sync.sync(version)
         pages = torch.tensor(peer.ask("read"), dtype=torch.uint8)
         for piece in LAYOUT.slices:
-            stored = pages[piece.offset :][: 2 * tensors[piece.name].numel()].view(torch.bfloat16).view(piece.shape)
+            stored = (
+                pages[piece.offset :][: 2 * tensors[piece.name].numel()]
+                .view(torch.bfloat16)
+                .view(piece.shape)
+            )
             assert torch.equal(stored, tensors[piece.name].bfloat16().cpu()), piece.name
         for tensor in tensors.values():
             tensor.mul_(-2)
-    assert engine.commit_update.call_args == call(2) and [each.kind for each in sync.transports] == ["pages"]
-    assert not engine.write_update.called and not engine.abort_update.called, "its pages can be mapped"
+    assert engine.commit_update.call_args == call(2) and [
+        each.kind for each in sync.transports
+    ] == ["pages"]
+    assert not engine.write_update.called and not engine.abort_update.called, (
+        "its pages can be mapped"
+    )
     ipc.map_once.cache_clear()
     assert peer.ask("end") == "ended"
     peer.kill()
 
 
 def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket, pages = ipc.IpcTicket(arguments=(1,), device_key="GPU-0"), torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    ticket, pages = (
+        ipc.IpcTicket(arguments=(1,), device_key="GPU-0"),
+        torch.zeros(LAYOUT.nbytes, dtype=torch.uint8),
+    )
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
         mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack())
     monkeypatch.setattr(ipc, "map_once", lambda given: pages[1:] if given is not ticket else pages)
     assert mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack()) is pages
-    other = WeightOffer(version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0"))
+    other = WeightOffer(
+        version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0")
+    )
     with pytest.raises(ValueError, match=f"the rollout shares {LAYOUT.nbytes - 1} bytes"):
         mapped(other, memsaver.LeaseCache(), contextlib.ExitStack())
 

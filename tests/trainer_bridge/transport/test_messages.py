@@ -20,12 +20,16 @@ from trainer_bridge.sync.transport.staging import Packing, Unpacking
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[Copy]:
-    """Boxes of parameters of up to three dimensions, of one rank, for two targets one after the other."""
+    """Boxes of parameters of up to three dimensions, of one rank, for two targets one after the
+    other.
+    """
     found, offset = [], 0
     for number in range(draw(st.integers(1, 5))):
         whole = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
         start = tuple(draw(st.integers(0, n - 1)) for n in whole)
-        shape = tuple(draw(st.integers(1, n - first)) for n, first in zip(whole, start, strict=True))
+        shape = tuple(
+            draw(st.integers(1, n - first)) for n, first in zip(whole, start, strict=True)
+        )
         dtype = draw(st.sampled_from(["float32", "bfloat16"]))
         strides = row_major(whole)
         offset = -(-offset // 4) * 4
@@ -42,10 +46,19 @@ def copies(draw: st.DrawFn) -> list[Copy]:
 
 @settings(max_examples=120)
 @given(copies(), st.sampled_from([4, 20, 64, 10_000]))
-def test_messages_are_bounded_and_write_what_the_copies_write(given_copies: list[Copy], limit: int) -> None:
-    """By tables and by the boxes of a handle, each element once: digests are sums over the elements at their places."""
-    sources = {copy.name: torch.randn(6, 6, 6).flatten()[: _held(copy)].view(_shape(copy)) for copy in given_copies}
-    expected, pages, boxes = ([torch.full((8192,), 0xA5, dtype=torch.uint8) for _ in range(2)] for _ in range(3))
+def test_messages_are_bounded_and_write_what_the_copies_write(
+    given_copies: list[Copy], limit: int
+) -> None:
+    """By tables and by the boxes of a handle, each element once: digests are sums over the elements
+    at their places.
+    """
+    sources = {
+        copy.name: torch.randn(6, 6, 6).flatten()[: _held(copy)].view(_shape(copy))
+        for copy in given_copies
+    }
+    expected, pages, boxes = (
+        [torch.full((8192,), 0xA5, dtype=torch.uint8) for _ in range(2)] for _ in range(3)
+    )
     digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
     for copy in given_copies:
         digest += CastCopy(placements(copy, sources[copy.name])).run(expected[copy.target])
@@ -60,10 +73,14 @@ def test_messages_are_bounded_and_write_what_the_copies_write(given_copies: list
         packing.start(stage, {})
         digest -= packing.digest()
         Unpacking(message, stage).start(pages[message.target])
-        write_boxes(boxes[message.target], [piece.box for piece in message.pieces], stage[: message.nbytes])
+        write_boxes(
+            boxes[message.target], [piece.box for piece in message.pieces], stage[: message.nbytes]
+        )
     assert digest % 2**64 == 0
     for number in range(2):
-        assert torch.equal(pages[number], expected[number]) and torch.equal(boxes[number], expected[number])
+        assert torch.equal(pages[number], expected[number]) and torch.equal(
+            boxes[number], expected[number]
+        )
     assert [m.target for m in made] == sorted(m.target for m in made)
 
 

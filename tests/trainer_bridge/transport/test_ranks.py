@@ -46,7 +46,10 @@ def test_every_way_brings_the_same(name: str, seen: list[dict]) -> None:
     for each in seen:
         assert each[name].right
         if CASES[name].only is None:
-            assert each[name].digests == seen[0]["low-rank pages" if CASES[name].low_rank else "pages"].digests
+            assert (
+                each[name].digests
+                == seen[0]["low-rank pages" if CASES[name].low_rank else "pages"].digests
+            )
         assert each[name].transports == seen[0][name].transports
     assert seen[0][name].own + seen[-1][name].own == seen[0][name].digests
 
@@ -69,7 +72,11 @@ def test_messages_of_a_handle_are_bounded(seen: list[dict]) -> None:
     for each in seen:
         for sent in each["nobody"].messages:
             assert sent and max(sent) <= SMALL
-    assert not any(seen[0]["far"].messages) and not seen[0]["mixed"].messages[0] and seen[0]["mixed"].messages[1]
+    assert (
+        not any(seen[0]["far"].messages)
+        and not seen[0]["mixed"].messages[0]
+        and seen[0]["mixed"].messages[1]
+    )
 
 
 TWO_GPUS = pytest.mark.gpus(2)
@@ -87,7 +94,11 @@ def test_the_same_between_gpus(backend: str, gpus: int, tmp_path: Path) -> None:
     for each in seen:
         for name in cases:
             assert each[name].right and each[name].digests == seen[0]["pages"].digests, name
-    assert seen[0]["relay"].transports[-1].through == seen[0]["large"].transports[-1].through == backend
+    assert (
+        seen[0]["relay"].transports[-1].through
+        == seen[0]["large"].transports[-1].through
+        == backend
+    )
     assert seen[0]["handle"].transports[-1].through == "gloo and the handle"
 
 
@@ -144,9 +155,14 @@ def test_a_rank_that_fails_is_heard_of_by_all_without_a_time_out(tmp_path: Path)
     for rank, (failures, goes_on) in enumerate(seen):
         for name, (_, _, culprit) in BROKEN.items():
             error, versions = failures[name]
-            assert isinstance(error, OSError if rank == culprit else SyncError) and "cosmic ray" in str(error), name
+            assert isinstance(
+                error, OSError if rank == culprit else SyncError
+            ) and "cosmic ray" in str(error), name
             if isinstance(error, SyncError):
-                assert (error.stage, error.reason) == ("write", f"rank {culprit}: OSError: cosmic ray")
+                assert (error.stage, error.reason) == (
+                    "write",
+                    f"rank {culprit}: OSError: cosmic ray",
+                )
             assert set(versions) <= {None}
         assert goes_on, "the ranks are out of step"
 
@@ -158,7 +174,11 @@ def test_a_rank_that_dies_does_not_keep_the_others(tmp_path: Path) -> None:
         for rank in (0, 2):
             failures, _ = ranks[rank].hear(40)
             error, versions = failures["dies"]
-            assert isinstance(error, SyncError) and error.stage == "write" and "broke off" in error.reason
+            assert (
+                isinstance(error, SyncError)
+                and error.stage == "write"
+                and "broke off" in error.reason
+            )
             assert set(versions) <= {None}
     finally:
         for each in ranks:

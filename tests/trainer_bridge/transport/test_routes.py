@@ -1,4 +1,7 @@
-"""Which way bytes go, over which backend, what that costs, and what is refused. No ranks, no pages."""
+"""Which way bytes go, over which backend, what that costs, and what is refused.
+
+No ranks, no pages.
+"""
 
 from __future__ import annotations
 
@@ -46,42 +49,91 @@ def test_the_way_that_can_be_had() -> None:
 
     # a target that its speaker cannot map gets bytes by the handle
     routes = choose("auto", PAIRS, SPEAKERS, [{}, {1: "far"}, {1: "far"}])
-    assert routes.handled == {1} and routes.indirect == {(1, 1), (2, 1)} and routes.relayed == {(1, 1)}
+    assert (
+        routes.handled == {1} and routes.indirect == {(1, 1), (2, 1)} and routes.relayed == {(1, 1)}
+    )
     assert routes.kind((2, 1)) == routes.kind((1, 1)) == "handle" and routes.direct(1) == {0}
     near = choose("auto", PAIRS, SPEAKERS, [{}, {}, {1: "far"}])
     assert near.kind((1, 1)) == "pages", "another rank can map it, and does"
     relayed = choose("relay", PAIRS, SPEAKERS, [{}, {}, {}])
     assert relayed.indirect == {(1, 0), (1, 1)} and relayed.direct(2) == {0, 1}
     handled = choose("handle", PAIRS, SPEAKERS, [{}, {}, {}])
-    assert handled.indirect == set(PAIRS) and handled.handled == {0, 1} and handled.relayed == {(1, 0), (1, 1)}
+    assert (
+        handled.indirect == set(PAIRS)
+        and handled.handled == {0, 1}
+        and handled.relayed == {(1, 0), (1, 1)}
+    )
 
 
 @pytest.mark.parametrize(
     ("mode", "pairs", "blocked", "message"),
     [
-        ("pages", PAIRS, [{}, {1: "it is far"}, {}], r"rank 1 cannot map target 1: it is far \(1 such pairs\)"),
-        ("relay", PAIRS, [{}, {}, {1: "it is far"}], "rank 2, which speaks for target 1, cannot map it: it is far"),
-        ("relay", [(0, 0), (2, 1)], [{}, {}, {}], "each rank speaks for all targets that it writes"),
+        (
+            "pages",
+            PAIRS,
+            [{}, {1: "it is far"}, {}],
+            r"rank 1 cannot map target 1: it is far \(1 such pairs\)",
+        ),
+        (
+            "relay",
+            PAIRS,
+            [{}, {}, {1: "it is far"}],
+            "rank 2, which speaks for target 1, cannot map it: it is far",
+        ),
+        (
+            "relay",
+            [(0, 0), (2, 1)],
+            [{}, {}, {}],
+            "each rank speaks for all targets that it writes",
+        ),
         ("nccl", PAIRS, [{}, {}, {}], "transport='nccl' must be one of auto, pages, relay, handle"),
     ],
 )
-def test_what_cannot_be_had(mode: str, pairs: list[tuple[int, int]], blocked: list[dict], message: str) -> None:
+def test_what_cannot_be_had(
+    mode: str, pairs: list[tuple[int, int]], blocked: list[dict], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         choose(mode, pairs, SPEAKERS, blocked)
 
 
-@pytest.mark.parametrize(("wire", "words"), [("nccl", "passes over device memory"), ("gloo", "2 passes over PCIe")])
+@pytest.mark.parametrize(
+    ("wire", "words"), [("nccl", "passes over device memory"), ("gloo", "2 passes over PCIe")]
+)
 def test_what_a_table_shows(wire: str, words: str) -> None:
     why = {1: "far"}
     routes = choose("auto", PAIRS, SPEAKERS, [{}, why, why])
     sizes = {(1, 0): 5, (1, 1): 7, (2, 1): 11}
     reasons = {(1, 1): "far", (2, 1): "far"}
-    pages, handle = transports(routes, sizes, 100, reasons, wire=wire, on_gpu=True, buffers={"handle": 64 << 20})
-    assert (pages.kind, pages.nbytes, pages.pairs, pages.staging_bytes, pages.reason) == ("pages", 82, ((1, 0),), 0, "")
-    assert (handle.nbytes, handle.pairs, handle.through) == (18, ((1, 1), (2, 1)), f"{wire} and the handle")
+    pages, handle = transports(
+        routes, sizes, 100, reasons, wire=wire, on_gpu=True, buffers={"handle": 64 << 20}
+    )
+    assert (pages.kind, pages.nbytes, pages.pairs, pages.staging_bytes, pages.reason) == (
+        "pages",
+        82,
+        ((1, 0),),
+        0,
+        "",
+    )
+    assert (handle.nbytes, handle.pairs, handle.through) == (
+        18,
+        ((1, 1), (2, 1)),
+        f"{wire} and the handle",
+    )
     assert "2 passes over PCIe" in handle.cost
-    assert str(handle).endswith("Why: far") and "1->1, 2->1" in str(handle) and "staging 64 MiB" in str(handle)
-    relay = transports(choose("relay", PAIRS, SPEAKERS, [{}] * 3), sizes, 100, {}, wire=wire, on_gpu=True, buffers={})
+    assert (
+        str(handle).endswith("Why: far")
+        and "1->1, 2->1" in str(handle)
+        and "staging 64 MiB" in str(handle)
+    )
+    relay = transports(
+        choose("relay", PAIRS, SPEAKERS, [{}] * 3),
+        sizes,
+        100,
+        {},
+        wire=wire,
+        on_gpu=True,
+        buffers={},
+    )
     assert words in relay[1].cost and relay[1].reason == "asked for"
 
 
@@ -98,7 +150,12 @@ def test_what_a_table_shows(wire: str, words: str) -> None:
     ],
 )
 def test_nccl_between_gpus_that_are_apart(
-    config: str, places: list[str], host: bool, name: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+    config: str,
+    places: list[str],
+    host: bool,
+    name: str,
+    beside: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, given = Mock(spec=dist.ProcessGroup), Mock(spec=dist.ProcessGroup)
     warmed: list[Any] = []

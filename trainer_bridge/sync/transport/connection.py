@@ -1,4 +1,6 @@
-"""What the ranks settle when they connect: the ways of all bytes, the wire between ranks, and what that costs."""
+"""What the ranks settle when they connect: the ways of all bytes, the wire between ranks, and what
+that costs.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _log = logging.getLogger("memsaver")
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """routes, transports: the same on all ranks. wire: None where nothing goes from rank to rank. device: of this
-    rank's shards."""
+    """routes, transports: the same on all ranks. wire: None where nothing goes from rank to rank.
+    device: of this rank's shards.
+    """
 
     routes: Routes
     transports: tuple[Transport, ...]
@@ -32,7 +35,9 @@ class Connection:
 def obstacles(place: str, plan: Plan) -> dict[int, str]:
     """Targets whose pages this rank, at `place`, cannot map, and why."""
     found = {where: obstacle(place, where) for where in {target.place for target in plan.targets}}
-    return {n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None}
+    return {
+        n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None
+    }
 
 
 def connect(
@@ -46,16 +51,24 @@ def connect(
     group: dist.ProcessGroup | None,
     message_bytes: int,
 ) -> Connection:
-    """All ranks call it with the same arguments, but for `rank`, `device` and `group`; the first one logs a warning for
-    each fallback. speakers: by target, the rank that speaks for it. blocked: `obstacles` of all ranks. A ValueError
-    says what cannot be had, on all ranks."""
+    """All ranks call it with the same arguments, but for `rank`, `device` and `group`; the first
+    one logs a warning for each fallback. speakers: by target, the rank that speaks for it. blocked:
+    `obstacles` of all ranks. A ValueError says what cannot be had, on all ranks.
+    """
     sizes = _all_sizes(plan) if mode in ("relay", "handle") else plan.link_bytes
     routes = choose(mode, sizes.keys(), speakers, blocked)
     wire = _wire(plan, routes, blocked, device, group)
     bounce = device.type == "cuda" and (wire is None or wire.device.type == "cpu")
-    buffer = min(message_bytes, max((sizes[pair] for pair in routes.indirect), default=0)) * (2 if bounce else 1)
-    buffers: dict[Kind, int] = {"relay": 4 * buffer, "handle": (4 if routes.relayed else 2) * buffer}
-    reasons: dict[Pair, str] = {(r, target): why for r, each in enumerate(blocked) for target, why in each.items()}
+    buffer = min(message_bytes, max((sizes[pair] for pair in routes.indirect), default=0)) * (
+        2 if bounce else 1
+    )
+    buffers: dict[Kind, int] = {
+        "relay": 4 * buffer,
+        "handle": (4 if routes.relayed else 2) * buffer,
+    }
+    reasons: dict[Pair, str] = {
+        (r, target): why for r, each in enumerate(blocked) for target, why in each.items()
+    }
     found = transports(
         routes,
         sizes,
@@ -88,7 +101,9 @@ def _wire(
             f"rank {rank} has bytes for target {target} to send to rank {routes.speakers[target]} ({why}), which needs "
             f"a process group of the {len(plan.places)} trainer ranks, not of {size}; pass group="
         )
-    ranks = {rank for rank, _ in routes.relayed} | {routes.speakers[target] for _, target in routes.relayed}
+    ranks = {rank for rank, _ in routes.relayed} | {
+        routes.speakers[target] for _, target in routes.relayed
+    }
     return make_wire(group, ranks, plan.places, device, host=bool(routes.handled))
 
 

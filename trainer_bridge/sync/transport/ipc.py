@@ -1,4 +1,6 @@
-"""cudaIpc, for engines that are not ours: memory of cudaMalloc has no descriptor that `memsaver.attach` could take."""
+"""cudaIpc, for engines that are not ours: memory of cudaMalloc has no descriptor that
+`memsaver.attach` could take.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,17 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from memsaver.common.device_ids import device_key
 
 _DEVICE = 6  # of the arguments of rebuild_cuda_tensor
-_KNOWN = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}  # of them, the same for every ticket
+_KNOWN = {
+    0: torch.Tensor,
+    4: torch.storage.TypedStorage,
+    5: torch.uint8,
+}  # of them, the same for every ticket
 
 
 @dataclass(frozen=True, kw_only=True)
 class IpcTicket:
-    """Permission to map one tensor of another process; plain data. Good as long as that process keeps the tensor.
+    """Permission to map one tensor of another process; plain data. Good as long as that process
+    keeps the tensor.
 
     arguments: of rebuild_cuda_tensor, without those that are the same for every ticket.
     """
@@ -27,7 +34,8 @@ class IpcTicket:
     device_key: str
 
     def map(self) -> Tensor:
-        """uint8, all bytes of the tensor. Mapped once in this process; it stays so until others have taken its place.
+        """uint8, all bytes of the tensor. Mapped once in this process; it stays so until others
+        have taken its place.
 
         ValueError: the GPU is not visible here. The maker of the ticket itself cannot map it.
         """
@@ -35,11 +43,17 @@ class IpcTicket:
 
 
 def ipc_ticket(tensor: Tensor) -> IpcTicket:
-    """tensor: contiguous, in memory of cudaMalloc (torch's own, without expandable segments), the arena of an offer."""
+    """tensor: contiguous, in memory of cudaMalloc (torch's own, without expandable segments), the
+    arena of an offer.
+    """
     if not tensor.is_cuda or not tensor.is_contiguous():
-        raise ValueError(f"cudaIpc shares contiguous CUDA tensors, got {tuple(tensor.shape)} on {tensor.device}")
+        raise ValueError(
+            f"cudaIpc shares contiguous CUDA tensors, got {tuple(tensor.shape)} on {tensor.device}"
+        )
     _, arguments = reduce_tensor(tensor.detach().view(-1).view(torch.uint8))
-    assert all(arguments[at] is known for at, known in _KNOWN.items()), "torch shares CUDA tensors in another way"
+    assert all(arguments[at] is known for at, known in _KNOWN.items()), (
+        "torch shares CUDA tensors in another way"
+    )
     plain = [tuple(each) if isinstance(each, torch.Size) else each for each in arguments]
     kept = tuple(each for at, each in enumerate(plain) if at not in _KNOWN)
     return IpcTicket(arguments=kept, device_key=device_key(tensor.device))
@@ -54,4 +68,6 @@ def map_once(ticket: IpcTicket) -> Tensor:
                 arguments.insert(at, known)
             arguments[_DEVICE] = index  # the other process may count its GPUs otherwise
             return rebuild_cuda_tensor(*arguments)
-    raise ValueError(f"{ticket.device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES")
+    raise ValueError(
+        f"{ticket.device_key} is not visible in this process; add it to CUDA_VISIBLE_DEVICES"
+    )

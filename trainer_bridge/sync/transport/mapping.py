@@ -16,16 +16,22 @@ from trainer_bridge.sync.transport.ipc import IpcTicket
 def obstacle(place: str, target: str) -> str | None:
     """Why this process, whose device is at `place`, cannot map pages at `target`; None: it can.
 
-    Places as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a GPU that is hidden here
-    (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
+    Places as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a GPU
+    that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, mine), (other, theirs) = _split(place), _split(target)
     if host and other and host != other:
         return f"{other} is another machine than {host}"
     if not theirs.startswith("GPU-") or theirs == mine:
         return None
-    gpus = {device_key(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    if mine in gpus and theirs in gpus and not torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs]):
+    gpus = {
+        device_key(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())
+    }
+    if (
+        mine in gpus
+        and theirs in gpus
+        and not torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs])
+    ):
         return f"{mine} cannot reach {theirs}"
     return None
 

@@ -1,4 +1,7 @@
-"""Copies of a plan packed in messages of bounded size. Pure: sender and receiver make the same ones."""
+"""Copies of a plan packed in messages of bounded size.
+
+Pure: sender and receiver make the same ones.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,13 @@ class Packed(NamedTuple):
     def box(self) -> PackedBox:
         """What a handle takes."""
         copy = self.copy
-        return PackedBox(at=self.at, offset=copy.offset, shape=copy.shape, strides=copy.strides, itemsize=copy.itemsize)
+        return PackedBox(
+            at=self.at,
+            offset=copy.offset,
+            shape=copy.shape,
+            strides=copy.strides,
+            itemsize=copy.itemsize,
+        )
 
 
 class Message(NamedTuple):
@@ -54,7 +63,9 @@ def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
         for part in parts(copy, limit):
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
             last = pieces[-1].copy if pieces else part
-            if pieces and ((last.rank, last.target) != (part.rank, part.target) or at + part.nbytes > limit):
+            if pieces and (
+                (last.rank, last.target) != (part.rank, part.target) or at + part.nbytes > limit
+            ):
                 made.append(Message(last.rank, last.target, tuple(pieces), end))
                 pieces, at = [], 0
             pieces.append(Packed(part, at))
@@ -65,7 +76,9 @@ def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
 
 
 def parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """The copy as boxes of at most `limit` bytes: rows together, or parts of a row that is larger than that."""
+    """The copy as boxes of at most `limit` bytes: rows together, or parts of a row that is larger
+    than that.
+    """
     if copy.nbytes <= limit:
         yield copy
         return

@@ -1,13 +1,16 @@
 """What goes from ranks to those who speak for targets that they cannot map, message by message.
 
-Rounds in one order that all ranks know: in round (step, number) each rank sends message `number` of those that it has
-for the rank `step` places further, and takes one from the rank `step` places before. So a rank has at most one message
-under way each way, and two buffers for each: the next is packed, and the last one unpacked, while one travels.
+Rounds in one order that all ranks know: in round (step, number) each rank sends message `number` of
+those that it has for the rank `step` places further, and takes one from the rank `step` places
+before. So a rank has at most one message under way each way, and two buffers for each: the next is
+packed, and the last one unpacked, while one travels.
 
     pack n+1 | wait for n | post n+1 | unpack n
 
-A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody will serve, and raises
-afterwards: so the others need not wait for a time-out. What a rank that dies means is said in `wire.py`.
+A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody
+will serve, and raises
+afterwards: so the others need not wait for a time-out. What a rank that dies means is said in
+`wire.py`.
 """
 
 from __future__ import annotations
@@ -53,10 +56,12 @@ class _Exchange(NamedTuple):
 
 
 class Relay:
-    """One rank's part of all that is not written into mapped pages. Tables are made once, as in `RankCopies`.
+    """One rank's part of all that is not written into mapped pages. Tables are made once, as in
+    `RankCopies`.
 
-    All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long as the longest
-    message, at most `message_bytes`, and as much pinned where messages travel through the host.
+    All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long
+    as the longest message, at most `message_bytes`, and as much pinned where messages travel
+    through the host.
     """
 
     def __init__(
@@ -77,10 +82,15 @@ class Relay:
         self._handles, self._wire = handles, wire
         self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
-        taken = {sender: [m for m in self._messages(sender) if self._to(m) == rank] for sender in sorted(senders)}
+        taken = {
+            sender: [m for m in self._messages(sender) if self._to(m) == rank]
+            for sender in sorted(senders)
+        }
         travels = torch.device("cpu") if wire is None else wire.device
         self._out = _buffers([packing.message for packing in self._packings], device, travels)
-        self._into = _buffers([message for each in taken.values() for message in each], device, travels)
+        self._into = _buffers(
+            [message for each in taken.values() for message in each], device, travels
+        )
         self._exchanges = self._make_exchanges(taken)
 
     @property
@@ -89,7 +99,9 @@ class Relay:
         taken = [each.taken.message.target for each in self._exchanges if each.taken is not None]
         return sorted(set(taken) - self._routes.handled)
 
-    def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, Written]:
+    def run(
+        self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]
+    ) -> dict[int, Written]:
         """Make all exchanges, and wait. What this rank sent, by target; another rank wrote it.
 
         Raises what went wrong here after the exchanges, or a `SyncError` for one that broke off.
@@ -115,7 +127,9 @@ class Relay:
 
     def _messages(self, sender: int) -> list[Message]:
         copies = self._plan.copies(sender)
-        return messages([copy for copy in copies if (sender, copy.target) in self._routes.indirect], self._limit)
+        return messages(
+            [copy for copy in copies if (sender, copy.target) in self._routes.indirect], self._limit
+        )
 
     def _to(self, message: Message) -> int:
         return self._routes.speakers[message.target]
@@ -164,8 +178,12 @@ class Relay:
         assert self._wire is not None
         sent, taken, out, into = self._exchanges[number]
         return self._wire.post(
-            None if sent is None or out is None else (out.wire[: sent.packing.message.nbytes], sent.to),
-            None if taken is None or into is None else (into.wire[: taken.message.nbytes], taken.source),
+            None
+            if sent is None or out is None
+            else (out.wire[: sent.packing.message.nbytes], sent.to),
+            None
+            if taken is None or into is None
+            else (into.wire[: taken.message.nbytes], taken.source),
         )
 
     def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
@@ -182,7 +200,9 @@ class Relay:
             if (before := written.get(target)) is not None:
                 nbytes, digest = nbytes + before.nbytes, digest + before.digest
             away = self._plan.targets[target].place != self._plan.places[self._rank]
-            written[target] = Written(nbytes=nbytes, link_bytes=nbytes if away else 0, digest=digest)
+            written[target] = Written(
+                nbytes=nbytes, link_bytes=nbytes if away else 0, digest=digest
+            )
         return written
 
 
@@ -209,7 +229,9 @@ def _staged(packing: Packing, buffer: Buffer, factors: Mapping[str, LowRank]) ->
     buffer.send(packing.message.nbytes)
 
 
-def _buffers(wanted: Sequence[Message], device: torch.device, travels: torch.device) -> list[Buffer]:
+def _buffers(
+    wanted: Sequence[Message], device: torch.device, travels: torch.device
+) -> list[Buffer]:
     """Two that hold any of the messages; none for none."""
     longest = max((message.nbytes for message in wanted), default=0)
     return [Buffer(longest, device, travels) for _ in range(2 if wanted else 0)]

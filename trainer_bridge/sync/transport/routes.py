@@ -1,4 +1,6 @@
-"""By which way each rank's bytes reach each target, decided alike on all ranks, and what the ways cost. Plain data."""
+"""By which way each rank's bytes reach each target, decided alike on all ranks, and what the ways
+cost. Plain data.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """speakers: the rank that speaks for each target. indirect: pairs whose bytes go to that rank, which is perhaps
-    itself the sender; all others write into the pages. handled: targets whose speaker passes bytes on by the handle,
-    not into the pages."""
+    """speakers: the rank that speaks for each target. indirect: pairs whose bytes go to that rank,
+    which is perhaps itself the sender; all others write into the pages. handled: targets whose
+    speaker passes bytes on by the handle, not into the pages.
+    """
 
     speakers: tuple[int, ...]
     indirect: frozenset[Pair] = frozenset()
@@ -30,7 +33,9 @@ class Routes:
 
     def direct(self, rank: int) -> set[int]:
         """Targets into whose pages the rank writes what it has for them."""
-        return {target for target in range(len(self.speakers)) if (rank, target) not in self.indirect}
+        return {
+            target for target in range(len(self.speakers)) if (rank, target) not in self.indirect
+        }
 
     def kind(self, pair: Pair) -> Kind:
         if pair not in self.indirect:
@@ -39,10 +44,14 @@ class Routes:
 
 
 def choose(
-    mode: str, pairs: Collection[Pair], speakers: Sequence[int], obstacles: Sequence[Mapping[int, str]]
+    mode: str,
+    pairs: Collection[Pair],
+    speakers: Sequence[int],
+    obstacles: Sequence[Mapping[int, str]],
 ) -> Routes:
-    """obstacles: by rank, the targets whose pages it cannot map, and why. mode "auto": pages wherever they can be
-    mapped. A ValueError says why what is asked for cannot be had."""
+    """obstacles: by rank, the targets whose pages it cannot map, and why. mode "auto": pages
+    wherever they can be mapped. A ValueError says why what is asked for cannot be had.
+    """
     if mode not in get_args(Mode):
         raise ValueError(f"transport={mode!r} must be one of {', '.join(get_args(Mode))}")
     blocked = frozenset((rank, target) for rank, target in pairs if target in obstacles[rank])
@@ -50,7 +59,11 @@ def choose(
     if mode == "auto":
         return Routes(speakers=tuple(speakers), indirect=blocked, handled=deaf)
     if mode == "handle":
-        return Routes(speakers=tuple(speakers), indirect=frozenset(pairs), handled=frozenset(range(len(speakers))))
+        return Routes(
+            speakers=tuple(speakers),
+            indirect=frozenset(pairs),
+            handled=frozenset(range(len(speakers))),
+        )
     if mode == "pages":
         if blocked:
             rank, target = min(blocked)
@@ -67,7 +80,9 @@ def choose(
         )
     sent = frozenset((rank, target) for rank, target in pairs if rank != speakers[target])
     if not sent:
-        raise ValueError("transport='relay': each rank speaks for all targets that it writes; use transport='pages'")
+        raise ValueError(
+            "transport='relay': each rank speaks for all targets that it writes; use transport='pages'"
+        )
     return Routes(speakers=tuple(speakers), indirect=sent)
 
 
@@ -75,9 +90,10 @@ def choose(
 class Transport:
     """A way that bytes of a sync take, for a table. The same on every rank.
 
-    pairs: (rank, target) whose bytes they are; of pages only those of different devices. nbytes: of a whole sync.
-    staging_bytes: at most, of each rank that takes part, on its device and in host memory together. cost: against
-    mapped pages. reason: why not pages.
+    pairs: (rank, target) whose bytes they are; of pages only those of different devices. nbytes: of
+    a whole sync.
+    staging_bytes: at most, of each rank that takes part, on its device and in host memory together.
+    cost: against mapped pages. reason: why not pages.
     """
 
     kind: Kind
@@ -108,8 +124,9 @@ def transports(
     on_gpu: bool,
     buffers: Mapping[Kind, int],
 ) -> tuple[Transport, ...]:
-    """One for each kind that carries bytes. sizes: of the pairs known; total: of all pairs, known or not. wire: "gloo",
-    "nccl". on_gpu: the shards are. buffers: bytes of staging, by kind."""
+    """One for each kind that carries bytes. sizes: of the pairs known; total: of all pairs, known
+    or not. wire: "gloo", "nccl". on_gpu: the shards are. buffers: bytes of staging, by kind.
+    """
     nbytes: Counter[Kind] = Counter()
     pairs: dict[Kind, list[Pair]] = {kind: [] for kind in get_args(Kind)}
     for pair, size in sorted(sizes.items()):
@@ -117,7 +134,11 @@ def transports(
         pairs[routes.kind(pair)].append(pair)
     nbytes["pages"] = total - nbytes["relay"] - nbytes["handle"]
     relayed = any(pair in routes.relayed for pair in pairs["handle"])
-    through = {"pages": "mapped memory", "relay": wire, "handle": f"{wire} and the handle" if relayed else "the handle"}
+    through = {
+        "pages": "mapped memory",
+        "relay": wire,
+        "handle": f"{wire} and the handle" if relayed else "the handle",
+    }
     return tuple(
         Transport(
             kind=kind,
@@ -139,7 +160,9 @@ def _cost(kind: Kind, wire: str, on_gpu: bool) -> str:
     if kind == "relay" and wire == "nccl":
         return "packed, sent, unpacked: 2 more passes over device memory"
     if kind == "relay":
-        return "packed, sent, unpacked: 2 more passes over memory" + (", 2 passes over PCIe" if on_gpu else "")
+        return "packed, sent, unpacked: 2 more passes over memory" + (
+            ", 2 passes over PCIe" if on_gpu else ""
+        )
     passes = ", 2 passes over PCIe" if on_gpu else ""
     return f"packed, sent as messages, unpacked: 2 more passes over memory and the messages' own copies{passes}"
 

@@ -15,8 +15,9 @@ from trainer_bridge.sync.transport.messages import Message
 
 
 class Buffer:
-    """stage: uint8 where the kernels are. wire: as long, where messages travel; the same memory if that is one device,
-    otherwise pinned."""
+    """stage: uint8 where the kernels are. wire: as long, where messages travel; the same memory if
+    that is one device, otherwise pinned.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, wire: torch.device) -> None:
         self.stage = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -37,18 +38,25 @@ class Buffer:
 class Packing:
     """Casts the pieces of one message from the shards into any stage."""
 
-    def __init__(self, message: Message, sources: Mapping[str, Tensor], derived: Collection[str]) -> None:
+    def __init__(
+        self, message: Message, sources: Mapping[str, Tensor], derived: Collection[str]
+    ) -> None:
         self.message = message
         self._sources = sources
         copies = [piece.packing for piece in message.pieces]
         plain = [copy for copy in copies if copy.name not in derived]
         self._derived = [copy for copy in copies if copy.name in derived]
-        self._cast = CastCopy([place for copy in plain for place in placements(copy, sources[copy.name])])
+        self._cast = CastCopy(
+            [place for copy in plain for place in placements(copy, sources[copy.name])]
+        )
         self._extra = 0
         self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
 
     def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
-        """On the current stream. Derived parameters wait, and make their tables anew: scratch of one message."""
+        """On the current stream.
+
+        Derived parameters wait, and make their tables anew: scratch of one message.
+        """
         self._cast.start(stage)
         self._extra = 0
         if self._derived:
@@ -68,7 +76,9 @@ class Unpacking:
         places = []
         for piece in message.pieces:
             copy, nbytes = piece.unpacking, piece.copy.nbytes
-            packed = stage[piece.at : piece.at + nbytes].view(torch_dtype(copy.dtype)).view(copy.shape)
+            packed = (
+                stage[piece.at : piece.at + nbytes].view(torch_dtype(copy.dtype)).view(copy.shape)
+            )
             places += placements(copy, packed)
         self._cast = CastCopy(places)
 

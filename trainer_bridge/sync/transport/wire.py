@@ -15,27 +15,33 @@ from trainer_bridge.errors import SyncError
 class Wire:
     """A message each way at a time. Ranks that exchange make the same exchanges in the same order.
 
-    A rank that is gone: on gloo the others' `wait` raises a `SyncError`, at once or after the group's time-out. On NCCL
-    nothing is raised here: the others wait on the device, and NCCL's watchdog ends their processes after the group's
-    time-out (unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise), as with any collective of the training itself.
-    After an exchange that broke off the ranks may be out of step: start them anew.
+    A rank that is gone: on gloo the others' `wait` raises a `SyncError`, at once or after the
+    group's time-out. On NCCL nothing is raised here: the others wait on the device, and NCCL's
+    watchdog ends their processes after the group's time-out (unless TORCH_NCCL_ASYNC_ERROR_HANDLING
+    says otherwise), as with any collective of the training itself. After an exchange that broke off
+    the ranks may be out of step: start them anew.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:
-        """device: where messages lie. All ranks of the group make it together: NCCL's communicator is made here,
-        because a first exchange among some of the ranks would hang."""
+        """device: where messages lie. All ranks of the group make it together: NCCL's communicator
+        is made here, because a first exchange among some of the ranks would hang.
+        """
         self.name, self.device = name, device
         self.group = group
         if name == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def post(self, sent: tuple[Tensor, int] | None, taken: tuple[Tensor, int] | None) -> Posted:
-        """Begin to send a tensor to a rank, and to fill one from another (uint8, contiguous, on the wire's device)."""
+        """Begin to send a tensor to a rank, and to fill one from another (uint8, contiguous, on the
+        wire's device).
+        """
         operations = []
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent[0], group=self.group, group_peer=sent[1]))
         if taken is not None:
-            operations.append(dist.P2POp(dist.irecv, taken[0], group=self.group, group_peer=taken[1]))
+            operations.append(
+                dist.P2POp(dist.irecv, taken[0], group=self.group, group_peer=taken[1])
+            )
         peers = sorted({each[1] for each in (sent, taken) if each is not None})
         try:
             return Posted(dist.batch_isend_irecv(operations), peers)
@@ -60,15 +66,24 @@ class Posted:
 
 
 def _lost(peers: Sequence[int], error: RuntimeError) -> SyncError:
-    return SyncError("write", f"the exchange with ranks {', '.join(map(str, peers))} broke off ({error})")
+    return SyncError(
+        "write", f"the exchange with ranks {', '.join(map(str, peers))} broke off ({error})"
+    )
 
 
 def make_wire(
-    group: dist.ProcessGroup, ranks: Collection[int], places: Sequence[str], device: torch.device, *, host: bool
+    group: dist.ProcessGroup,
+    ranks: Collection[int],
+    places: Sequence[str],
+    device: torch.device,
+    *,
+    host: bool,
 ) -> Wire:
-    """NCCL if all `ranks`, which take part, have GPUs of their own and the group has it; otherwise gloo.
+    """NCCL if all `ranks`, which take part, have GPUs of their own and the group has it; otherwise
+    gloo.
 
-    host: the bytes are wanted in host memory. A group without gloo gets one beside it, so all ranks call this.
+    host: the bytes are wanted in host memory. A group without gloo gets one beside it, so all ranks
+    call this.
     """
     backends = dict(part.split(":", 1) for part in str(dist.get_backend_config(group)).split(","))
     theirs = {places[rank] for rank in ranks}
