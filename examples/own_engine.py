@@ -25,18 +25,16 @@ class OtherEngine:
     def __init__(self, path: str, saver: memsaver.MemorySaver) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = AutoConfig.from_pretrained(path)
-        with saver.region(
-            "weights", content="host"
-        ):  # saved over a pause; "discard" if they are synced anew anyway
+        # saved over a pause; "discard" if they are synced anew anyway
+        with saver.region("weights", content="host"):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32
             ).to(DEVICE)
         self.model.load_state_dict(loaded.state_dict())
         self.cache = StaticCache(config=config, max_cache_len=64)
         heads, width = config.num_key_value_heads, config.head_dim
-        with saver.region(
-            "kv_cache"
-        ):  # content "discard": given back without a copy, undefined after the resume
+        # content "discard": given back without a copy, undefined after the resume
+        with saver.region("kv_cache"):
             self.cache.early_initialization(1, heads, width, torch.float32, torch.device(DEVICE))
 
     def generate(self, prompt: list[int], tokens: int = 8) -> list[int]:
@@ -70,9 +68,8 @@ def main(path: str) -> dict[str, object]:
     held = saver.report().committed_bytes
     saver.pause()  # weights and KV cache: the trainer's turn
     paused = saver.report().committed_bytes
-    saver.resume(
-        "weights"
-    )  # staged: new weights may be written now, while the trainer still holds its own
+    # staged: new weights may be written now, while the trainer still holds its own
+    saver.resume("weights")
     kept = all(map(torch.equal, weights, engine.model.parameters()))
     saver.resume("kv_cache")
     seen = {

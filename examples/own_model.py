@@ -20,7 +20,8 @@ from rollout import Engine, SamplingParams
 
 WORDS = ["<pad>", "<unk>", "<s>", "</s>", "user", "assistant", "first", "of", *"abcdefgh"]
 TEMPLATE = (
-    "{% for message in messages %}<s> {{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
+    "{% for message in messages %}"
+    "<s> {{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant{% endif %}"
 )
 

@@ -37,9 +37,6 @@ def larger(section: TaskSection) -> Task:
         name="larger",
         **split(problems, section.held_out_fraction),
         score=score,
-        words=(
-            "larger",
-            "of",
-            *LETTERS,
-        ),  # for a random model's tokenizer; a real model's task leaves it away
+        # for a random model's tokenizer; a real model's task leaves it away
+        words=("larger", "of", *LETTERS),
     )

@@ -33,9 +33,8 @@ def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]
 ) -> float:
     """One update from the answers to each prompt; their mean reward."""
-    rewards = torch.tensor(
-        [[score(answer) for answer in answers] for answers in groups], device=DEVICE
-    )
+    scores = [[score(answer) for answer in answers] for answers in groups]
+    rewards = torch.tensor(scores, device=DEVICE)
     advantages = rewards - rewards.mean(1, keepdim=True)
     for prompt, answers, advantage in zip(PROMPTS, groups, advantages, strict=True):
         loss = -(log_probs(model, prompt, answers).mean(1) * advantage).mean()
@@ -47,16 +46,10 @@ def train_step(
 
 def sample(model: torch.nn.Module, prompt: list[int]) -> list[list[int]]:
     ids = torch.tensor([prompt] * SAMPLES, device=DEVICE)
-    settings = {
-        "do_sample": True,
-        "top_k": 0,
-        "min_new_tokens": TOKENS,
-        "max_new_tokens": TOKENS,
-        "pad_token_id": 0,
-    }
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
-        :, len(prompt) :
-    ].tolist()
+    settings = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+    settings |= {"min_new_tokens": TOKENS, "max_new_tokens": TOKENS}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return out[:, len(prompt) :].tolist()
 
 
 def main(path: str, steps: int = 20) -> list[float]:

@@ -2,8 +2,7 @@
 
     python examples/plain_loop_with_cycle.py MODEL_DIR
 
-`plain_loop.py` with memsaver's cycle: an engine samples, and the two take turns in the device's
-memory.
+`plain_loop.py` with memsaver's cycle: an engine samples; they take turns in the device's memory.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]
 ) -> float:
     """One update from the answers to each prompt; their mean reward."""
-    rewards = torch.tensor(
-        [[score(answer) for answer in answers] for answers in groups], device=DEVICE
-    )
+    scores = [[score(answer) for answer in answers] for answers in groups]
+    rewards = torch.tensor(scores, device=DEVICE)
     advantages = rewards - rewards.mean(1, keepdim=True)
     for prompt, answers, advantage in zip(PROMPTS, groups, advantages, strict=True):
         loss = -(log_probs(model, prompt, answers).mean(1) * advantage).mean()
@@ -54,30 +52,21 @@ def train_step(
 
 
 class Side:
-    """What the cycle asks of a trainer: to park and restore its tags, and to write its weights into
-    the engine.
-    """
+    """What the cycle asks of a trainer: to park and restore its tags, to sync the weights."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: Engine
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Adam, engine: Engine) -> None:
         self.optimizer, self.saver = optimizer, MemorySaver(device=DEVICE)
         for weight in model.parameters():
             weight.data = self.on_tag("params", weight.data)
-            moments = {
-                name: self.on_tag("optim", torch.zeros_like(weight))
-                for name in ("exp_avg", "exp_avg_sq")
-            }
-            optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+            optimizer.state[weight]["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[weight][name] = self.on_tag("optim", torch.zeros_like(weight))
         sources = {name: weight.detach() for name, weight in model.named_parameters()}
-        shards = [
-            shard
-            for name in sources
-            for shard in fsdp_shards(name, sources[name].shape, "float32", world=1)
-        ]
-        self.sync_weights = WeightSync(
-            shards, lambda: sources, [engine], place=place_of(self.saver.device)
-        ).sync
+        shards = []
+        for name, source in sources.items():
+            shards += fsdp_shards(name, source.shape, "float32", world=1)
+        place = place_of(self.saver.device)
+        self.sync_weights = WeightSync(shards, lambda: sources, [engine], place=place).sync
 
     def on_tag(self, tag: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.saver.empty(tensor.shape, tensor.dtype, tag=tag, content="host").copy_(tensor)
@@ -106,9 +95,7 @@ def main(path: str, steps: int = 20) -> list[float]:
     for step in range(1, steps + 1):
         cycle.to_rollout(version=step)
         params = SamplingParams(max_tokens=TOKENS, n=SAMPLES, ignore_eos=True, seed=step)
-        groups = [
-            [answer.token_ids for answer in group] for group in engine.generate(PROMPTS, params)
-        ]
+        groups = [[each.token_ids for each in group] for group in engine.generate(PROMPTS, params)]
         cycle.to_train()
         rewards.append(train_step(model, optimizer, groups))
         print(f"step {step}: reward {rewards[-1]:.3f}")

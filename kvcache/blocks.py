@@ -52,7 +52,8 @@ class BlockManager:
     ) -> None:
         if req_to_token.device != allocator.device:
             raise ValueError(
-                f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; use one device"
+                f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; "
+                "use one device"
             )
         self.req_to_token = req_to_token
         self.allocator = allocator
@@ -61,9 +62,8 @@ class BlockManager:
         max_pages = -(-req_to_token.max_context_len // self.page_size)
         self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
         self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
-        self._forked = np.zeros(
-            req_to_token.size + 1, dtype=np.bool_
-        )  # its partial page may have other owners
+        # its partial page may have other owners
+        self._forked = np.zeros(req_to_token.size + 1, dtype=np.bool_)
         self._shares = WindowShares(allocator, req_to_token.size + 1, window)
 
     @property
@@ -89,7 +89,8 @@ class BlockManager:
         """
         if len(pages) and self._shares.window is not None:
             raise ValueError(
-                "a sequence with a sliding window can't begin with given pages; admit() an empty one"
+                "a sequence with a sliding window can't begin with given pages; "
+                "admit() an empty one"
             )
         handles = self.req_to_token.alloc([None])
         if handles is None:
@@ -148,7 +149,8 @@ class BlockManager:
         held = self._row_pages(row)
         if not 0 <= new_len <= self._lens[row]:
             raise ValueError(
-                f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; extend() grows it"
+                f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; "
+                "extend() grows it"
             )
         self._shares.check_cut(row, new_len)
         kept = -(-new_len // self.page_size)
@@ -177,7 +179,8 @@ class BlockManager:
         row = self.req_to_token.row(handle)
         if not 0 <= start <= stop <= self._lens[row]:
             raise ValueError(
-                f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); stay inside them"
+                f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); "
+                "stay inside them"
             )
         first = self._shares.first_held(row) * self.page_size
         if start < min(first, stop):
@@ -187,7 +190,7 @@ class BlockManager:
         return self._slots(row, np.arange(start, stop))
 
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
-        """Pages that `extend` with the same arguments would take, copies of shared pages included."""
+        """Pages that `extend` with these arguments would take, copies of shared pages included."""
         growth = self._plan(handles, new_lens)
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
@@ -211,9 +214,8 @@ class BlockManager:
         self._pages[at] = pages
         try:
             loc = self._fill_device(growth)
-        except (
-            BaseException
-        ):  # such as the device being out of memory: the sequences stay as they were
+        except BaseException:
+            # such as the device being out of memory: the sequences stay as they were
             self._pages[at] = before
             self.allocator.free_pages(pages)
             raise
@@ -286,7 +288,8 @@ class BlockManager:
         if (new > longest).any():
             i = int((new > longest).argmax())
             raise ValueError(
-                f"{handles[i]} would hold {new[i]} tokens; max_context_len is {longest}, end it before"
+                f"{handles[i]} would hold {new[i]} tokens; "
+                f"max_context_len is {longest}, end it before"
             )
         start, left = self._fresh_start(rows, old, new)
         return _Growth(rows=rows, old=old, new=new, start=start, left=left)
@@ -310,9 +313,8 @@ class BlockManager:
             *(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True
         ):
             remaining = left.get(page, count)
-            if (
-                remaining > 1
-            ):  # several writers of one page in this batch: the last of its owners keeps it
+            # several writers of one page in this batch: the last of its owners keeps it
+            if remaining > 1:
                 start[i] -= offset[i]
                 left[page] = remaining - 1
         copying = np.flatnonzero(start < old)
@@ -326,9 +328,8 @@ class BlockManager:
         """
         which, nth = _spread(growth.new - growth.start)
         rows, positions, copies = growth.rows[which], growth.start[which] + nth, 0
-        if len(
-            growth.left
-        ):  # copies come first, so that the new tokens' ids are a view of what is sent
+        # copies come first, so that the new tokens' ids are a view of what is sent
+        if len(growth.left):
             moved = positions < growth.old[which]
             order, copies = np.argsort(~moved, kind="stable"), int(moved.sum())
             rows, positions = rows[order], positions[order]

@@ -29,7 +29,8 @@ def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
     if name not in _KV_DTYPES:
         raise ValueError(
-            f"unknown kv_cache_dtype {name!r}; use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}"
+            f"unknown kv_cache_dtype {name!r}; "
+            f"use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}"
         )
     return _KV_DTYPES[name]
 
@@ -125,7 +126,8 @@ class TokenConfig(ABC):
         for name, (_, width) in self.rows.items():
             if self.dtype == FP4_DTYPE and width % FP4_BLOCK:
                 raise ValueError(
-                    f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, {name!r} has {width}"
+                    f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, "
+                    f"{name!r} has {width}"
                 )
 
 
@@ -170,7 +172,8 @@ class MLACacheConfig(TokenConfig):
         super()._check_dtypes(who)
         if self.dtype == FP4_DTYPE and self.kv_lora_rank % FP4_BLOCK:
             raise ValueError(
-                f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, got {self.kv_lora_rank}"
+                f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, "
+                f"got {self.kv_lora_rank}"
             )
 
 

@@ -151,7 +151,8 @@ class KVLayout:
             return HybridLinearKVPool(config, tokens, saver, tag, mha)
         if window_size is None:
             raise ValueError(
-                "a model with full and sliding layers needs window_size, the tokens of its window pool"
+                "a model with full and sliding layers needs window_size, "
+                "the tokens of its window pool"
             )
         sliding = self.layers("sliding")
         window: Any = self.token_config(num_layers=len(sliding), **fields | {"size": window_size})

@@ -75,18 +75,18 @@ class ReqToTokenPool:
     def shortage(self, request: object, rows: int = 1) -> str:
         """Why `request` (anything that names it) can't have `rows` more rows."""
         return (
-            f"{request} needs {rows} row(s) of the request table, {len(self._free_rows)} of {self.size} are free: "
-            f"{max(0, rows - len(self._free_rows))} are missing; end a request, or make the table larger"
+            f"{request} needs {rows} row(s) of the request table, "
+            f"{len(self._free_rows)} of {self.size} are free: "
+            f"{max(0, rows - len(self._free_rows))} are missing; "
+            "end a request, or make the table larger"
         )
 
     def _fits(self, count: int) -> bool:
         return count <= len(self._free_rows)
 
     def _take(self, count: int) -> list[ReqHandle]:
-        handles = [
-            ReqHandle(row, self._generation[row])
-            for row in (self._free_rows.pop() for _ in range(count))
-        ]
+        rows = [self._free_rows.pop() for _ in range(count)]
+        handles = [ReqHandle(row, self._generation[row]) for row in rows]
         self._issued.update((handle.row, handle) for handle in handles)
         return handles
 
@@ -99,7 +99,8 @@ class ReqToTokenPool:
         """The row of a live handle; ValueError for a stale one."""
         if self._issued.get(handle.row) != handle:
             raise ValueError(
-                f"stale {handle}: its row was released or never issued; take a new one from admit(), fork() or alloc()"
+                f"stale {handle}: its row was released or never issued; "
+                "take a new one from admit(), fork() or alloc()"
             )
         return handle.row
 

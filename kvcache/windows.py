@@ -69,7 +69,7 @@ class WindowShares:
         return (_ledger("kv", self.allocator, self.window),)
 
     def first_held(self, row: int) -> int:
-        """The first page of a sequence whose slots it holds, of the full pool where there are two."""
+        """The first page of a sequence whose slots it holds, in the full pool of two."""
         return 0 if self._two else int(self.behind[row])
 
     def fork(self, parent: int, child: int, pages: Int64Array) -> None:
@@ -89,13 +89,12 @@ class WindowShares:
             self.allocator.free_pages(pages[: len(pages) - len(seen)])
 
     def free_seen(self, pages: Int64Array) -> None:
-        """Drops one share of each page, all of them in the window of the sequence that leaves it."""
+        """Drops one share of each page, all in the window of the sequence that leaves."""
         if not len(pages):
             return
         if self._two:
-            self._two.free_swa_pages(
-                pages
-            )  # the ledger can't know whose window it is in: see its docstring
+            # the ledger can't know whose window it is in: see its docstring
+            self._two.free_swa_pages(pages)
         self.allocator.free_pages(pages)
 
     def leave(self, rows: Int64Array, until: Int64Array, table: Int64Array) -> None:
@@ -120,8 +119,9 @@ class WindowShares:
         if pages_behind(new_len, self.window, self.allocator.page_size) < self.behind[row]:
             first = int(self.behind[row]) * self.allocator.page_size
             raise ValueError(
-                f"cut to {new_len} tokens, the next query would see keys before position {first}, which left the "
-                f"window of {self.window} and were freed; release the sequence and compute it anew"
+                f"cut to {new_len} tokens, the next query would see keys before position {first}, "
+                f"which left the window of {self.window} and were freed; "
+                "release the sequence and compute it anew"
             )
 
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:

@@ -25,7 +25,7 @@ class LeaseError(MemSaverError):
 
 
 class LockTimeout(MemSaverError):
-    """Another process, or thread, maps or unmaps memory of the same GPU, and was not done in time."""
+    """Another process, or thread, that maps or unmaps memory of the same GPU took too long."""
 
 
 class CompilerError(MemSaverError):

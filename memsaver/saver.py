@@ -128,7 +128,7 @@ class MemorySaver:
 
     @property
     def host_arena(self) -> HostArena:
-        """Where content is saved; one for all savers of the process with the same kind of device."""
+        """Where content is saved; one for all savers of the process on one kind of device."""
         return self.backend.host_arena
 
     @property
@@ -197,9 +197,8 @@ class MemorySaver:
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(length < 0 for length in size):
             raise ValueError(f"empty: no length of the shape {list(size)} may be negative")
-        nbytes = min(
-            math.prod(size) * dtype.itemsize, sys.maxsize
-        )  # more does not go through C as it is
+        # more does not go through C as it is
+        nbytes = min(math.prod(size) * dtype.itemsize, sys.maxsize)
         first = tag not in self.tags
         arena = self._open_for_use(tag, content)
         if not nbytes:
@@ -275,7 +274,8 @@ class MemorySaver:
             saved = [(arena, where) for arena, where in kept if where != "discard"]
             if lent := [arena.tag for arena, _ in saved if arena.borrowed is not None]:
                 raise ValueError(
-                    f"the pages of {lent} are borrowed, their content is their owner's; content='discard'"
+                    f"the pages of {lent} are borrowed, their content is their owner's; "
+                    "content='discard'"
                 )
             with self._recorder.timed("pause", arenas):
                 lost = self._transactions.pause(arenas, saved, release, to, streams)
@@ -396,7 +396,8 @@ class MemorySaver:
             wanted, before = self.backend.round_up(nbytes), arena.stats.committed
             if nbytes < 0 or wanted > arena.reservation.nbytes:
                 raise ValueError(
-                    f"{nbytes} bytes are outside the {arena.reservation.nbytes} reserved for {tag!r}"
+                    f"{nbytes} bytes are outside the {arena.reservation.nbytes} "
+                    f"reserved for {tag!r}"
                 )
             with self._explained(f"resize({tag!r}, {nbytes})", [arena], wanted - before):
                 self._transactions.resize(arena, wanted)
@@ -486,10 +487,8 @@ class MemorySaver:
             # without the lock: the owner may be waiting for this saver
             grant = lease_extents(ticket, backend, ends)
             with self._operation():
-                arena, borrowed = (
-                    self._borrower(tag, ticket),
-                    BorrowedPages(ticket, grant.extents, ends.close),
-                )
+                arena = self._borrower(tag, ticket)
+                borrowed = BorrowedPages(ticket, grant.extents, ends.close)
                 self._check_size(arena, ticket, borrowed.nbytes)
                 self._transactions.borrow(arena, borrowed)
                 undo.pop_all()
@@ -503,7 +502,8 @@ class MemorySaver:
             raise StateError(f"borrow({tag!r}): the tag is active; pause it first")
         if ticket.device_key != self.backend.device_key:
             raise ValueError(
-                f"borrow({tag!r}): pages of {ticket.device_key} cannot serve {self.backend.device_key}"
+                f"borrow({tag!r}): pages of {ticket.device_key} cannot serve "
+                f"{self.backend.device_key}"
             )
         if self._transactions.server is not None and self._transactions.server.made(ticket):
             raise ValueError(
@@ -515,8 +515,9 @@ class MemorySaver:
         needed = min(arena.committed_when_paused, self.backend.round_up(arena.stats.top))
         if not needed <= nbytes <= arena.reservation.nbytes:
             raise ValueError(
-                f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses for "
-                f"{format_bytes(arena.reservation.nbytes)}; tag {ticket.tag!r} has {format_bytes(nbytes)}"
+                f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses "
+                f"for {format_bytes(arena.reservation.nbytes)}; "
+                f"tag {ticket.tag!r} has {format_bytes(nbytes)}"
             )
 
     # ---------------------------------------------------------------- sharing
@@ -657,7 +658,7 @@ class MemorySaver:
 
     @contextlib.contextmanager
     def _explained(self, what: str, arenas: list[Arena], needed: int = 0) -> Iterator[None]:
-        """``ShortOfMemory`` inside becomes an error that says what was missing, and who holds it."""
+        """Turns ``ShortOfMemory`` into an error that says what was missing, and who holds it."""
         try:
             yield
         except ShortOfMemory as short:
@@ -695,14 +696,14 @@ class MemorySaver:
         return arena
 
     def _forget(self, arena: Arena) -> None:
-        """A tag whose first tensor could not be made, unless another thread has found it meanwhile."""
+        """A tag whose first tensor could not be made, unless another thread found it meanwhile."""
         with self._operation():
             if not arena.open_regions and not arena.stats.blocks and not arena.paused:
                 self._tags.forget(arena.tag)
                 arena.close()
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
-        """After allocating: give back the unused tail (never under a lease), and tell the timeline."""
+        """After allocating: gives back the unused tail, never under a lease; tells the timeline."""
         with self._operation():
             if trim and not arena.open_regions and not self._leases(arena.tag):
                 arena.trim()

@@ -35,7 +35,7 @@ def add_words(parser: ArgumentParser) -> None:
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """What `add_words` took: the recipe, None where only overrides were given, and the overrides."""
+    """What `add_words` took: the recipe, None where only overrides were given; and these."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     return recipe, words
@@ -165,7 +165,8 @@ COMMANDS = (
     Command(
         name="plan",
         help="what a recipe takes",
-        description="Bytes of every stage, process, GPU and host before anything is run; exit status 3: does not fit.",
+        description="Bytes of every stage, process, GPU and host before anything is run; "
+        "exit status 3: does not fit.",
         arguments=_plan_arguments,
         execute=_plan,
     ),

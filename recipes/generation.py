@@ -15,13 +15,13 @@ from memsaver.common.hash import hash_text
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
-from rollout import Rollout, SamplingParams
+from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Answers of one step, those to one prompt adjacent; `logprobs` are the rollout's, one a token."""
+    """Answers of one step, those to one prompt adjacent; `logprobs`: the rollout's, one a token."""
 
     problems: list[Problem]
     prompt_ids: list[list[int]]
@@ -87,12 +87,10 @@ def pick_problems(
     ones.
     """
     drawn = random.Random(f"{seed}/prompts/{step}")
-    shares = [len(range(index, count, len(kinds))) for index in range(len(kinds))]
-    return [
-        problem
-        for kind, share in zip(kinds, shares, strict=True)
-        for problem in drawn.sample(list(kind), share)
-    ]
+    found: list[Problem] = []
+    for index, kind in enumerate(kinds):
+        found += drawn.sample(list(kind), len(range(index, count, len(kinds))))
+    return found
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:
@@ -105,7 +103,9 @@ def _answers(
 ) -> Samples:
     prompts = [setup.prompt_ids(problem) for problem in problems]
     groups = rollout.generate(prompts, params)
-    flat = [(index, completion) for index, group in enumerate(groups) for completion in group]
+    flat: list[tuple[int, Completion]] = []
+    for index, group in enumerate(groups):
+        flat += ((index, completion) for completion in group)
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]
     shown = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]

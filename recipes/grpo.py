@@ -7,11 +7,13 @@ Step s (version s of the weights, s - 1 updates done):
     to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
     compute_ref_log_prob   by the weights before the first update
     to_score()             the trainer's parameters come, in the reference's place
-    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own is reported
+    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own
+                           is reported
     compute_reward         the task's score of every answer
     to_train()             trainer restores its optimizer
     compute_advantages     reward against the other answers to the same prompt
-    update_actor           one clipped policy-gradient update, with kl_coef times the KL divergence from the reference
+    update_actor           one clipped policy-gradient update, with kl_coef times the KL divergence
+                           from the reference
 """
 
 from __future__ import annotations

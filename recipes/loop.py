@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from recipes.generation import Samples, evaluate
@@ -170,8 +171,5 @@ def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
 
 def pairs(one: PerToken, other: PerToken) -> list[tuple[float, float]]:
     """Both numbers of every token, answer by answer."""
-    return [
-        pair
-        for left, right in zip(one, other, strict=True)
-        for pair in zip(left, right, strict=True)
-    ]
+    rows = zip(one, other, strict=True)
+    return list(chain.from_iterable(zip(*row, strict=True) for row in rows))

@@ -9,12 +9,14 @@ Step s (version s of the weights):
     to_score("critic")     the critic comes, in the reference's place
     compute_values         by the critic: what is still to come at every token
     to_score()             the trainer's parameters come, in the critic's place
-    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own is reported
+    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own
+                           is reported
     compute_reward         the task's score of every answer
     to_train()             critic and both optimizers come back
     compute_advantages     rewards a token (`token_rewards`), then GAE and whitening
     update_critic          epochs x mini_batches updates on the clipped squared error to the returns
-    update_actor           as many clipped policy-gradient updates; none in the first critic_warmup_steps steps
+    update_actor           as many clipped policy-gradient updates; none in the first
+                           critic_warmup_steps steps
 
 The order of the answers in the updates is a function of (recipe.seed, step), as prompts and
 sampling seeds are.
@@ -26,6 +28,8 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain, starmap
+from operator import add, itemgetter
 from typing import Any
 
 from recipes.generation import Samples, compute_reward, generate_sequences
@@ -124,11 +128,7 @@ def token_rewards(
     if ref_logprobs is None:
         found = [[0.0] * len(row) for row in logprobs]
     else:
-        both = zip(logprobs, ref_logprobs, strict=True)
-        found = [
-            [-kl_coef * (mine - theirs) for mine, theirs in zip(*rows, strict=True)]
-            for rows in both
-        ]
+        found = _each(lambda mine, theirs: -kl_coef * (mine - theirs), logprobs, ref_logprobs)
     for row, reward in zip(found, rewards, strict=True):
         if row:
             row[-1] += reward
@@ -147,18 +147,14 @@ def compute_advantages(
         _estimates(row, worth, gamma, gae_lambda)
         for row, worth in zip(rewards, values, strict=True)
     ]
-    both = zip(advantages, values, strict=True)
-    return advantages, [[gain + value for gain, value in zip(*rows, strict=True)] for rows in both]
+    return advantages, _each(add, advantages, values)
 
 
 def _estimates(
     rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float
 ) -> list[float]:
-    found, later, after = (
-        list[float](),
-        0.0,
-        0.0,
-    )  # from the last token back: its advantage, the next token's value
+    found: list[float] = []
+    later = after = 0.0  # from the last token back: its advantage, the next token's value
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * after - value + gamma * gae_lambda * later
         after = value
@@ -168,9 +164,15 @@ def _estimates(
 
 def whiten(numbers: PerToken) -> PerToken:
     """Mean 0 and standard deviation 1 over all tokens; zeros where all are equal."""
-    flat = [number for row in numbers for number in row]
+    flat = list(chain.from_iterable(numbers))
     mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
-    return [[(number - mean) / scale for number in row] for row in numbers]
+    return _each(lambda number: (number - mean) / scale, numbers)
+
+
+def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
+    """`function` of every token's numbers."""
+    rows = zip(*numbers, strict=True)
+    return [list(starmap(function, zip(*row, strict=True))) for row in rows]
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
@@ -211,7 +213,7 @@ def _update(
     parts: Sequence[Sequence[int]],
 ) -> dict[str, float]:
     found = [learn(batch.select(part)) for part in parts]
-    return {name: statistics.fmean(figures[name] for figures in found) for name in found[0]}
+    return {name: statistics.fmean(map(itemgetter(name), found)) for name in found[0]}
 
 
 def explained_variance(values: PerToken, returns: PerToken) -> float:
@@ -220,8 +222,5 @@ def explained_variance(values: PerToken, returns: PerToken) -> float:
     """
     both = pairs(returns, values)
     spread = statistics.pvariance([wanted for wanted, _ in both])
-    return (
-        1 - statistics.pvariance([wanted - said for wanted, said in both]) / spread
-        if spread > 0
-        else 0.0
-    )
+    rest = statistics.pvariance([wanted - said for wanted, said in both])
+    return 1 - rest / spread if spread > 0 else 0.0

@@ -21,9 +21,9 @@ from recipes.watch.live import make_view
 from recipes.watch.monitor import Monitor
 from recipes.watch.run_folder import RunFolder, claimed
 from rollout import KVTiers
-from rollout.serving.preemption import Preemption
+from rollout.serving import Preemption
 from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
-from trainer_bridge.remote.group import RemoteGroup
+from trainer_bridge.remote import RemoteGroup
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 # Of a run that is continued:
@@ -85,9 +85,8 @@ def _continue(
         was, now = getattr(saved, field.name), getattr(recipe, field.name)
         if was != now and field.name not in MAY_CHANGE:
             key = _first_difference(field.name, was, now)
-            raise RecipeError(
-                f"--resume {run_dir}: {key}: differs from the run's own recipe.yaml; start a new run instead"
-            )
+            rule = "differs from the run's own recipe.yaml; start a new run instead"
+            raise RecipeError(f"--resume {run_dir}: {key}: {rule}")
     step = RunFolder(run_dir).last_checkpoint_step()
     if step >= recipe.steps:
         remedy = f"set steps={step + 10} to go on"
@@ -182,25 +181,20 @@ def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
     """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there
     are several).
     """
-    return (
-        [(each.name, each) for each in side.each()]
-        if isinstance(side, RemoteGroup)
-        else [(name, side)]
-    )
+    if isinstance(side, RemoteGroup):
+        return [(each.name, each) for each in side.each()]
+    return [(name, side)]
 
 
 def open_pair(setup: Setup) -> AbstractContextManager[Any]:
     """Trainer and rollout of this recipe, alive inside the block."""
-    config, arguments, cluster = (
-        trainer_config(setup),
-        engine_arguments(setup),
-        setup.recipe.cluster,
-    )
+    config = trainer_config(setup)
+    arguments = engine_arguments(setup)
+    cluster = setup.recipe.cluster
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments)
-    address = (
-        "auto" if cluster.nnodes > 1 else None
-    )  # one machine's cluster can be started here, larger ones are there
+    # One machine's cluster can be started here, larger ones are there.
+    address = "auto" if cluster.nnodes > 1 else None
     devices, nodes, timeout = cluster.n_gpus_per_node, cluster.nnodes, cluster.call_timeout
     return open_ray(
         config, arguments, devices=devices, nodes=nodes, address=address, timeout=timeout
@@ -245,9 +239,8 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     """
     section = setup.recipe.engine
     tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
-    preemption: Preemption = (
-        "cheapest" if tensor == 1 else "swap"
-    )  # tensor-parallel ranks decide alike
+    # Tensor-parallel ranks decide alike.
+    preemption: Preemption = "cheapest" if tensor == 1 else "swap"
     return {
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,

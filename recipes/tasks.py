@@ -59,12 +59,10 @@ class Task:
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     score: Scorer
-    train_beside: dict[str, tuple[Problem, ...]] = field(
-        default_factory=dict
-    )  # other kinds; as many of each a step
-    beside: dict[str, tuple[Problem, ...]] = field(
-        default_factory=dict
-    )  # held out, too, of other kinds: "2_digits"
+    # Other kinds; as many of each a step.
+    train_beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    # Held out, too, of other kinds: "2_digits".
+    beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
     words: tuple[str, ...] = ()
 
     @property
@@ -177,9 +175,8 @@ def signed_terms(question: str) -> str:
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
     """`first of b e` is answered `b`, for every pair of letters."""
-    problems = [
-        Problem(question=f"first of {a} {b}", answer=a) for a in TOY_LETTERS for b in TOY_LETTERS
-    ]
+    letters = itertools.product(TOY_LETTERS, repeat=2)
+    problems = [Problem(question=f"first of {a} {b}", answer=a) for a, b in letters]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
         """Exact: the answer, alone, and the end.

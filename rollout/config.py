@@ -78,7 +78,8 @@ class EngineConfig:
                 )
         if self.max_context_len is not None and self.max_context_len < 2:
             raise ValueError(
-                f"max_context_len={self.max_context_len} has no room for a prompt and one token; raise it"
+                f"max_context_len={self.max_context_len} has no room for a prompt and one token; "
+                f"raise it"
             )
         if self.attention not in get_args(Impl):
             raise ValueError(
@@ -95,20 +96,21 @@ class EngineConfig:
             self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"
         ):
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity nor "
-                f"kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
+                f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity "
+                f"nor kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
             )
         if self.tensor_parallel_size > 1 and self.tiers is not None and self.tiers.rank_dependent:
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: ranks must decide alike, whatever they measure and "
-                f"whatever a disk does; use tiers without disk_directory and with preemption='swap' or 'recompute'"
+                f"tensor_parallel_size={self.tensor_parallel_size}: ranks must decide alike, "
+                f"whatever they measure and whatever a disk does; use tiers without disk_directory "
+                f"and with preemption='swap' or 'recompute'"
             )
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:
                 raise ValueError(
-                    f"graph_batch_sizes={self.graph_batch_sizes} must be batch sizes of at least 1; "
-                    f"use cuda_graphs=False for no graphs"
+                    f"graph_batch_sizes={self.graph_batch_sizes} must be batch sizes of at least "
+                    f"1; use cuda_graphs=False for no graphs"
                 )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
@@ -118,8 +120,8 @@ class EngineConfig:
             raise ValueError('attention="triton" has no double sparsity; use "torch" or "auto"')
         if self.kv_cache_dtype != "auto":
             raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} can't be combined with double_sparsity; use 'auto', or "
-                f"double_sparsity=None"
+                f"kv_cache_dtype={self.kv_cache_dtype!r} can't be combined with double_sparsity; "
+                f"use 'auto', or double_sparsity=None"
             )
         object.__setattr__(self, "attention", "torch")
 
@@ -127,5 +129,6 @@ class EngineConfig:
         if tokens % self.page_size:
             rounded = round_up(tokens, self.page_size)
             raise ValueError(
-                f"{key}={tokens} is not a multiple of page_size={self.page_size}; use {key}={rounded}"
+                f"{key}={tokens} is not a multiple of page_size={self.page_size}; "
+                f"use {key}={rounded}"
             )

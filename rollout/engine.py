@@ -5,6 +5,7 @@ replaced in place.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvcache import KVPool
 from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.common.device_ids import place_of
 from memsaver.common.signals import deliver, held
-from memsaver.vmm.torch_usage import empty_torch_cache
+from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases
@@ -168,27 +169,21 @@ class Engine:
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
         with held():
-            requests = [
-                self._submit(prompt, param) for prompt, param in zip(prompts, each, strict=True)
-            ]
-            samples = [sample for request in requests for sample in request]
+            requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
+            samples = list(chain.from_iterable(requests))
             try:
                 while any(sample.finish_reason is None for sample in samples):
                     self._step()
                     if on_progress is not None:
                         done = sum(sample.finish_reason is not None for sample in samples)
-                        on_progress(
-                            done, len(samples), sum(len(sample.output) for sample in samples)
-                        )
+                        tokens = sum(len(sample.output) for sample in samples)
+                        on_progress(done, len(samples), tokens)
                     deliver()
             except BaseException as error:
                 self._ranks.fail(error)
                 self.scheduler.abort(samples)
                 raise
-        return [
-            [sample.completion() for sample in request[: request[0].params.n]]
-            for request in requests
-        ]
+        return [list(map(Sample.completion, each[: each[0].params.n])) for each in requests]
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Queue a request that was checked; an engine that does more with each overrides this."""
@@ -212,21 +207,14 @@ class Engine:
         self.scheduler.computed(step)
         samples = list(step.decode)
         rows = list(range(len(samples)))
-        for row, chunk in enumerate(
-            (chunk for chunk in step.chunks if chunk.last), start=len(samples)
-        ):
+        last = (chunk for chunk in step.chunks if chunk.last)
+        for row, chunk in enumerate(last, start=len(samples)):
             family = self._prefilled(chunk.sample)
             samples += family
             rows += [row] * len(family)
-        self._branch(
-            logits,
-            [
-                (row, each)
-                for row, each in zip(rows, samples, strict=True)
-                if each.beams is not None
-            ],
-        )
-        plain = [(row, each) for row, each in zip(rows, samples, strict=True) if each.beams is None]
+        members = list(zip(rows, samples, strict=True))
+        self._branch(logits, [(row, each) for row, each in members if each.beams is not None])
+        plain = [(row, each) for row, each in members if each.beams is None]
         if plain:
             rows, samples = [row for row, _ in plain], [each for _, each in plain]
             tokens, logprobs = self.runner.sample(logits, rows, samples)
@@ -245,9 +233,8 @@ class Engine:
         found = self.runner.candidates(logits, [row for row, _ in members], count)
         of = {each: row for (_, each), row in zip(members, found, strict=True)}
         for group in groups:
-            self.scheduler.branch(
-                group, [of[each] for each in group.members], self.store.last_version
-            )
+            likeliest = [of[each] for each in group.members]
+            self.scheduler.branch(group, likeliest, self.store.last_version)
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
         """Samples whose first token follows from this sample's prompt, all of which is computed
@@ -296,8 +283,8 @@ class Engine:
         left = self.scheduler.unfinished
         if left and unfinished == "raise":
             raise StateError(
-                f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or sleep with "
-                f'unfinished="preempt" or "abort"'
+                f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
+                f'sleep with unfinished="preempt" or "abort"'
             )
         if WEIGHTS in chosen:
             self._update.before_sleep()
@@ -312,9 +299,8 @@ class Engine:
                 self.prefixes.park(keep=self.store.version is not None)
             self.saver.pause(*rest, content="discard")
             if KV_CACHE in rest:
-                empty_torch_cache(
-                    self.saver.device
-                )  # what steps left there; whoever works next needs it
+                # what steps left there; whoever works next needs it
+                empty_torch_cache(self.saver.device)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -476,7 +462,7 @@ class Engine:
             assert not self.prefixes.swapped_pages(), "host pages are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
-        """Those of `tags` that this engine has memory on; ValueError for a name that no engine has."""
+        """Those of `tags` that the engine has memory on; ValueError for a name that none has."""
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
         return [tag for tag in self.tags if tags is None or tag in tags]

@@ -20,7 +20,7 @@ from torch import Tensor
 from memsaver import StateError
 from memsaver.common.plain import all_gather_plain
 from memsaver.common.rounding import round_up
-from memsaver.vmm.registrations import on_a_tag
+from memsaver.vmm import on_a_tag
 from rollout.errors import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
@@ -67,7 +67,8 @@ class TensorParallel:
         )
         if on_a_tag(self._staging):
             raise StateError(
-                "a tensor-parallel engine is being made inside a region; make it outside, it has tags of its own"
+                "a tensor-parallel engine is being made inside a region; make it outside, it has "
+                "tags of its own"
             )
 
     def sum(self, x: Tensor, stage: str) -> Tensor:
@@ -106,9 +107,7 @@ class TensorParallel:
         gathered = columns.new_empty((self.size, *columns.shape))
         if len(columns):  # none where a step ends no prompt
             self._exchange("logits", lambda: self._gather(columns.contiguous(), gathered))
-        return gathered.transpose(0, 1).reshape(len(columns), self.size * columns.shape[1])[
-            :, :width
-        ]
+        return gathered.transpose(0, 1).flatten(1)[:, :width]
 
     def _sum(self, x: Tensor) -> None:
         if not _capturing():
@@ -147,7 +146,8 @@ class TensorParallel:
         self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
         if others := [rank for rank, each in enumerate(values) if each != values[0]]:
             raise ValueError(
-                f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all ranks alike"
+                f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all "
+                f"ranks alike"
             )
 
     # ---------------------------------------------------------------- failures
@@ -157,23 +157,21 @@ class TensorParallel:
         go on.
         """
         if self.size > 1 and self.failure is None:
-            self.failure = (
-                f"tensor-parallel rank {self.rank} failed: {type(error).__name__}: {error}"
-            )
-            self._say(f"failed: {type(error).__name__}: {error}")
+            text = f"failed: {type(error).__name__}: {error}"
+            self.failure = f"tensor-parallel rank {self.rank} {text}"
+            self._say(text)
 
     def _exchange(self, stage: str, collective: Callable[[], object]) -> None:
         try:
             collective()
-        except (
-            RuntimeError
-        ) as error:  # also what torch.distributed raises for a time-out and a lost connection
+        # also what torch.distributed raises for a time-out and a lost connection
+        except RuntimeError as error:
             if _capturing():
                 raise
             self._say(f"waited in stage {stage!r}")
             self.failure = (
-                f"tensor-parallel rank {self.rank} of {self.size} waited in stage {stage!r} in vain: "
-                f"{self._others()}; start all ranks anew"
+                f"tensor-parallel rank {self.rank} of {self.size} waited in stage {stage!r} "
+                f"in vain: {self._others()}; start all ranks anew"
             )
             raise RankError(self.failure) from error
 

@@ -1,4 +1,4 @@
-"""Plain data that crosses the engine's boundary: requests, answers, and the weight-update messages."""
+"""Plain data that crosses the engine's boundary: requests, answers, weight-update messages."""
 
 import math
 import pickle
@@ -62,7 +62,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature={self.temperature} must be 0 (greedy), or finite and at least {COLDEST:g}"
+                f"temperature={self.temperature} must be 0 (greedy), or finite and at "
+                f"least {COLDEST:g}"
             )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k={self.top_k} must be in [0, 2**31) (0 is off)")
@@ -80,9 +81,8 @@ class SamplingParams:
         if not abs(self.length_penalty) < float("inf"):
             raise ValueError(f"length_penalty={self.length_penalty} must be finite")
         if self.early_stopping not in (True, False, "never"):
-            raise ValueError(
-                f'early_stopping={self.early_stopping!r} must be True, False or "never"'
-            )
+            rule = 'must be True, False or "never"'
+            raise ValueError(f"early_stopping={self.early_stopping!r} {rule}")
         if self.beam_width == 1:
             if self.length_penalty != 1 or self.early_stopping:
                 raise ValueError(
@@ -90,13 +90,13 @@ class SamplingParams:
                 )
             return
         if self.n > self.beam_width:
-            raise ValueError(
-                f"n={self.n} answers of a beam search of {self.beam_width}; raise beam_width or lower n"
-            )
+            text = f"n={self.n} answers of a beam search of {self.beam_width}"
+            raise ValueError(f"{text}; raise beam_width or lower n")
         if self.temperature not in (0, 1) or self.top_k or self.top_p < 1:
             raise ValueError(
-                f"beam search ranks by the model's own log-probabilities and samples nothing; with beam_width="
-                f"{self.beam_width} leave temperature at 0 or 1, top_k at 0 and top_p at 1"
+                f"beam search ranks by the model's own log-probabilities and samples nothing; with "
+                f"beam_width={self.beam_width} leave temperature at 0 or 1, top_k at 0 and top_p "
+                f"at 1"
             )
 
 
@@ -147,18 +147,15 @@ class ParamSlice:
         if self.strides is not None and (
             len(self.strides) != len(self.shape) or min(self.strides, default=1) < 1
         ):
-            raise ValueError(
-                f"{self.name}: strides {self.strides} must be positive, one for each of {self.shape}"
-            )
+            rule = f"must be positive, one for each of {self.shape}"
+            raise ValueError(f"{self.name}: strides {self.strides} {rule}")
         if not len(self.shape) == len(self.global_shape) == len(self.start):
-            raise ValueError(
-                f"{self.name}: shape, global_shape and start must have as many dimensions"
-            )
+            rule = "must have as many dimensions"
+            raise ValueError(f"{self.name}: shape, global_shape and start {rule}")
         for size, whole, first in zip(self.shape, self.global_shape, self.start, strict=True):
             if first < 0 or first + size > whole:
-                raise ValueError(
-                    f"{self.name}: slice {self.shape} at {self.start} is outside {self.global_shape}"
-                )
+                text = f"slice {self.shape} at {self.start} is outside {self.global_shape}"
+                raise ValueError(f"{self.name}: {text}")
         if self.offset < 0 or self.index_base < 0:
             raise ValueError(f"{self.name}: offset and index_base must not be negative")
 
@@ -196,12 +193,10 @@ class Manifest:
         if len({(piece.name, piece.start) for piece in self.slices}) != len(self.slices):
             raise ValueError("a parameter, or the same part of it, appears twice in the manifest")
         for alias, target in self.aliases.items():
-            if (
-                alias in names or target not in names | self.modules.keys()
-            ):  # a module: all of it is padding here
-                raise ValueError(
-                    f"alias {alias} -> {target} must go from a name that is not stored to one that is"
-                )
+            # the target may be a module: all of it is padding here
+            if alias in names or target not in names | self.modules.keys():
+                rule = "must go from a name that is not stored to one that is"
+                raise ValueError(f"alias {alias} -> {target} {rule}")
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Manifest"], tuple[bytes]]:
         """One string of bytes, made once: hundreds of slices in each message of an update cost
@@ -269,9 +264,8 @@ class PackedBox:
         if min(self.at, self.offset, *self.shape, *self.strides) < 0:
             raise ValueError(f"a box has no negative numbers, got {self}")
         if self.at % self.itemsize or self.offset % self.itemsize:
-            raise ValueError(
-                f"at and offset must be multiples of the {self.itemsize} bytes of an element, got {self}"
-            )
+            rule = f"must be multiples of the {self.itemsize} bytes of an element"
+            raise ValueError(f"at and offset {rule}, got {self}")
 
     @property
     def nbytes(self) -> int:

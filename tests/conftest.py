@@ -1,4 +1,4 @@
-"""Shared by all tests: which of them this run is for, in which order, and the devices they run on."""
+"""Shared by all tests: which of them this run is for, in which order, and on which devices."""
 
 from __future__ import annotations
 

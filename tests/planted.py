@@ -41,8 +41,8 @@ BUGS = [
     Bug(
         "two processes resume at once (lock left out)",
         "memsaver/tag/transaction.py",
-        "with self._device_lock:  # else two processes could take half",
-        "if True:  # else two processes could take half",
+        "            with self._device_lock:\n                refills",
+        "            if True:\n                refills",
     ),
     Bug(
         "a discarded tag keeps its version (stale version)",
@@ -108,8 +108,8 @@ BUGS = [
     Bug(
         "a writer fills a staging range one round too early (off by one)",
         "kvcache/staging/ring.py",
-        "round == 0 or before < watermark.round",
-        "round == 0 or before <= watermark.round",
+        "or before < watermark.round",
+        "or before <= watermark.round",
     ),
     Bug(
         "readers and writers of replicated heads are paired wrongly (swapped ranks)",
@@ -176,7 +176,8 @@ BUGS = [
     Bug(
         "a restore that fails counts as done (missing undo)",
         "trainer_bridge/training/offload.py",
-        "        if self._saver is not None:\n            self._saver.resume(*self._memory(chosen))\n"
+        "        if self._saver is not None:\n"
+        "            self._saver.resume(*self._memory(chosen))\n"
         "        self._parked -= set(chosen)",
         "        self._parked -= set(chosen)\n        if self._saver is not None:\n"
         "            self._saver.resume(*self._memory(chosen))",
@@ -209,8 +210,10 @@ BUGS = [
     Bug(
         "`latest` names a checkpoint that is still being written (swapped order)",
         "recipes/watch/run_folder.py",
-        '        write(folder / f"step_{step}")\n        replace_text(folder / "latest", f"step_{step}\\n")\n',
-        '        replace_text(folder / "latest", f"step_{step}\\n")\n        write(folder / f"step_{step}")\n',
+        '        write(folder / f"step_{step}")\n'
+        '        replace_text(folder / "latest", f"step_{step}\\n")\n',
+        '        replace_text(folder / "latest", f"step_{step}\\n")\n'
+        '        write(folder / f"step_{step}")\n',
     ),
     Bug(
         "a step that is computed again shuffles otherwise (seed left out)",
@@ -251,7 +254,8 @@ def caught_by(tree: Path, tests: list[str], workers: int) -> str:
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failed:
-        return f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1]}"
+        last = (done.stdout + done.stderr).strip().splitlines()[-1]
+        return f"pytest ended with {done.returncode}: {last}"
     return failed[0].split(" - ")[0].partition("@")[0] if failed else ""
 
 

@@ -61,6 +61,27 @@ def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
                 yield f"may not import {module}"
 
 
+def enters_by_a_face(file: str, node: ast.AST) -> Iterator[str]:
+    """Another package is imported by itself, its modules and its rooms; memsaver.common's modules
+    are for all, and kernels call kernels.
+    """
+    for module in imports(node):
+        package, room, *rest = [*module.split("."), ""]
+        if package in CHAIN and package != file.split("/")[0] and rest[:1] not in ([], [""]):
+            kernels = room == "ops" and "/ops/" in file
+            if not kernels and (package, room) != ("memsaver", "common"):
+                yield f"imports {module}: past the face of {package}.{room}"
+
+
+def nests_no_comprehension(file: str, node: ast.AST) -> Iterator[str]:
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    if isinstance(node, kinds):
+        if len(node.generators) > 1:
+            yield "has a comprehension with two loops"
+        if any(isinstance(inner, kinds) for inner in ast.walk(node) if inner is not node):
+            yield "has a comprehension inside another"
+
+
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     own = (
         "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"
@@ -100,6 +121,8 @@ def _private(name: str) -> bool:
     ("folders", "rule"),
     [
         (CHAIN, follows_the_chain),
+        (CHAIN, enters_by_a_face),
+        (CHAIN, nests_no_comprehension),
         (["tests"], takes_helpers_from_their_place),
         (["tests"], reads_public_state),
     ],
@@ -173,7 +196,8 @@ def test_files_do_not_import_each_other_in_a_circle(package: str) -> None:
 
 def test_importing_memsaver_is_cheap() -> None:
     heavy = {"ray", "triton", "transformers", "omegaconf"}
-    code = f"import sys, torch; before = set(sys.modules); import memsaver; print({heavy} & set(sys.modules) - before)"
+    code = "import sys, torch; before = set(sys.modules); import memsaver; "
+    code += f"print({heavy} & set(sys.modules) - before)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )

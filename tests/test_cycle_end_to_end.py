@@ -122,6 +122,5 @@ def test_rounds_match_transformers(
                 counts.append((settled_fds(), memory_maps(), trainer.report().committed_bytes))
         first, after = counts
         assert after[2] == first[2]
-        assert (
-            after[0] < first[0] + 5 and after[1] < first[1] + 5
-        )  # 5 rounds that leak would show 5
+        # 5 rounds that leak would show 5
+        assert after[0] < first[0] + 5 and after[1] < first[1] + 5

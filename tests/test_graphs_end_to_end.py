@@ -106,9 +106,8 @@ def test_cycles_with_new_weights_each(
                     == trainer.report().committed_bytes
                 )
             else:
-                empty_torch_cache(
-                    torch.device("cuda:0")
-                )  # as a sleep does, with cuBLAS's workspaces (32 MiB, H100)
+                # as a sleep does, with cuBLAS's workspaces (32 MiB, H100)
+                empty_torch_cache(torch.device("cuda:0"))
                 committed, before = rollout.report().committed_bytes, process_bytes("cuda:0")
                 assert rollout.report().tags["cuda_graph"].committed_bytes > 0
                 rollout.sleep(level=2)
@@ -159,9 +158,8 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
 
 def test_the_graphs_are_why_an_engine_that_half_sleeps_refuses(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", **SHAPE)
-    engine = Engine.from_pretrained(
-        path, "cuda:0", **ENGINE, prefix_cache=False
-    )  # a hit sums in another order
+    # a hit sums in another order
+    engine = Engine.from_pretrained(path, "cuda:0", **ENGINE, prefix_cache=False)
     before = engine.generate(prompts(0), GREEDY)
     engine.sleep(tags=["cuda_graph"])
     with pytest.raises(RuntimeError, match="paused: cuda_graph"):

@@ -26,22 +26,10 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        _check("rank", self.rank, self.rank >= 1, "must be at least 1", "LoraConfig")
-        _check(
-            "alpha",
-            self.alpha,
-            0 < self.alpha < math.inf,
-            "must be positive and finite",
-            "LoraConfig",
-        )
+        _check(self, "rank", self.rank >= 1, "must be at least 1")
+        _check(self, "alpha", 0 < self.alpha < math.inf, "must be positive and finite")
         ok = bool(self.target_modules) and len(set(self.target_modules)) == len(self.target_modules)
-        _check(
-            "target_modules",
-            self.target_modules,
-            ok,
-            "name at least one layer, none twice",
-            "LoraConfig",
-        )
+        _check(self, "target_modules", ok, "name at least one layer, none twice")
 
     @property
     def scale(self) -> float:
@@ -63,7 +51,7 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         ok = 0 < self.value_clip < math.inf
-        _check("value_clip", self.value_clip, ok, "must be positive and finite", "CriticConfig")
+        _check(self, "value_clip", ok, "must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +65,11 @@ class TrainerConfig:
     decay_steps: the learning rate falls linearly, to 0 after so many updates; None: it stays. lora:
     train adapters, in `dtype`; all other parameters are frozen, and held in `param_dtype`: no
     update is rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 +
-    high].
-    kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none.
+    high]. kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none.
     reference: keep the first weights, frozen, to score with; with adapters these are the base, and
-    need no model of their own. max_grad_norm:
-    None: no clipping. micro_batch_size: sequences a rank holds in one forward and backward.
-    threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
-    once when the trainer is built, and of random weights.
+    need no model of their own. max_grad_norm: None: no clipping. micro_batch_size: sequences a rank
+    holds in one forward and backward. threads: of torch on the CPU; None leaves torch's own choice.
+    seed: of torch's generator, set once when the trainer is built, and of random weights.
     """
 
     model_path: str
@@ -110,73 +96,33 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check(
-            "model_path",
-            self.model_path,
-            bool(self.model_path),
-            "name a Hugging Face model directory",
-        )
-        _check("dtype", self.dtype, self.dtype in _DTYPES, f"use one of {', '.join(_DTYPES)}")
+        _check(self, "model_path", bool(self.model_path), "name a Hugging Face model directory")
+        _check(self, "dtype", self.dtype in _DTYPES, f"use one of {', '.join(_DTYPES)}")
         ok = self.param_dtype is None or self.param_dtype in _DTYPES
-        _check(
-            "param_dtype",
-            self.param_dtype,
-            ok,
-            f"use one of {', '.join(_DTYPES)}, or None for dtype",
-        )
-        _check(
-            "learning_rate",
-            self.learning_rate,
-            0 <= self.learning_rate < math.inf,
-            "must be finite, not negative",
-        )
+        _check(self, "param_dtype", ok, f"use one of {', '.join(_DTYPES)}, or None for dtype")
+        ok = 0 <= self.learning_rate < math.inf
+        _check(self, "learning_rate", ok, "must be finite, not negative")
         ok = self.decay_steps is None or self.decay_steps >= 1
-        _check(
-            "decay_steps", self.decay_steps, ok, "must be at least 1, or None for a constant rate"
-        )
-        _check(
-            "weight_decay",
-            self.weight_decay,
-            0 <= self.weight_decay < math.inf,
-            "must be finite, not negative",
-        )
+        _check(self, "decay_steps", ok, "must be at least 1, or None for a constant rate")
+        ok = 0 <= self.weight_decay < math.inf
+        _check(self, "weight_decay", ok, "must be finite, not negative")
         ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _check("betas", self.betas, ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
-        _check(
-            "adam_eps", self.adam_eps, 0 < self.adam_eps < math.inf, "must be positive and finite"
-        )
+        _check(self, "betas", ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
+        _check(self, "adam_eps", 0 < self.adam_eps < math.inf, "must be positive and finite")
         ok = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        _check(
-            "max_grad_norm",
-            self.max_grad_norm,
-            ok,
-            "must be positive and finite; None does not clip",
-        )
-        _check("clip_eps_low", self.clip_eps_low, 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
-        _check(
-            "clip_eps_high",
-            self.clip_eps_high,
-            0 < self.clip_eps_high < math.inf,
-            "must be positive and finite",
-        )
+        _check(self, "max_grad_norm", ok, "must be positive and finite; None does not clip")
+        _check(self, "clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
+        ok = 0 < self.clip_eps_high < math.inf
+        _check(self, "clip_eps_high", ok, "must be positive and finite")
         ok = 0 <= self.kl_loss_coef < math.inf
-        _check("kl_loss_coef", self.kl_loss_coef, ok, "must be finite, not negative")
+        _check(self, "kl_loss_coef", ok, "must be finite, not negative")
         ok = self.reference or self.kl_loss_coef == 0
-        _check("kl_loss_coef", self.kl_loss_coef, ok, "needs reference=True")
-        _check(
-            "micro_batch_size",
-            self.micro_batch_size,
-            self.micro_batch_size >= 1,
-            "must be at least 1",
-        )
-        _check(
-            "threads",
-            self.threads,
-            self.threads is None or self.threads >= 1,
-            "must be at least 1, or None",
-        )
+        _check(self, "kl_loss_coef", ok, "needs reference=True")
+        _check(self, "micro_batch_size", self.micro_batch_size >= 1, "must be at least 1")
+        ok = self.threads is None or self.threads >= 1
+        _check(self, "threads", ok, "must be at least 1, or None")
         ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
-        _check("device", self.device, ok, 'use "cpu", "cuda" or "cuda:N"')
+        _check(self, "device", ok, 'use "cpu", "cuda" or "cuda:N"')
 
     def of_critic(self) -> TrainerConfig:
         """The same with the critic's learning rate and decay, all parameters trained: what its
@@ -213,6 +159,6 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _check(name: str, value: object, ok: bool, rule: str, owner: str = "TrainerConfig") -> None:
+def _check(config: object, name: str, ok: bool, rule: str) -> None:
     if not ok:
-        raise ValueError(f"{owner}.{name}={value!r}: {rule}")
+        raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)!r}: {rule}")

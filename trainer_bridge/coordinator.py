@@ -31,9 +31,8 @@ def open_inprocess(
     """Both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
-    not given. It loads no
-    weights: the first sync brings them. alias: lay the trainer's parameters out as the engine's
-    weights, for `Cycle(alias=True)`; a ValueError says why it cannot be.
+    not given. It loads no weights: the first sync brings them. alias: lay the trainer's parameters
+    out as the engine's weights, for `Cycle(alias=True)`; a ValueError says why it cannot be.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
@@ -123,13 +122,11 @@ def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> N
     if min(nodes, devices) < 1:
         raise ValueError(f"nodes={nodes} and devices={devices} must be at least 1")
     if devices % engine_size:
-        raise ValueError(
-            f"tensor_parallel_size={engine_size} does not divide devices={devices}; an engine stays on one machine"
-        )
+        text = f"tensor_parallel_size={engine_size} does not divide devices={devices}"
+        raise ValueError(f"{text}; an engine stays on one machine")
     if alias and nodes * devices > 1:
-        raise ValueError(
-            f"alias=True is for one device, these are {nodes * devices}; sync by copies (alias=False)"
-        )
+        text = f"alias=True is for one device, these are {nodes * devices}"
+        raise ValueError(f"{text}; sync by copies (alias=False)")
 
 
 def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,15 +136,13 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
         "dtype": trainer.torch_dtype,
         **engine,
     }
-    arguments["load_weights"] = (
-        False  # undefined until the first sync, which would replace them anyway
-    )
+    # Undefined until the first sync, which would replace them anyway.
+    arguments["load_weights"] = False
     if isinstance(arguments["dtype"], str):
         arguments["dtype"] = getattr(torch, arguments["dtype"])
     if torch.device(arguments["device"]) != torch.device(trainer.device):
-        raise ValueError(
-            f"engine device {arguments['device']} and trainer device {trainer.device} differ; name one device"
-        )
+        text = f"engine device {arguments['device']} and trainer device {trainer.device} differ"
+        raise ValueError(f"{text}; name one device")
     return arguments
 
 

@@ -6,13 +6,13 @@ stage.
                                         |                           '---' to_score(model)     |
                                         '------------------- to_train() ----------------------'
 
-    state    the trainer holds            the rollout holds                who may work
-    train    params, optim,               nothing                          update_actor, update_critic,
-             critic, critic_optim                                          compute_log_prob, checkpoints
-    rollout  nothing                      weights, kv_cache, cuda_graph    generate
-    score    one model at a time          nothing                          with params: compute_log_prob, reference:
-                                                                           compute_ref_log_prob,
-                                                                           critic: compute_values
+    state    the trainer holds      the rollout holds              who may work
+    train    params, optim,         nothing                        update_actor, update_critic,
+             critic, critic_optim                                  compute_log_prob, checkpoints
+    rollout  nothing                weights, kv_cache, cuda_graph  generate
+    score    one model at a time    nothing                        with params: compute_log_prob,
+                                                                   reference: compute_ref_log_prob,
+                                                                   critic: compute_values
 
 A trainer has critic and reference only where the cycle is told so. Tags that the caller names in
 `keep` stay on the device in every state. With `alias` the rollout serves the trainer's own pages:
@@ -85,9 +85,8 @@ class Cycle:
         if unknown := sorted(kept.difference(KEEPABLE)):
             raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
         if alias and WEIGHTS in kept:
-            raise ValueError(
-                f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back; leave it out"
-            )
+            text = f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back"
+            raise ValueError(f"{text}; leave it out")
         absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
         self.state = "train"
         self._alias = alias
@@ -113,14 +112,10 @@ class Cycle:
             with self._stage("wake_weights"):
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
-            committed = (
-                self._trainer.share_weights(version)
-                if self._alias
-                else self._trainer.sync_weights(version)
-            )
-        self._park_all_but(
-            []
-        )  # params, which must stay until all engines have committed what they hold
+            write = self._trainer.share_weights if self._alias else self._trainer.sync_weights
+            committed = write(version)
+        # Params, which must stay until all engines have committed what they hold.
+        self._park_all_but([])
         with self._stage("wake_kv_cache"):
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
         self.state = after
@@ -175,11 +170,9 @@ class Cycle:
         """The state after `verb`; StateError if it is not legal now."""
         legal = TRANSITIONS[self.state]
         if verb not in legal:
-            why = (
-                f" ({self._failure}); start a new run from the last checkpoint"
-                if self._failure
-                else ""
-            )
+            why = ""
+            if self._failure:
+                why = f" ({self._failure}); start a new run from the last checkpoint"
             raise StateError(
                 f"{verb}() in state {self.state!r}: legal now: {', '.join(legal) or 'nothing'}{why}"
             )

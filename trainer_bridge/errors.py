@@ -14,11 +14,8 @@ class CycleError(RuntimeError):
 
     def __init__(self, stage: str, cause: BaseException) -> None:
         text = " ".join(str(cause).split())
-        super().__init__(
-            f"stage {stage!r} failed: {type(cause).__name__}: {text}"
-            if text
-            else f"stage {stage!r} failed: {cause!r}"
-        )
+        what = f"{type(cause).__name__}: {text}" if text else repr(cause)
+        super().__init__(f"stage {stage!r} failed: {what}")
         self.stage = stage
         self.cause = cause
 

@@ -90,13 +90,12 @@ class Trainer:
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
             if layout is not None and (saver is None or runtime.world > 1):
-                raise ValueError(
-                    "layout is for one rank with a MemorySaver; without, leave it away and sync by copies"
-                )
+                rule = "layout is for one rank with a MemorySaver"
+                raise ValueError(f"{rule}; without, leave it away and sync by copies")
             if layout is not None and config.lora is not None:
-                raise ValueError(
-                    "layout is for weights served as they are; with TrainerConfig.lora leave it away: they are merged"
-                )
+                rule = "layout is for weights served as they are"
+                remedy = "with TrainerConfig.lora leave it away: they are merged"
+                raise ValueError(f"{rule}; {remedy}")
             self._parking = Parking(saver)
             self.reference = self._first_weights()
             dtype = config.torch_dtype
@@ -123,9 +122,8 @@ class Trainer:
         base: of the frozen model, without adapters.
         """
         if base and self._adapters is None:
-            raise ValueError(
-                "compute_log_prob(base=True) needs TrainerConfig.lora: all parameters are trained here"
-            )
+            rule = "needs TrainerConfig.lora: all parameters are trained here"
+            raise ValueError(f"compute_log_prob(base=True) {rule}")
         temperature = batch.temperature if temperature is None else temperature
         check_temperature(temperature)
         self._parking.require("compute_log_prob", PARAMS)
@@ -214,7 +212,7 @@ class Trainer:
         self._parking.restore(*tags)
 
     def empty_cache(self) -> None:
-        """Drop gradients and unsharded layers, and give torch's cached blocks back to the device."""
+        """Drop gradients and unsharded layers, and give torch's cached blocks to the device."""
         self.zero_grad()
         for side in (self, self.critic, self.reference):
             if side is not None:
@@ -355,10 +353,8 @@ class Trainer:
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
         logprobs, entropy = self._score(micro, batch.temperature)
-        old, advantages = (
-            batch.of_tokens("old_logprobs", micro),
-            batch.of_tokens("advantages", micro),
-        )
+        old = batch.of_tokens("old_logprobs", micro)
+        advantages = batch.of_tokens("advantages", micro)
         sums = ppo_clip(
             logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high
         )
@@ -375,9 +371,8 @@ class Trainer:
         if self._adapters is not None:
             self._parking.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
             return
-        alone = (
-            self.reference is None and self.config.critic is None
-        )  # a policy is parked once a step, always changed
+        # A policy is parked once a step, always changed.
+        alone = self.reference is None and self.config.critic is None
         self._parking.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> Reference | None:
@@ -417,6 +412,5 @@ class Trainer:
 
     def _require_unlent(self, method: str) -> None:
         if self.saver is not None and self.saver.leases(PARAMS):
-            raise StateError(
-                f"{method}() would change parameters that a rollout serves; put its weights to sleep first"
-            )
+            text = f"{method}() would change parameters that a rollout serves"
+            raise StateError(f"{text}; put its weights to sleep first")

@@ -1,0 +1,13 @@
+"""Ledgers of a pool's pages: which are free, and which a request gets next."""
+
+from kvcache.allocators.base import KVAllocator, to_device
+from kvcache.allocators.paged import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvcache.allocators.swa import SWATokenToKVPoolAllocator
+
+__all__ = [
+    "KVAllocator",
+    "PagedTokenToKVPoolAllocator",
+    "SWATokenToKVPoolAllocator",
+    "TokenToKVPoolAllocator",
+    "to_device",
+]

@@ -14,9 +14,8 @@ from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_
 Int64Array = npt.NDArray[np.int64]
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 
-_PINNED_FROM = (
-    1 << 16
-)  # bytes: from here on a copy from pageable memory waits for the kernels under way
+# bytes: from here on a copy from pageable memory waits for the kernels under way
+_PINNED_FROM = 1 << 16
 
 
 class KVAllocator(ABC):
@@ -36,7 +35,8 @@ class KVAllocator(ABC):
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(
-                f"size={size} tokens must be a positive multiple of page_size={page_size}; round it to whole pages"
+                f"size={size} tokens must be a positive multiple of page_size={page_size}; "
+                "round it to whole pages"
             )
         self.size = size
         self.page_size = page_size
@@ -96,7 +96,7 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def _give_back(self, pages: Int64Array) -> None:
-        """Makes pages that lost their last owner available: at once, or when the free group ends."""
+        """Makes pages without an owner available: at once, or when the free group ends."""
 
     @abstractmethod
     def _check_open(self, pages: Int64Array) -> None:
@@ -110,7 +110,8 @@ class KVAllocator(ABC):
         """Ids of `need_size` tokens (whole pages), int64 on the device, or None."""
         if need_size < 0 or need_size % self.page_size:
             raise ValueError(
-                f"alloc({need_size}) must be a multiple of page_size {self.page_size}; round up first"
+                f"alloc({need_size}) must be a multiple of page_size {self.page_size}; "
+                "round up first"
             )
         return self.alloc_extend([0], [need_size], [-1], need_size)
 
@@ -200,7 +201,8 @@ class KVAllocator(ABC):
         twice = ids[1:] == ids[:-1]
         if twice.any():
             raise ValueError(
-                f"double free of token {int(ids[1:][twice][0])}: it is named twice; name each token once"
+                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
+                "name each token once"
             )
         pages, counts = np.unique(ids // self.page_size, return_counts=True)
         return pages, counts.astype(np.int64, copy=False)
@@ -209,7 +211,8 @@ class KVAllocator(ABC):
         wrong = (pages < 1) | (pages > self.total_pages)
         if wrong.any():
             raise ValueError(
-                f"page {int(pages[wrong][0])} was never issued: pages are 1..{self.total_pages}, page 0 is padding"
+                f"page {int(pages[wrong][0])} was never issued: "
+                f"pages are 1..{self.total_pages}, page 0 is padding"
             )
         return pages
 
@@ -221,9 +224,8 @@ class KVAllocator(ABC):
         pages: Int64Array,
     ) -> torch.Tensor:
         n = len(gains)
-        packed = np.empty(
-            5 * n + len(pages), dtype=np.int64
-        )  # one transfer for all that the kernel reads
+        # one transfer for all that the kernel reads
+        packed = np.empty(5 * n + len(pages), dtype=np.int64)
         meta = packed[: 5 * n].reshape(5, n)
         meta[PREFIX_LEN], meta[SEQ_LEN], meta[LAST_LOC] = lengths
         meta[OUT_START] = np.cumsum(gains) - gains
@@ -241,7 +243,8 @@ def _checked_gains(
 ) -> Int64Array:
     if not len(prefix) == len(seq) == len(last):
         raise ValueError(
-            f"one entry a request needed, got {len(prefix)} prefix_lens, {len(seq)} seq_lens, {len(last)} last_loc"
+            f"one entry a request needed, got {len(prefix)} prefix_lens, {len(seq)} seq_lens, "
+            f"{len(last)} last_loc"
         )
     gains = seq - prefix
     bad = (gains < 0) | (prefix < 0)
@@ -254,8 +257,9 @@ def _checked_gains(
     if bad.any():
         r = int(bad.argmax())
         raise ValueError(
-            f"request {r}: last_loc {last[r]} is not where token {prefix[r]} - 1 of a sequence lies in a page of "
-            f"{page_size}; pass the id of its last token, -1 for an empty sequence"
+            f"request {r}: last_loc {last[r]} is not where token {prefix[r]} - 1 of a sequence "
+            f"lies in a page of {page_size}; pass the id of its last token, "
+            "-1 for an empty sequence"
         )
     if int(gains.sum()) != total:
         raise ValueError(

@@ -1,4 +1,6 @@
-"""One pool's page ledger: a stack of free pages and a count of owners for each page."""
+"""One pool's page ledger: a stack of free pages and a count of owners for each page; for single
+tokens, with pages of one token.
+"""
 
 import numpy as np
 import torch
@@ -45,7 +47,8 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         ids = self._valid_pages(as_int64(pages, "pages"))
         if (self._refs[ids] == 0).any():
             raise ValueError(
-                f"page {int(ids[self._refs[ids] == 0][0])} is free and can't be shared; allocate it first"
+                f"page {int(ids[self._refs[ids] == 0][0])} is free and can't be shared; "
+                "allocate it first"
             )
         np.add.at(self._refs, ids, 1)
 
@@ -61,8 +64,8 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         if short.any():
             page = int(distinct[short][0])
             raise ValueError(
-                f"double free of page {page}: it has {int(self._refs[page])} owner(s), fewer than are dropped; "
-                f"release each sequence once"
+                f"double free of page {page}: it has {int(self._refs[page])} owner(s), "
+                "fewer than are dropped; release each sequence once"
             )
         return distinct, times.astype(np.int64, copy=False)
 
@@ -75,9 +78,10 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
     def shortage(self, request: object, pages: int) -> str:
         missing = max(0, pages - self._num_free)
         return (
-            f"{request} needs {pages} more page(s) of {self.page_size} tokens, {self._num_free} of {self.total_pages} "
-            f"are free: {missing} page(s) ({missing * self.page_size} tokens) are missing; "
-            f"end or preempt a request, or make the pool larger"
+            f"{request} needs {pages} more page(s) of {self.page_size} tokens, "
+            f"{self._num_free} of {self.total_pages} are free: "
+            f"{missing} page(s) ({missing * self.page_size} tokens) are missing; "
+            "end or preempt a request, or make the pool larger"
         )
 
     def check_integrity(self) -> None:
@@ -101,5 +105,15 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         free = self.ref_counts(pages) == 0
         if free.any():
             raise ValueError(
-                f"last_loc is in page {int(pages[free][0])}, which is free; its sequence was released"
+                f"last_loc is in page {int(pages[free][0])}, which is free; "
+                "its sequence was released"
             )
+
+
+class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
+    """Token ids 1 .. size, each a page of its own: `alloc(n)` gives any n free ones, `free` takes
+    any of them back.
+    """
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        super().__init__(size, 1, device)

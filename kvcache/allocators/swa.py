@@ -35,9 +35,8 @@ class SWATokenToKVPoolAllocator(KVAllocator):
             size + page_size, dtype=torch.int64, device=self.device
         )
         self._offsets = torch.arange(page_size, device=self.device)
-        self._swa_page = np.zeros(
-            self.total_pages + 1, dtype=np.int64
-        )  # window page of each full page, 0 without
+        # window page of each full page, 0 without
+        self._swa_page = np.zeros(self.total_pages + 1, dtype=np.int64)
 
     @property
     def available_pages(self) -> int:
@@ -104,8 +103,9 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         if (counts < self.page_size).any():
             i = int((counts < self.page_size).argmax())
             raise ValueError(
-                f"free_swa names {counts[i]} of the {self.page_size} tokens of page {pages[i]}, the others would lose "
-                f"their window slots too; free whole pages once all their tokens have left the window"
+                f"free_swa names {counts[i]} of the {self.page_size} tokens of page {pages[i]}, "
+                "the others would lose their window slots too; "
+                "free whole pages once all their tokens have left the window"
             )
         self.free_swa_pages(pages)
 
@@ -116,8 +116,9 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         if (owners < times).any():
             i = int((owners < times).argmax())
             raise ValueError(
-                f"double free of the window slots of page {distinct[i]}: {owners[i]} owner(s) have it in their window, "
-                f"fewer than are dropped; free each page once after it left the window"
+                f"double free of the window slots of page {distinct[i]}: "
+                f"{owners[i]} owner(s) have it in their window, fewer than are dropped; "
+                "free each page once after it left the window"
             )
         self._drop_window(distinct, times.astype(np.int64, copy=False))
 
@@ -203,6 +204,6 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         gone = self._swa_page[pages] == 0
         if gone.any():
             raise ValueError(
-                f"last_loc is in page {int(pages[gone][0])}, whose window slots were freed; the newest token of a "
-                f"sequence never leaves the window, keep its page"
+                f"last_loc is in page {int(pages[gone][0])}, whose window slots were freed; "
+                "the newest token of a sequence never leaves the window, keep its page"
             )

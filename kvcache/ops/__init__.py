@@ -1,0 +1,13 @@
+"""Kernels, each with a torch reference of the same signature."""
+
+from kvcache.ops.rotary import RotaryTables, rotate_heads
+from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+
+__all__ = [
+    "RotaryTables",
+    "Writers",
+    "gather_staged",
+    "rotate_heads",
+    "scatter_staged",
+    "staged_bytes",
+]

@@ -51,9 +51,8 @@ def _expand_torch(
     )
     step = torch.arange(total, device=meta.device) - out_start
     position = prefix + step
-    nth = (
-        position // page_size - (prefix + page_size - 1) // page_size
-    )  # which new page; negative: the partial one
+    # which new page; negative: the partial one
+    nth = position // page_size - (prefix + page_size - 1) // page_size
     in_partial = last_loc + 1 + step
     if new_pages.numel() == 0:
         return in_partial

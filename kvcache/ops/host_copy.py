@@ -37,10 +37,8 @@ def copy_rows(
     rows = host_rows.cpu()
     page, token = rows // plan.page_size, rows % plan.page_size
     for part in plan.parts:
-        device, host = (
-            part.device[layers.start : layers.stop],
-            part.host[layers.start : layers.stop],
-        )
+        device = part.device[layers.start : layers.stop]
+        host = part.host[layers.start : layers.stop]
         if to_host:
             host[:, page, token] = device[:, device_slots].to(host.device)
         else:

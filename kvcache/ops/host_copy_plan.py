@@ -1,5 +1,6 @@
 """Between what rows are copied: the parts of a device pool and their pages in host memory."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +50,7 @@ class HostCopyPlan:
                 part.host.stride(2),
                 part.device.shape[2],
             )
-            for layer in range(self.layers)
-            for part in self.parts
+            for layer, part in itertools.product(range(self.layers), self.parts)
         ]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
@@ -59,18 +59,11 @@ class HostCopyPlan:
         """Bytes that are moved at once: the most, up to 16, that all addresses, strides and rows
         are multiples of.
         """
-        numbers = [
-            number
-            for part in self.parts
-            for number in (
-                part.device.data_ptr(),
-                part.host.data_ptr(),
-                part.device.shape[2],
-                *part.device.stride()[:2],
-                *part.host.stride()[:3],
-            )
-        ]
-        return math.gcd(16, *numbers)
+        numbers = [16]
+        for part in self.parts:
+            numbers += [part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2]]
+            numbers += [*part.device.stride()[:2], *part.host.stride()[:3]]
+        return math.gcd(*numbers)
 
     @property
     def widest(self) -> int:

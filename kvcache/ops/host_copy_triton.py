@@ -32,23 +32,25 @@ def copy_rows_triton(
     blocks = triton.cdiv(n * plan.widest // unit, BLOCK)
     with torch.cuda.device_of(plan.table):
         copy_rows_kernel[(min(blocks * len(layers) * parts, PROGRAMS),)](
-            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0), n, blocks,
-            layers.start * parts, layers.stop * parts, plan.page_size,
-            UNIT=unit, WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host, num_warps=WARPS,
+            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0),
+            n, blocks, layers.start * parts, layers.stop * parts, plan.page_size, UNIT=unit,
+            WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host,
+            num_warps=WARPS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "blocks", "first", "end"])
 def copy_rows_kernel(  # type: ignore[no-untyped-def]
     table, host_rows, device_slots, host_stride, device_stride, n, blocks, first, end, page_size,
-    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
+    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    TO_HOST: tl.constexpr,
 ):  # fmt: skip
     """Rows first..end - 1 of the table, of `blocks` blocks each."""
     at = tl.program_id(0).to(tl.int64)
     while at < (end - first) * blocks.to(tl.int64):
         _copy_block(
-            table + (first + at // blocks) * FIELDS, at % blocks * BLOCK,
-            host_rows, device_slots, host_stride, device_stride, n, page_size, UNIT, WORD, VECTOR, BLOCK, TO_HOST,
+            table + (first + at // blocks) * FIELDS, at % blocks * BLOCK, host_rows, device_slots,
+            host_stride, device_stride, n, page_size, UNIT, WORD, VECTOR, BLOCK, TO_HOST,
         )  # fmt: skip
         at += tl.num_programs(0)
 
@@ -56,17 +58,14 @@ def copy_rows_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _copy_block(  # type: ignore[no-untyped-def]
     row, start, host_rows, device_slots, host_stride, device_stride, n, page_size,
-    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, TO_HOST: tl.constexpr,
+    UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    TO_HOST: tl.constexpr,
 ):  # fmt: skip
-    device, host = (
-        unit_pointer(tl.load(row), WORD, VECTOR),
-        unit_pointer(tl.load(row + 1), WORD, VECTOR),
-    )
-    slot_step, page_step, token_step = (
-        tl.load(row + 2) // UNIT,
-        tl.load(row + 3) // UNIT,
-        tl.load(row + 4) // UNIT,
-    )
+    device = unit_pointer(tl.load(row), WORD, VECTOR)
+    host = unit_pointer(tl.load(row + 1), WORD, VECTOR)
+    slot_step = tl.load(row + 2) // UNIT
+    page_step = tl.load(row + 3) // UNIT
+    token_step = tl.load(row + 4) // UNIT
     columns = tl.load(row + 5) // UNIT
     # offsets in the block are int32, whose division is cheap; all that addresses memory is int64
     inside = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)

@@ -1,5 +1,6 @@
 """Triton kernels of `kv_write.py`: one program a token and chunk of its row, K and V both."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +44,8 @@ def set_triton(
 @triton.jit
 def _copy_row(  # type: ignore[no-untyped-def]
     rows, buffer, i, slot, column, scale, stride_n, stride_h, stride_d, slot_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     inside = column < HEADS * DIM
     head, d = column // DIM, column % DIM
@@ -55,25 +57,24 @@ def _copy_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _set_kernel(  # type: ignore[no-untyped-def]
-    k, v, k_buffer, v_buffer, loc, inverse_scales, loc_stride,
-    k_stride_n, k_stride_h, k_stride_d, v_stride_n, v_stride_h, v_stride_d, k_slot, k_head, v_slot, v_head,
+    k, v, k_buffer, v_buffer, loc, inverse_scales, loc_stride, k_stride_n, k_stride_h, k_stride_d,
+    v_stride_n, v_stride_h, v_stride_d, k_slot, k_head, v_slot, v_head,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(
-        tl.int64
-    )  # a pool may pass 2**31 elements: offsets are int64 throughout
+    # a pool may pass 2**31 elements: offsets are int64 throughout
+    i = tl.program_id(0).to(tl.int64)
     slot = tl.load(loc + i * loc_stride).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _copy_row(
-        k, k_buffer, i, slot, column, inverse_scales, k_stride_n, k_stride_h, k_stride_d, k_slot, k_head,
-        HEADS, K_DIM, MANTISSA, BIAS, LIMIT,
+        k, k_buffer, i, slot, column, inverse_scales, k_stride_n, k_stride_h, k_stride_d,
+        k_slot, k_head, HEADS, K_DIM, MANTISSA, BIAS, LIMIT,
     )  # fmt: skip
     if V_DIM:
         v_scale = inverse_scales + 1 if MANTISSA else inverse_scales
         _copy_row(
-            v, v_buffer, i, slot, column, v_scale, v_stride_n, v_stride_h, v_stride_d, v_slot, v_head,
-            HEADS, V_DIM, MANTISSA, BIAS, LIMIT,
+            v, v_buffer, i, slot, column, v_scale, v_stride_n, v_stride_h, v_stride_d,
+            v_slot, v_head, HEADS, V_DIM, MANTISSA, BIAS, LIMIT,
         )  # fmt: skip
 
 
@@ -94,21 +95,21 @@ def set_fp4_triton(
     with torch.cuda.device_of(k):
         _set_fp4_kernel[(n, triton.cdiv(widest, blocks))](
             k, v, *parts, loc, loc.stride(0), *k.stride(), *v.stride(),
-            *(stride for part in parts for stride in part.stride()[:2]),
+            *itertools.chain.from_iterable(part.stride()[:2] for part in parts),
             HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, BLOCKS=blocks, num_warps=FP4_WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _quantise_row(  # type: ignore[no-untyped-def]
-    rows, codes, scales, i, slot, block, stride_n, stride_h, stride_d, code_slot, code_head, scale_slot, scale_head,
+    rows, codes, scales, i, slot, block, stride_n, stride_h, stride_d,
+    code_slot, code_head, scale_slot, scale_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     inside = block < HEADS * DIM // 16
-    head, first = (
-        block * 16 // DIM,
-        block * 16 % DIM,
-    )  # a block never spans heads: DIM is a multiple of 16
+    # a block never spans heads: DIM is a multiple of 16
+    head = block * 16 // DIM
+    first = block * 16 % DIM
     pair, element = tl.arange(0, 8), tl.arange(0, 16)
     at = (
         rows
@@ -134,7 +135,8 @@ def _quantise_row(  # type: ignore[no-untyped-def]
 def _set_fp4_kernel(  # type: ignore[no-untyped-def]
     k, v, k_codes, k_scales, v_codes, v_scales, loc, loc_stride,
     k_stride_n, k_stride_h, k_stride_d, v_stride_n, v_stride_h, v_stride_d,
-    k_code_slot, k_code_head, k_scale_slot, k_scale_head, v_code_slot, v_code_head, v_scale_slot, v_scale_head,
+    k_code_slot, k_code_head, k_scale_slot, k_scale_head,
+    v_code_slot, v_code_head, v_scale_slot, v_scale_head,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)

@@ -53,9 +53,8 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (ROWS rows): all layers of those whose slot is written to."""
-    first = (
-        tl.program_id(0).to(tl.int64) * ROWS
-    )  # a pool may pass 2**31 elements: offsets are int64 throughout
+    # a pool may pass 2**31 elements: offsets are int64 throughout
+    first = tl.program_id(0).to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)
     slots = tl.load(src + rows * src_stride, mask=rows < count, other=0).to(tl.int64)
     is_written = tl.load(written + slots, mask=rows < count, other=0)
@@ -83,10 +82,8 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (ROWS rows, layer)."""
-    i, layer = (
-        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
-        tl.program_id(1).to(tl.int64),
-    )
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    layer = tl.program_id(1).to(tl.int64)
     exists = i < count
     slot = tl.load(src + i * src_stride, mask=exists, other=0).to(tl.int64)
     target = tl.load(tgt + i * tgt_stride, mask=exists, other=0).to(tl.int64)

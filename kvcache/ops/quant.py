@@ -82,9 +82,8 @@ def dequantise_fp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     """
     values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)), device=codes.device)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
-    factor = (scales.to(torch.int32) << 23).view(
-        torch.float32
-    )  # e + 127 is fp32's own exponent field
+    # e + 127 is fp32's own exponent field
+    factor = (scales.to(torch.int32) << 23).view(torch.float32)
     limit = torch.finfo(dtype).max
     blocks = values[pairs].unflatten(-1, (-1, FP4_BLOCK)) * factor.unsqueeze(-1)
     # NaN and infinity: only from scale bytes that were never written

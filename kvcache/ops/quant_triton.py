@@ -25,7 +25,7 @@ def saturate(x, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32, saturated -> fp8 bits as uint8, rounded to nearest even: e4m3 has (3, 7), e5m2 (2, 15)."""
+    """fp32, saturated -> fp8 bits as uint8, to nearest even: e4m3 has (3, 7), e5m2 (2, 15)."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # normal: drop 23 - MANTISSA bits, half an ulp added first; a carry goes into the exponent as it
@@ -45,7 +45,7 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: e4m3 has 3 bits of mantissa, e5m2 2."""
+    """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: MANTISSA is 3 in e4m3, 2 in e5m2."""
     magnitude = code.to(tl.int32) & 0x7F
     # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3,
     # 2**112 for e5m2
@@ -77,9 +77,8 @@ def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
     """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B]; beyond 6 they
     saturate.
     """
-    inverse = ((254 - scale) << 23).to(
-        tl.float32, bitcast=True
-    )  # 2**-e; of a block of zeros, some finite number
+    # 2**-e; of a block of zeros, some finite number
+    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)
     # steps are .5 below 2, 1 below 4, 2 above: in the sum with a number of that ulp, the hardware
@@ -166,7 +165,8 @@ def read_fp8_triton(
 @triton.jit
 def _read_fp8_kernel(  # type: ignore[no-untyped-def]
     buffer, scale, loc, out, loc_stride, slot_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, MANTISSA: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk of BLOCK elements)."""
     i = tl.program_id(0).to(tl.int64)
@@ -176,7 +176,6 @@ def _read_fp8_kernel(  # type: ignore[no-untyped-def]
     at = slot * slot_stride + (column // DIM) * head_stride + column % DIM
     value = decode_fp8(tl.load(buffer + at, mask=inside, other=0), MANTISSA) * tl.load(scale)
     limited = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
-    value = tl.where(
-        value == value, limited, value
-    )  # NaN: rows that were fp8 already, or never written
+    # NaN: rows that were fp8 already, or never written
+    value = tl.where(value == value, limited, value)
     tl.store(out + i * HEADS * DIM + column, value.to(out.dtype.element_ty), mask=inside)

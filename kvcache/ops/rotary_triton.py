@@ -44,9 +44,9 @@ def rotate_and_store_triton(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(0), v_cache.stride(0), q_blocks,
             HEADS=heads, KV_HEADS=kv_heads, HALF=half, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_V=triton.next_power_of_2(value_dim),
-            BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
-            enable_fp_fusion=False,
+            BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_V=triton.next_power_of_2(value_dim),
+            BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -62,9 +62,9 @@ def rotate_heads_triton(
     block_heads = max(1, min(_TILE // block_half, triton.next_power_of_2(heads)))
     with torch.cuda.device_of(out):
         _rotate_heads[(tokens, triton.cdiv(heads, block_heads))](
-            x, positions, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads,
-            HALF=dim // 2, INTERLEAVED=interleaved, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
-            enable_fp_fusion=False,
+            x, positions, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+            heads, HALF=dim // 2, INTERLEAVED=interleaved, BLOCK_HEADS=block_heads,
+            BLOCK_HALF=block_half, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -94,7 +94,8 @@ def _table_row(table, position, pair, dtype: tl.constexpr, HALF: tl.constexpr): 
 @triton.jit
 def _rotate_heads(  # type: ignore[no-untyped-def]
     x, positions, cos, sin, out, stride_x, stride_x_head, stride_out, stride_out_head, heads,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -102,10 +103,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token)
     dtype = x.dtype.element_ty
-    cosine, sine = (
-        _table_row(cos, position, pair, dtype, HALF),
-        _table_row(sin, position, pair, dtype, HALF),
-    )
+    cosine = _table_row(cos, position, pair, dtype, HALF)
+    sine = _table_row(sin, position, pair, dtype, HALF)
     source = (
         x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
     )
@@ -127,9 +126,10 @@ def _copy(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     q, k, v, positions, slots, cos, sin, out, k_cache, v_cache,
-    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_k_slot, stride_v_slot, q_blocks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
+    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
+    stride_k_slot, stride_v_slot, q_blocks, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block): the first q_blocks blocks are query heads, the others key and value
     heads.
@@ -139,10 +139,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token)
     dtype = q.dtype.element_ty
-    cosine, sine = (
-        _table_row(cos, position, pair, dtype, HALF),
-        _table_row(sin, position, pair, dtype, HALF),
-    )
+    cosine = _table_row(cos, position, pair, dtype, HALF)
+    sine = _table_row(sin, position, pair, dtype, HALF)
     if block < q_blocks:
         head = (block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         inside = head < HEADS

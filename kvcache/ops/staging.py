@@ -36,14 +36,15 @@ class Writers:
         for first, count in heads:
             rows.append((first, count, before))
             before += count
-        taken = {head for first, count in heads for head in range(first, first + count)}
+        taken = set[int]().union(*(range(first, first + count) for first, count in heads))
         if (
             not rows
             or len(taken) != before
             or any(first < 0 or count < 1 for first, count in heads)
         ):
             raise ValueError(
-                f"writers (first head, heads) {list(heads)} must be some, and have no head in common"
+                f"writers (first head, heads) {list(heads)} must be some, "
+                "and have no head in common"
             )
         return Writers(
             tuple((first, count) for first, count in heads), torch.tensor(rows, device=device)
@@ -153,7 +154,8 @@ def _check(
         raise ValueError(f"loc must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
     if not k.device == v.device == loc.device == staged.device:
         raise ValueError(
-            f"k, v, loc and staged are on {k.device}, {v.device}, {loc.device} and {staged.device}, not one"
+            f"k, v, loc and staged are on {k.device}, {v.device}, "
+            f"{loc.device} and {staged.device}, not one"
         )
     for first, count in heads:
         if first < 0 or count < 1 or first + count > k.shape[2]:
@@ -161,6 +163,6 @@ def _check(
     wanted = staged_bytes(k, v, len(loc), sum(count for _, count in heads))
     if staged.dtype != torch.uint8 or staged.shape != (wanted,) or not staged.is_contiguous():
         raise ValueError(
-            f"staged must be contiguous uint8 [{wanted}], got {staged.dtype} of shape {tuple(staged.shape)} and "
-            f"strides {staged.stride()}"
+            f"staged must be contiguous uint8 [{wanted}], "
+            f"got {staged.dtype} of shape {tuple(staged.shape)} and strides {staged.stride()}"
         )

@@ -27,8 +27,8 @@ def gather_triton(
     unit, constants, blocks = _instance(k, v, staged, heads, tokens)
     with torch.cuda.device_of(k):
         gather_kernel[(2 * layers, blocks)](
-            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, heads,
-            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
+            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
+            heads, *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def scatter_triton(
     unit, constants, blocks = _instance(k, v, staged, max(count for _, count in heads), tokens)
     with torch.cuda.device_of(k):
         scatter_kernel[(len(heads) * 2 * layers, blocks)](
-            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens, writers,
-            *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
+            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
+            writers, *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def _instance(
 @triton.jit
 def _copy_layer(  # type: ignore[no-untyped-def]
     pages, staged, loc, loc_stride, tokens, heads, slot_stride, head_stride,
-    UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-    TO_PAGES: tl.constexpr,
+    UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
     """One layer of keys or of values of one writer: `pages` at its first head, `staged` at its
     first token.
@@ -119,8 +119,8 @@ def _copy_part(  # type: ignore[no-untyped-def]
     if part < layers:
         pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
         _copy_layer(
-            pages, staged + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, heads, k_slot, k_head,
-            K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
+            pages, staged + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, heads,
+            k_slot, k_head, K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
         )  # fmt: skip
     else:
         layer = part - layers
@@ -140,7 +140,8 @@ _NUMBERS = [
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gather_kernel(  # type: ignore[no-untyped-def]
-    k, v, staged, loc, loc_stride, layers, tokens, heads, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+    k, v, staged, loc, loc_stride, layers, tokens, heads,
+    k_layer, k_slot, k_head, v_layer, v_slot, v_head,
     K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -148,15 +149,16 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(0).to(tl.int64)
     tokens = tokens.to(tl.int64)
     _copy_part(
-        part, k, v, unit_pointer(staged, WORD, VECTOR), loc, loc_stride, layers, tokens, heads.to(tl.int64), 0,
-        k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+        part, k, v, unit_pointer(staged, WORD, VECTOR), loc, loc_stride, layers, tokens,
+        heads.to(tl.int64), 0, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
         K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[name for name in _NUMBERS if name != "heads"])
 def scatter_kernel(  # type: ignore[no-untyped-def]
-    k, v, staged, loc, loc_stride, layers, tokens, writers, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+    k, v, staged, loc, loc_stride, layers, tokens, writers,
+    k_layer, k_slot, k_head, v_layer, v_slot, v_head,
     K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +169,8 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     first_head, heads, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
     begins = before * tokens * layers * (K_UNITS + V_UNITS)
     _copy_part(
-        program % (2 * layers), k, v, unit_pointer(staged, WORD, VECTOR) + begins * VECTOR, loc, loc_stride, layers,
-        tokens, heads, first_head, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+        program % (2 * layers), k, v, unit_pointer(staged, WORD, VECTOR) + begins * VECTOR,
+        loc, loc_stride, layers, tokens, heads, first_head,
+        k_layer, k_slot, k_head, v_layer, v_slot, v_head,
         K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, True,
     )  # fmt: skip

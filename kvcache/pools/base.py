@@ -45,7 +45,7 @@ class KVPool(ABC):
     def set_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Writes one token's key and value a row into the slots `loc`; k and v are never modified."""
+        """Writes one token's key and value a row into the slots `loc`; never modifies k and v."""
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values in slots `loc`, scales applied; only these rows are read."""
+        """Copies of the keys and values in slots `loc`, scales applied; reads only these rows."""
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
@@ -115,7 +115,8 @@ def check_pairs(tgt_loc: torch.Tensor, src_loc: torch.Tensor, device: torch.devi
     check_loc("src_loc", src_loc, device)
     if tgt_loc.shape != src_loc.shape:
         raise ValueError(
-            f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; pair them"
+            f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; "
+            "pair them"
         )
 
 
@@ -125,5 +126,6 @@ def check_copy(copy: HostCopy, wanted: tuple[object, ...], count: int) -> None:
         raise ValueError(f"the host copy is of a pool with {copy.format}, this pool has {wanted}")
     if any(tensor.shape[1] != count for tensor in copy.tensors):
         raise ValueError(
-            f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; pair them"
+            f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; "
+            "pair them"
         )

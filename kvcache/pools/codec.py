@@ -137,13 +137,13 @@ class FP8Codec(Codec):
         ):
             names = ", ".join(self.config.rows)
             raise ValueError(
-                f"scales {tuple(scales)} of layer {layer} must be one finite number > 0 for each of {names}"
+                f"scales {tuple(scales)} of layer {layer} must be one finite number "
+                f"> 0 for each of {names}"
             )
         self._scales[layer] = tuple(exact.tolist())
         for nth, at in enumerate((0, len(exact) - 1)):
-            self._inverse[layer, nth].fill_(
-                float(inverse[at])
-            )  # an argument of a launch: nothing waits
+            # an argument of a launch: nothing waits
+            self._inverse[layer, nth].fill_(float(inverse[at]))
             self._device_scales[layer, nth].fill_(float(exact[at]))
 
 

@@ -34,7 +34,8 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         check_positive("heavy_channel_num", heavy_channel_num)
         if heavy_channel_num > config.head_dim:
             raise ValueError(
-                f"heavy_channel_num {heavy_channel_num} is more than the head's {config.head_dim} channels"
+                f"heavy_channel_num {heavy_channel_num} is more than the head's "
+                f"{config.head_dim} channels"
             )
         self.heavy_channel_num = heavy_channel_num
         super().__init__(config, saver, tag)

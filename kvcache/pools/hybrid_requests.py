@@ -67,8 +67,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         if rows <= free:
             return super().shortage(request, rows)
         return (
-            f"{request} needs {rows} state slot(s), {free} of {self.mamba.size} are free: {rows - free} are missing; "
-            "end a request, or make the state pool larger"
+            f"{request} needs {rows} state slot(s), {free} of {self.mamba.size} are free: "
+            f"{rows - free} are missing; end a request, or make the state pool larger"
         )
 
     def mamba_slot(self, handle: ReqHandle) -> int:

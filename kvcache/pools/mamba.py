@@ -155,10 +155,11 @@ class MambaPool:
         self._free += reversed(slots)
 
     def states(self, layer: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """A layer's convolution states, each `[size + 1, *shape]`, and its recurrent one, as views."""
+        """Views of a layer's convolution states and of its recurrent one: `[size + 1, *shape]`."""
         if not 0 <= layer < self.config.num_layers:
             raise ValueError(
-                f"layer {layer} is not in this pool; it holds layers 0..{self.config.num_layers - 1}"
+                f"layer {layer} is not in this pool; "
+                f"it holds layers 0..{self.config.num_layers - 1}"
             )
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 

@@ -24,10 +24,9 @@ class MHATokenToKVPool(TokenPool):
     ) -> None:
         self.config = config
         super().__init__(config, saver, tag)
-        self._k, self._v = (
-            self._storage.parts["k"],
-            self._storage.parts["v"],
-        )  # all layers: [L, size + ps, H, ...]
+        # all layers: [L, size + ps, H, ...]
+        self._k = self._storage.parts["k"]
+        self._v = self._storage.parts["v"]
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self.fp4:
             self._views = [(self._codec.view(k), self._codec.view(v)) for k, v in self._layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,12 +30,10 @@ class RoutedKVPool(KVPool):
         self.pools = tuple(pools)
         self._routes = dict(routes)
         first = self.pools[0]
-        self.size, self.page_size, self.device, self.dtype = (
-            first.size,
-            first.page_size,
-            first.device,
-            first.dtype,
-        )
+        self.size = first.size
+        self.page_size = first.page_size
+        self.device = first.device
+        self.dtype = first.dtype
 
     @abstractmethod
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
@@ -95,9 +94,8 @@ class RoutedKVPool(KVPool):
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
         check_loc("indices", indices, self.device)
         copies = [pool.get_cpu_copy(self._slots(pool, indices)) for pool in self.pools]
-        return HostCopy(
-            tuple(c.format for c in copies), tuple(t for c in copies for t in c.tensors)
-        )
+        tensors = itertools.chain.from_iterable(copy.tensors for copy in copies)
+        return HostCopy(tuple(copy.format for copy in copies), tuple(tensors))
 
     def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
         check_loc("indices", indices, self.device)
@@ -145,11 +143,13 @@ class SWAKVPool(RoutedKVPool):
         _check_layers("window", window, window_layers)
         if both := set(full_layers) & set(window_layers):
             raise ValueError(
-                f"layers {sorted(both)} are named as full and as window layers; a layer is one of them"
+                f"layers {sorted(both)} are named as full and as window layers; "
+                "a layer is one of them"
             )
         if window.size > full.size:
             raise ValueError(
-                f"the window pool of {window.size} tokens is larger than the full pool of {full.size}"
+                f"the window pool of {window.size} tokens is larger than the "
+                f"full pool of {full.size}"
             )
         self.full_pool = pool_class(full, saver, tag)
         self.window_pool = pool_class(window, saver, tag)
@@ -166,7 +166,8 @@ class SWAKVPool(RoutedKVPool):
         check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device)
         if len(full_to_swa_index_mapping) < slots:
             raise ValueError(
-                f"full_to_swa_index_mapping has {len(full_to_swa_index_mapping)} entries, needed {slots}"
+                f"full_to_swa_index_mapping has {len(full_to_swa_index_mapping)} entries, "
+                f"needed {slots}"
             )
         self._mapping = full_to_swa_index_mapping
 
@@ -182,7 +183,8 @@ class SWAKVPool(RoutedKVPool):
         return loc if pool is self.full_pool else self.translate(loc)
 
     def _no_such_layer(self, layer_id: int) -> str:
-        return f"layer {layer_id} is not in this pool; it holds layers {', '.join(map(str, sorted(self._routes)))}"
+        layers = ", ".join(map(str, sorted(self._routes)))
+        return f"layer {layer_id} is not in this pool; it holds layers {layers}"
 
 
 class HybridLinearKVPool(RoutedKVPool):
@@ -209,7 +211,8 @@ class HybridLinearKVPool(RoutedKVPool):
 
     def _no_such_layer(self, layer_id: int) -> str:
         layers = ", ".join(map(str, sorted(self._routes)))
-        return f"layer {layer_id} keeps no keys and values (a linear layer, or none of the model); layers {layers} do"
+        why = "(a linear layer, or none of the model)"
+        return f"layer {layer_id} keeps no keys and values {why}; layers {layers} do"
 
 
 def _check_layers(kind: str, config: KVCacheConfig, layers: Sequence[int]) -> None:

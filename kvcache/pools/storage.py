@@ -56,7 +56,8 @@ class SlotStorage:
         widest = max(part.dtype.itemsize for part in parts)
         if slot_major and self.bytes_per_slot % widest:
             raise ValueError(
-                f"slot_major needs slots of a multiple of {widest} bytes, these take {self.bytes_per_slot}"
+                f"slot_major needs slots of a multiple of {widest} bytes, "
+                f"these take {self.bytes_per_slot}"
             )
         self._saver, self._tag = saver, tag
         self.block = _allocate(
@@ -64,9 +65,8 @@ class SlotStorage:
         )
         self.parts: dict[str, torch.Tensor] = {}
         start = 0
-        for part in sorted(
-            parts, key=lambda part: -part.dtype.itemsize
-        ):  # widest first: each starts aligned
+        # widest first: each starts aligned
+        for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
             self.parts[part.name] = self._view(part, start, num_layers)
             start += num_layers * part.nbytes * (1 if slot_major else slots)
         self._words = [_as_words(part) for part in self.parts.values()]
@@ -112,7 +112,8 @@ class SlotStorage:
         """
         if self._saver is None or not self.slot_major:
             raise ValueError(
-                "only a slot_major pool on a saver's tag can be resized; say slot_major=True in its config"
+                "only a slot_major pool on a saver's tag can be resized; "
+                "say slot_major=True in its config"
             )
         full = len(self.block) // self.bytes_per_slot
         if not 0 < slots <= full:

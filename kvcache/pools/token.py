@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class TokenPool(KVPool):
         self._codec = make_codec(config)
         by_row = [self._codec.parts(name, *shape) for name, shape in config.rows.items()]
         self._storage = SlotStorage(
-            [*(part for parts in by_row for part in parts), *self._extra_parts()],
+            [*itertools.chain.from_iterable(by_row), *self._extra_parts()],
             num_layers=config.num_layers,
             slots=config.size + config.page_size,
             device=config.device,
@@ -47,18 +48,20 @@ class TokenPool(KVPool):
             slot_major=config.slot_major,
         )
         self.device = self._storage.block.device
-        tensors = self._storage.parts
-        self._layers = [
-            [tuple(tensors[part.name][layer] for part in parts) for parts in by_row]
-            for layer in range(config.num_layers)
-        ]
+        self._layers: list[list[tuple[torch.Tensor, ...]]] = []
+        for layer in range(config.num_layers):
+            self._layers.append([self._stored(parts, layer) for parts in by_row])
         self.on_resume()
 
     def _check_kind(self, config: TokenConfig) -> None:
         if self.fp4 != (config.dtype == FP4_DTYPE):
             raise ValueError(
-                f"{type(self).__name__} can't store {config.dtype}; FP4 has pools of its own (...PoolFP4)"
+                f"{type(self).__name__} can't store {config.dtype}; "
+                "FP4 has pools of its own (...PoolFP4)"
             )
+
+    def _stored(self, parts: Sequence[Part], layer: int) -> tuple[torch.Tensor, ...]:
+        return tuple(self._storage.parts[part.name][layer] for part in parts)
 
     def _extra_parts(self) -> Sequence[Part]:
         """Parts beside the rows, for subclasses."""
@@ -89,7 +92,7 @@ class TokenPool(KVPool):
         scales, too.
         """
         self._check_layer(layer_id)
-        return tuple(part for parts in self._layers[layer_id] for part in parts)
+        return tuple(itertools.chain.from_iterable(self._layers[layer_id]))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         check_pairs(tgt_loc, src_loc, self.device)
@@ -144,7 +147,8 @@ class TokenPool(KVPool):
         """
         if not 0 < tokens <= self._token_config.size:
             raise ValueError(
-                f"can't resize to {tokens} tokens; the pool was made for 1..{self._token_config.size}"
+                f"can't resize to {tokens} tokens; "
+                f"the pool was made for 1..{self._token_config.size}"
             )
         self._storage.resize(tokens + self.page_size)
         # on a GPU the saver rounds up to whole extents
@@ -167,7 +171,8 @@ class TokenPool(KVPool):
         for name, (row, shape) in rows.items():
             if row.dtype not in self._codec.accepts:
                 raise ValueError(
-                    f"{name} is {row.dtype}, the pool stores {self.dtype}; convert {name} before writing it"
+                    f"{name} is {row.dtype}, the pool stores {self.dtype}; "
+                    f"convert {name} before writing it"
                 )
             if row.dtype != first:
                 raise ValueError(f"{name} is {row.dtype}, beside {first}; give all rows one dtype")

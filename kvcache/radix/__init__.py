@@ -5,5 +5,13 @@ No tensors.
 
 from kvcache.radix.cache import PrefixMatch, RadixCache
 from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache
+from kvcache.radix.node import RadixNode
 
-__all__ = ["MambaInsert", "MambaMatch", "MambaRadixCache", "PrefixMatch", "RadixCache"]
+__all__ = [
+    "MambaInsert",
+    "MambaMatch",
+    "MambaRadixCache",
+    "PrefixMatch",
+    "RadixCache",
+    "RadixNode",
+]

@@ -28,7 +28,7 @@ class PrefixMatch:
 
     @cached_property
     def pages(self) -> Int64Array:
-        """Put together when they are asked for: of 50,000 pages that takes as long as finding them."""
+        """Put together when asked for: of 50,000 pages that takes as long as finding them."""
         return np.concatenate([EMPTY, *self.parts])
 
 

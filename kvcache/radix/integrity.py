@@ -35,9 +35,8 @@ def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
     return evictable, protected
 
 
-def check_pages(runs: list[Int64Array], ref_counts: Callable[[Int64Array], Int64Array]) -> None:
+def check_pages(pages: Int64Array, ref_counts: Callable[[Int64Array], Int64Array]) -> None:
     """Every page of the cache is in it once and has an owner by the ledger's `ref_counts`."""
-    pages = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
     assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
     assert (ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
 

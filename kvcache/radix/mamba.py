@@ -106,7 +106,8 @@ class MambaRadixCache(PrefixTree):
         run, ids = self._checked_entry(key, pages, version)
         if not len(key) or len(key) % self.page_size:
             raise ValueError(
-                f"{len(key)} tokens are not one or more whole pages of {self.page_size}; align the key"
+                f"{len(key)} tokens are not one or more whole pages of {self.page_size}; "
+                "align the key"
             )
         if state < 1:
             raise ValueError(f"slot {state} holds no request's state; slots begin at 1")
@@ -127,7 +128,8 @@ class MambaRadixCache(PrefixTree):
         self._check_present(node)
         if not (node.is_root or node.state):
             raise ValueError(
-                f"the state of {node} was evicted since it was matched; lock right after match_prefix"
+                f"the state of {node} was evicted since it was matched; "
+                "lock right after match_prefix"
             )
         super().inc_lock_ref(node)
 
@@ -151,14 +153,14 @@ class MambaRadixCache(PrefixTree):
         return before - self._num_states
 
     def reset(self) -> None:
-        held = [node.state for g in self.generations() for node in g.nodes() if node.state]
+        held = [node.state for node in self._nodes() if node.state]
         super().reset()
         self.states.free(held)
         self._num_states = 0
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        held = [node.state for g in self.generations() for node in g.nodes() if node.state]
+        held = [node.state for node in self._nodes() if node.state]
         assert len(held) == len(set(held)) == self._num_states, (
             "a state is in the cache twice, or was lost"
         )

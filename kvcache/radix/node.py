@@ -50,9 +50,8 @@ class RadixNode(Usage):
     parent: RadixNode | None
     extra_key: Hashable = None  # of a root
     is_root: bool = False
-    children: dict[bytes, RadixNode] = field(
-        default_factory=dict
-    )  # by the bytes of a child's first page of tokens
+    # by the bytes of a child's first page of tokens
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
     lock_ref: int = 0
     own_lock_ref: int = 0
     state: int = 0
@@ -81,7 +80,8 @@ class RadixNode(Usage):
 
     def __repr__(self) -> str:
         kind = "root" if self.is_root else "evicted node" if self.parent is None else "node"
-        return f"<{kind} of version {self.generation.version}, {self.length} tokens, {self.lock_ref} lock(s)>"
+        version = self.generation.version
+        return f"<{kind} of version {version}, {self.length} tokens, {self.lock_ref} lock(s)>"
 
 
 class Generation:
@@ -92,9 +92,10 @@ class Generation:
         self.roots: dict[Hashable, RadixNode] = {}  # only those with children
         self.tokens = 0
         self.leaves: EvictionQueue[RadixNode] = EvictionQueue(policy)
+        # not locked
         self.states: EvictionQueue[RadixNode] = EvictionQueue(
             lambda node: policy(node.use_of_state())
-        )  # not locked
+        )
 
     def root(self, extra_key: Hashable) -> RadixNode:
         """The root of a namespace; an empty one is made up and not kept, so that misses leave
@@ -105,8 +106,9 @@ class Generation:
 
     def nodes(self) -> Iterator[RadixNode]:
         """Every node but the roots, parents first."""
-        stack = [child for root in self.roots.values() for child in root.children.values()]
+        stack = list(self.roots.values())
         while stack:
             node = stack.pop()
-            yield node
+            if not node.is_root:
+                yield node
             stack += node.children.values()

@@ -1,10 +1,11 @@
 """What both prefix caches are built on: namespaces, versions, walking, splitting, path locks,
-counters, eviction.
+counters, eviction and its policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,8 +13,20 @@ import numpy as np
 
 from kvcache.radix.integrity import check_generation, check_pages
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
-from kvcache.radix.node import EMPTY, Generation, RadixNode
-from kvcache.radix.policies import FALLING, policy
+from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
+from kvcache.radix.queue import Rank
+
+Policy = Callable[[Usage], Rank]  # the entry of the lowest rank is evicted first
+
+POLICIES: dict[str, Policy] = {
+    "lru": lambda usage: (usage.last_access,),
+    "mru": lambda usage: (-usage.last_access,),
+    "fifo": lambda usage: (usage.created,),
+    "lfu": lambda usage: (usage.hits, usage.last_access),
+    "priority": lambda usage: (usage.priority, usage.last_access),
+}
+
+FALLING = frozenset({"mru"})  # where use lowers the rank; everywhere else it never does
 
 
 class PageLedger(Protocol):
@@ -60,16 +73,15 @@ class PrefixTree:
     def __init__(
         self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0
     ) -> None:
-        self._policy = policy(eviction_policy)
+        self._policy = _policy(eviction_policy)
         self._rank_falls = eviction_policy in FALLING
         self.eviction_policy = eviction_policy
         self.allocator = allocator
         self.page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES  # of token ids
         self._current = Generation(version, self._policy)
-        self._garbage: dict[
-            int, Generation
-        ] = {}  # older versions that still hold tokens, oldest first
+        # older versions that still hold tokens, oldest first
+        self._garbage: dict[int, Generation] = {}
         self._now = 0
         self._evictable = 0
         self._protected = 0
@@ -98,9 +110,7 @@ class PrefixTree:
 
         Walks all nodes.
         """
-        return np.concatenate(
-            [EMPTY, *(node.pages for each in self.generations() for node in each.nodes())]
-        )
+        return np.concatenate([EMPTY, *(node.pages for node in self._nodes())])
 
     def raise_version(self, version: int) -> None:
         """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others,
@@ -127,9 +137,8 @@ class PrefixTree:
             above.lock_ref += 1
         if not node.is_root:
             node.own_lock_ref += 1
-        self._requeue(
-            node
-        )  # those above have children, so that they are queued neither before nor after
+        # those above have children, so that they are queued neither before nor after
+        self._requeue(node)
 
     def dec_lock_ref(self, node: RadixNode) -> None:
         """Takes one lock off; of an older version too.
@@ -149,9 +158,8 @@ class PrefixTree:
                 self._evictable += above.length
                 self._protected -= above.length
         node.own_lock_ref -= 1
-        self._requeue(
-            node
-        )  # those above have children, so that they are queued neither before nor after
+        # those above have children, so that they are queued neither before nor after
+        self._requeue(node)
 
     def evict(self, num_tokens: int) -> int:
         """Drops whole leaves, older versions first and then by policy, until `num_tokens` tokens
@@ -174,9 +182,10 @@ class PrefixTree:
         """Drops everything. ValueError, with nothing changed, while something is locked."""
         if self._protected:
             raise ValueError(
-                f"{self._protected} tokens are locked; end the requests that use them before reset()"
+                f"{self._protected} tokens are locked; end the requests that "
+                "use them before reset()"
             )
-        gone = [node for generation in self.generations() for node in generation.nodes()]
+        gone = list(self._nodes())
         self._garbage.clear()
         self._current = Generation(self.version, self._policy)
         self._evictable = 0
@@ -199,10 +208,7 @@ class PrefixTree:
         assert (evictable, protected) == (self._evictable, self._protected), (
             "sizes differ from a walk"
         )
-        check_pages(
-            [node.pages for g in self.generations() for node in g.nodes()],
-            self.allocator.ref_counts,
-        )
+        check_pages(self.pages(), self.allocator.ref_counts)
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""
@@ -212,8 +218,11 @@ class PrefixTree:
         )
 
     def generations(self) -> list[Generation]:
-        """The trees of every version that holds tokens, oldest first, and those of the current one."""
+        """The trees of every version that holds tokens, oldest first, and of the current one."""
         return [*self._garbage.values(), self._current]
+
+    def _nodes(self) -> Iterator[RadixNode]:
+        return itertools.chain.from_iterable(each.nodes() for each in self.generations())
 
     def _check_present(self, node: RadixNode) -> None:
         if node.parent is None and not node.is_root:
@@ -350,3 +359,9 @@ class PrefixTree:
         for node in gone:  # outdated queue entries and old handles shall not keep the arrays
             node.parent, node.run, node.pages = None, b"", EMPTY
             node.children.clear()
+
+
+def _policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]

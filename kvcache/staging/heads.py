@@ -73,7 +73,8 @@ def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
         raise ValueError(f"{side} rank {rank} is outside its tensor-parallel size of {size}")
     if max(size, total) % min(size, total):
         raise ValueError(
-            f"{total} KV heads can't be split over {side} tensor-parallel size {size}; one must divide the other"
+            f"{total} KV heads can't be split over {side} tensor-parallel size {size}; "
+            "one must divide the other"
         )
     replicas = max(1, size // total)
     heads = max(1, total // size)

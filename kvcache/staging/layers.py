@@ -34,7 +34,8 @@ def stack_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
     )
     if not alike or addresses != [addresses[0] + i * step for i in range(len(layers))] or step < 0:
         raise ValueError(
-            "these layers do not lie at even distances in one block of memory; stage them one by one"
+            "these layers do not lie at even distances in one block of memory; "
+            "stage them one by one"
         )
     return first.as_strided(
         (len(layers), *first.shape), (step // first.element_size(), *first.stride())

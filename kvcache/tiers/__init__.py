@@ -1,9 +1,9 @@
 """Where pages of a device pool go when it is full: host memory, then disk."""
 
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostCacheConfig, HostKVCache
+from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout
 from kvcache.tiers.keys import page_hashes
-from kvcache.tiers.policies import WritePolicy
+from kvcache.tiers.policies import WritePolicy, check_policy
 from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache
 from kvcache.tiers.transfer import Transfer
 
@@ -11,9 +11,11 @@ __all__ = [
     "DiskTier",
     "HostCacheConfig",
     "HostKVCache",
+    "Layout",
     "TieredMatch",
     "TieredPrefixCache",
     "Transfer",
     "WritePolicy",
+    "check_policy",
     "page_hashes",
 ]

@@ -17,13 +17,12 @@ import torch
 from kvcache.tiers.keys import HASH_BYTES, stable_hash
 from kvcache.tiers.lru import VersionedLRU
 from kvcache.tiers.memory import host_memory
-from memsaver.backup.disk_file import BLOCK, BlockFile, explained
+from memsaver.backup import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 
 _MAGIC = b"kvpage01"
-_FIELDS = struct.Struct(
-    f"<8s{HASH_BYTES}sq{HASH_BYTES}sq"
-)  # magic, format, version, page hash, payload bytes
+# magic, format, version, page hash, payload bytes
+_FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")
 _HEADER = (
     BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
 )
@@ -61,21 +60,19 @@ class DiskTier:
         self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
         if budget_bytes < self.file_bytes:
             raise ValueError(
-                f"a budget of {budget_bytes} bytes holds no page, whose file takes {self.file_bytes}; make it larger"
+                f"a budget of {budget_bytes} bytes holds no page, "
+                f"whose file takes {self.file_bytes}; make it larger"
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
-        buffer = host_memory(
-            self.file_bytes, torch.device("cpu")
-        )  # aligned, as direct I/O needs it
+        # aligned, as direct I/O needs it
+        buffer = host_memory(self.file_bytes, torch.device("cpu"))
         self._memory = buffer.numpy().data
-        self._payload = buffer[
-            _HEADER : _HEADER + page_bytes
-        ].numpy()  # torch's threads cost more than one page
+        # torch's threads cost more than one page
+        self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()
         self._entries: VersionedLRU[Path] = VersionedLRU(version)
         self._count = 0  # files, those of older versions included
-        self._stuck: set[Path] = (
-            set()
-        )  # files of dropped pages that could not be deleted; they count until they are
+        # files of dropped pages that could not be deleted; they count until they are
+        self._stuck: set[Path] = set()
         with explained("taking a directory for KV pages", directory, self.file_bytes, _ADVICE):
             self._hold_directory()
             self._adopt()
@@ -110,7 +107,8 @@ class DiskTier:
         """
         if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
             raise ValueError(
-                f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}"
+                f"a page is uint8 [{self.page_bytes}], "
+                f"got {content.dtype} of {tuple(content.shape)}"
             )
         if self.use(key):
             return
@@ -211,7 +209,7 @@ class DiskTier:
         self._delete(dropped.value)
 
     def _delete(self, path: Path) -> None:
-        """BackendError where the file system does not let it go: tried again when room is needed."""
+        """BackendError where the file system keeps it: tried again when room is needed."""
         self._stuck.add(path)
         self._unlink(path)
         self._stuck.discard(path)
@@ -229,9 +227,8 @@ class DiskTier:
             file.write(self._memory, 0)
             file.rename(path)
         except BaseException:
-            with contextlib.suppress(
-                BackendError
-            ):  # the next one of this name, or the next start, deletes it
+            # the next one of this name, or the next start, deletes it
+            with contextlib.suppress(BackendError):
                 self._unlink(part)
             raise
         finally:

@@ -39,7 +39,8 @@ class HostCacheConfig:
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.size_bytes is None):
             raise ValueError(
-                f"give either ratio or size_bytes, got ratio={self.ratio}, size_bytes={self.size_bytes}"
+                f"give either ratio or size_bytes, got ratio={self.ratio}, "
+                f"size_bytes={self.size_bytes}"
             )
         if not (self.ratio or self.size_bytes or 0) > 0:
             raise ValueError(
@@ -59,7 +60,8 @@ class HostCacheConfig:
         assert size is not None
         if size < page_bytes:
             raise ValueError(
-                f"{size} bytes of host memory hold no page of {page_bytes} bytes; make the tier larger"
+                f"{size} bytes of host memory hold no page of {page_bytes} bytes; "
+                "make the tier larger"
             )
         return size // page_bytes
 
@@ -89,9 +91,8 @@ class HostKVCache:
         self.nbytes = pages * self.page_bytes
         self._block = host_memory(self.nbytes, pool.device)
         self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
-        self.recent: deque[Transfer] = deque(
-            maxlen=_RECENT
-        )  # oldest first; who measures takes them out
+        # oldest first; who measures takes them out
+        self.recent: deque[Transfer] = deque(maxlen=_RECENT)
         self.accept_scales()
         self._impl = impl
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
@@ -136,7 +137,8 @@ class HostKVCache:
         """Fills a page with what `read_page` gave. Waits until nothing reads it."""
         if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
             raise ValueError(
-                f"a page is uint8 [{self.page_bytes}], got {content.dtype} of {tuple(content.shape)}"
+                f"a page is uint8 [{self.page_bytes}], "
+                f"got {content.dtype} of {tuple(content.shape)}"
             )
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
@@ -230,24 +232,28 @@ class HostKVCache:
     def _check_device_slots(self, slots: torch.Tensor, count: int) -> None:
         if slots.dtype != torch.int64 or slots.shape != (count,):
             raise ValueError(
-                f"device_slots must be int64 [{count}], one a host slot, got {slots.dtype} {slots.shape}"
+                f"device_slots must be int64 [{count}], one a host slot, "
+                f"got {slots.dtype} {slots.shape}"
             )
         if slots.device not in (self.pool.device, torch.device("cpu")):
             raise ValueError(
-                f"device_slots on {slots.device} must be on the CPU or the pool's {self.pool.device}"
+                f"device_slots on {slots.device} must be on the CPU or the pool's "
+                f"{self.pool.device}"
             )
         first, end = self.page_size, self.page_size + self.pool.size
         if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
             raise ValueError(
-                f"device slots must be {first}..{end - 1} (page 0 is padding), got {slots.tolist()[:8]}"
+                f"device slots must be {first}..{end - 1} (page 0 is padding), "
+                f"got {slots.tolist()[:8]}"
             )
 
     def _check_scales(self, layers: range) -> None:
         for layer in layers:
             if self.pool.scales(layer) != self._scales[layer]:
                 raise ValueError(
-                    f"the fp8 scales of layer {layer} changed from {self._scales[layer]} to {self.pool.scales(layer)}, "
-                    f"so pages on the host mean other values; set scales before making the host tier"
+                    f"the fp8 scales of layer {layer} changed from {self._scales[layer]} to "
+                    f"{self.pool.scales(layer)}, so pages on the host mean other values; "
+                    "set scales before making the host tier"
                 )
 
 
@@ -260,10 +266,8 @@ def _sides(pool: TokenPool, block: torch.Tensor, pages: int, layout: Layout) -> 
         layers, row = rows.shape[0], rows.shape[2]
         shape = (layers, pages, pool.page_size, row)
         if layout == "page_first":
-            strides, size = (
-                (pool.page_size * row, page_bytes, row, 1),
-                layers * pool.page_size * row,
-            )
+            strides = (pool.page_size * row, page_bytes, row, 1)
+            size = layers * pool.page_size * row
         else:
             strides = (pages * pool.page_size * row, pool.page_size * row, row, 1)
             size = layers * pages * pool.page_size * row

@@ -29,8 +29,8 @@ class LowerTiers:
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:
         if disk is not None and (disk.version, disk.page_bytes) != (version, host.page_bytes):
             raise ValueError(
-                f"the disk tier is for version {disk.version} and pages of {disk.page_bytes} bytes, the others for "
-                f"{version} and {host.page_bytes}; make it with theirs"
+                f"the disk tier is for version {disk.version} and pages of {disk.page_bytes} "
+                f"bytes, the others for {version} and {host.page_bytes}; make it with theirs"
             )
         self.host, self.disk = host, disk
         self.lost_pages = 0

@@ -12,8 +12,7 @@ import torch
 
 from memsaver import HostMemoryError
 from memsaver.errors import format_bytes
-from memsaver.vmm import make_pinner, pinned_pages
-from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
+from memsaver.vmm import HUGE_PAGE, Pinner, make_pinner, pinned_pages
 
 
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -27,9 +26,9 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     room = max(0, pinned_pages.room_bytes())
     if size > room:
         raise HostMemoryError(
-            f"a host tier of {format_bytes(size)} is more than the {format_bytes(room)} of host memory "
-            f"that may be taken beside the {format_bytes(pinned_pages.held_bytes())} that this process "
-            f"holds already; make the tier smaller or free memory; nothing was changed",
+            f"a host tier of {format_bytes(size)} is more than the {format_bytes(room)} of host "
+            f"memory that may be taken beside the {format_bytes(pinned_pages.held_bytes())} that "
+            "this process holds already; make the tier smaller or free memory; nothing was changed",
             size,
             size - room,
             {},

@@ -60,13 +60,11 @@ class TieredPrefixCache(RadixCache):
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)
         self._ledger = allocator
-        self._hashes: dict[
-            int, tuple[int, bytes]
-        ] = {}  # of device pages in the tree: version, hash
+        # of device pages in the tree: version, hash
+        self._hashes: dict[int, tuple[int, bytes]] = {}
         self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
-        self._loading = self._last = Transfer(
-            range(host.num_layers), {}
-        )  # the last load, and the last of all
+        # the last load, and the last of all
+        self._loading = self._last = Transfer(range(host.num_layers), {})
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
         """The longest prefix that the tiers have one after the other; what is below the device gets
@@ -127,7 +125,7 @@ class TieredPrefixCache(RadixCache):
         return not self.lower.absent(hashes)
 
     def wait_for_copies(self) -> None:
-        """What is queued on the current stream from now on waits for all copies that were started."""
+        """Makes what is queued on the current stream from now on wait for all copies started."""
         self._last.wait()
 
     def finish_copies(self) -> None:
@@ -170,15 +168,14 @@ class TieredPrefixCache(RadixCache):
     def check_integrity(self) -> None:
         super().check_integrity()
         self.lower.check_integrity()
-        held = {int(page) for g in self.generations() for node in g.nodes() for page in node.pages}
+        held = set(self.pages().tolist())
         assert held == self._hashes.keys(), "a page of the tree has no hash, or the reverse"
 
     def _count_hits(self, pages: Int64Array) -> None:
         self._hits[pages] += 1
         if due := backup_hits(self.write_policy):
-            self._save(
-                pages[self._hits[pages] % due == 0]
-            )  # again and again: they may have left the host since
+            # again and again: they may have left the host since
+            self._save(pages[self._hits[pages] % due == 0])
 
     def _load_rest(self, tokens: Int64Array, found: PrefixMatch, extra_key: Hashable) -> int:
         """Brings what follows a match to the device; how many tokens."""
@@ -229,11 +226,8 @@ class TieredPrefixCache(RadixCache):
                 self._last = (
                     self.lower.save([each for _, each in current], device_pages) or self._last
                 )
-            except (
-                RuntimeError,
-                OSError,
-                MemoryError,
-            ) as error:  # a copy that nobody waits for is not worth failing
+            except (RuntimeError, OSError, MemoryError) as error:
+                # a copy that nobody waits for is not worth failing
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:

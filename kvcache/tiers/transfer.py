@@ -54,7 +54,8 @@ class Transfer:
         last = self.layers[-1] if layer is None else layer
         if last not in self.layers:
             raise ValueError(
-                f"layer {layer} is not copied here, but layers {self.layers.start}..{self.layers[-1]} are"
+                f"layer {layer} is not copied here, "
+                f"but layers {self.layers.start}..{self.layers[-1]} are"
             )
         if last in self._events:  # layers follow each other on one stream
             torch.cuda.current_stream().wait_event(self._events[last])

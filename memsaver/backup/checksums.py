@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,9 +23,8 @@ def fingerprint(ranges: Ranges, view: View) -> Digest:
     """One digest of all ranges (offset, nbytes), to be run as often as wanted while their addresses
     hold.
     """
-    return Digest(
-        [part for offset, nbytes in joined(ranges) for part in _parts(offset, view(offset, nbytes))]
-    )
+    parts = (_parts(offset, view(offset, nbytes)) for offset, nbytes in joined(ranges))
+    return Digest([*itertools.chain.from_iterable(parts)])
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -58,6 +58,7 @@ class Checksums:
         if changed:
             offset, nbytes = changed[0]
             raise BackendError(
-                f"content of tag {self.tag!r} changed across a pause: {nbytes} bytes at offset {offset} differ "
-                f"({len(changed)} of {len(there)} ranges); define it anew, and look for what wrote to its backup"
+                f"content of tag {self.tag!r} changed across a pause: "
+                f"{nbytes} bytes at offset {offset} differ ({len(changed)} of {len(there)} "
+                "ranges); define it anew, and look for what wrote to its backup"
             )

@@ -67,8 +67,11 @@ class DiskBackup:
 
         self._each_chunk(backend, out)
 
+    def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> None:
+        """Nothing yet: ``restore`` reads, when all of the tag is mapped."""
+
     def restore(self, backend: Backend, base: int, end: int) -> None:
-        """Into the tag's first ``end`` bytes: there is no memory behind what was trimmed meanwhile."""
+        """Into the tag's first ``end`` bytes: what was trimmed meanwhile has no memory."""
 
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
@@ -119,7 +122,7 @@ class DiskBackup:
         try:
             while wait(futures, _POLL_SECONDS).not_done:
                 deliver()
-        finally:  # when one failed, and when somebody lost patience, memory that others work on is not to be unmapped
+        finally:  # after an error or an interrupt too: memory that others work on stays mapped
             for future in futures:
                 future.cancel()
             wait(futures)

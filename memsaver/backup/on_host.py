@@ -40,6 +40,14 @@ class HostBackup:
         """
         return backend.start_copy(self._out(base))
 
+    def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
+        """Start to bring back what lies in these bytes of the tag, which have just been mapped."""
+        transfers = [(base + offset, host, size) for offset, host, size in self.part(at, nbytes)]
+        return backend.start_copy(transfers, inward=True)
+
+    def restore(self, backend: Backend, base: int, end: int) -> None:
+        """Nothing is left to do: ``fill`` has brought it."""
+
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this
         backup lives.

@@ -24,9 +24,8 @@ from memsaver.common.hash import GOLDEN, MASK64, MUL32, signed
 from memsaver.common.segments import Segment, SegmentTable
 from memsaver.common.strided import blocks
 
-CHUNK = (
-    1 << 15
-)  # elements: not above torch's grain size, so no threads are woken up ten times a chunk; stays in cache
+# elements: stays in cache, and not above torch's grain size, so no chunk wakes threads ten times
+CHUNK = 1 << 15
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MASK32 = (1 << 32) - 1
@@ -132,7 +131,8 @@ def _grid(tensor: Tensor, index_base: int, index_pitch: int | None = None) -> _G
     if index_pitch is None:
         if not tensor.is_contiguous():
             raise ValueError(
-                f"digest needs a contiguous tensor, got strides {tensor.stride()} of {tuple(tensor.shape)}"
+                f"digest needs a contiguous tensor, got strides {tensor.stride()} of "
+                f"{tuple(tensor.shape)}"
             )
         return bits.view(1, -1), index_base, 0
     if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):

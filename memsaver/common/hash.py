@@ -26,7 +26,7 @@ def signed(value: int) -> int:
 
 
 def _xor_shift_(x: Tensor, bits: int, scratch: Tensor) -> None:
-    """x ^= x >>> bits. torch shifts int64 arithmetically, so the copied sign bits are masked off."""
+    """x ^= x >>> bits. torch shifts int64 arithmetically: copied sign bits are masked off."""
     scratch = scratch.copy_(x).bitwise_right_shift_(bits).bitwise_and_((1 << (64 - bits)) - 1)
     x.bitwise_xor_(scratch)
 

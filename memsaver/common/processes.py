@@ -19,9 +19,8 @@ def command_of(pid: int) -> str:
     text = " ".join(
         " ".join(os.path.basename(word) if word.startswith("/") else word for word in words).split()
     )
-    text = "".join(
-        letter if letter.isprintable() else "?" for letter in text
-    )  # a terminal may read the message
+    # a terminal may read the message
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 

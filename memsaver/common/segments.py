@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memsaver.common.cuts import VECTOR, Kind, Launch, cut
+from memsaver.common.cuts import VECTOR, Cut, Kind, Launch, cut
 from memsaver.common.hash import MASK64
 
 MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
@@ -58,11 +58,10 @@ class SegmentTable:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         chunk = _chunk(sum(segment.count * segment.rows for segment in segments))
-        cuts = {
-            Kind(source, target, aligned, grid): part
-            for (source, target), (fields, owners) in _by_dtypes(segments).items()
-            for (aligned, grid), part in cut(fields, owners, _widths(source, target), chunk).items()
-        }
+        cuts: dict[Kind, Cut] = {}
+        for (source, target), (fields, owners) in _by_dtypes(segments).items():
+            parts = cut(fields, owners, _widths(source, target), chunk)
+            cuts |= {Kind(source, target, *how): part for how, part in parts.items()}
         self._partials = torch.zeros(
             sum(len(part.rows) for part in cuts.values()), dtype=torch.int64, device=device
         )
@@ -85,13 +84,9 @@ class SegmentTable:
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
-        tables = [
-            table
-            for launch in self.launches
-            for table in (launch.rows, launch.shapes)
-            if table is not None
-        ]
-        return self._partials.nbytes + sum(table.nbytes for table in tables)
+        shapes = [launch.shapes for launch in self.launches if launch.shapes is not None]
+        tables = [self._partials, *(launch.rows for launch in self.launches), *shapes]
+        return sum(table.nbytes for table in tables)
 
     def launch(
         self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None

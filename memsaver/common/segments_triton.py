@@ -73,7 +73,8 @@ def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def move(  # type: ignore[no-untyped-def]
     source, target, inside, key,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, VECTOR: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64
     [rows], of each first.
@@ -96,8 +97,8 @@ def move(  # type: ignore[no-untyped-def]
 @triton.jit
 def _run(  # type: ignore[no-untyped-def]
     rows, partials, base, program,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the table: whole blocks first, then what is left of one."""
     source = tl.load(rows + program * 4)
@@ -105,11 +106,9 @@ def _run(  # type: ignore[no-untyped-def]
     count = tl.load(rows + program * 4 + 2).to(tl.int32)
     index = tl.load(rows + program * 4 + 3)
     if ALIGNED:
-        source, target, count = (
-            tl.multiple_of(source, 16),
-            tl.multiple_of(target, 16),
-            tl.multiple_of(count, 16),
-        )
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        count = tl.multiple_of(count, 16)
     source = source.to(tl.pointer_type(SOURCE))
     target = target.to(tl.pointer_type(TARGET))
     if ALIGNED:  # the hint does not survive the cast
@@ -137,8 +136,8 @@ def _run(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["partials", "base", "first", "last"])
 def run_segments(  # type: ignore[no-untyped-def]
     rows, partials, base, first, last,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
     """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
     many as there are.
@@ -155,7 +154,8 @@ def run_segments(  # type: ignore[no-untyped-def]
 @triton.jit
 def _part(  # type: ignore[no-untyped-def]
     source, target, key, unit, inside, width, source_pitch, target_pitch, index_pitch,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, VECTOR: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """`move` of vectors `unit` [rows], uint32, counted along the grid.
 
@@ -174,8 +174,8 @@ def _part(  # type: ignore[no-untyped-def]
 @triton.jit
 def _grid(  # type: ignore[no-untyped-def]
     shapes, rows, partials, base, program,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the table: whole blocks first, then what is left of one."""
     source = tl.load(rows + program * 6)
@@ -215,8 +215,8 @@ def _grid(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["partials", "base", "first", "last"])
 def run_grids(  # type: ignore[no-untyped-def]
     shapes, rows, partials, base, first, last,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
     """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
     many as there are.

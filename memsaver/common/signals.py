@@ -31,9 +31,8 @@ _main = threading.main_thread().ident
 _depth = 0  # how many ``held`` it is in
 _open = 0  # how many ``Unbroken`` it is in: the gate stays
 _noted: deque[int] = deque()
-_handlers: dict[
-    int, Callable[[int, FrameType | None], Any]
-] = {}  # what the gate stands, or once stood, in for
+# what the gate stands, or once stood, in for
+_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
 
 class held(contextlib.ContextDecorator):
@@ -124,7 +123,7 @@ def _call_noted() -> None:
 def _gate(number: int, frame: FrameType | None) -> None:
     if _depth or (frame is not None and frame.f_code in _ENDING):
         _noted.append(number)
-    else:  # between the ends of an ``Unbroken``, or where an interrupt came while the gate was put up or taken down
+    else:  # between the ends of an ``Unbroken``, or as the gate was put up or taken down
         _handlers[number](number, frame)
 
 

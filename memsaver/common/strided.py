@@ -54,9 +54,10 @@ def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
         width = dims.pop().size
     rows = max(dims, key=lambda dim: dim.size, default=_Dim(1, (0,) * len(strides)))
     outer = [dim for dim in dims if dim is not rows]
+    steps = [range(dim.size) for dim in outer]
     return [
         Grid(rows.size, width, _start(at, outer, len(strides)), rows.strides)
-        for at in itertools.product(*(range(dim.size) for dim in outer))
+        for at in itertools.product(*steps)
     ]
 
 
@@ -89,7 +90,7 @@ def _merged(dims: list[_Dim]) -> list[_Dim]:
 
 
 def _start(at: Sequence[int], dims: Sequence[_Dim], spaces: int) -> tuple[int, ...]:
-    return tuple(
-        sum(i * dim.strides[space] for i, dim in zip(at, dims, strict=True))
-        for space in range(spaces)
-    )
+    start = [0] * spaces
+    for i, dim in zip(at, dims, strict=True):
+        start = [sofar + i * stride for sofar, stride in zip(start, dim.strides, strict=True)]
+    return tuple(start)

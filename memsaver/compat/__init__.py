@@ -37,8 +37,10 @@ def install(*names: str) -> None:
     for name in names:
         if name in sys.modules and not _installed(name):
             raise StateError(
-                f"{name} is imported already, from {getattr(sys.modules[name], '__file__', None) or 'somewhere'}; call "
-                f"memsaver.compat.install({name!r}) before anything imports it, at the top of the program"
+                f"{name} is imported already, "
+                f"from {getattr(sys.modules[name], '__file__', None) or 'somewhere'}; "
+                f"call memsaver.compat.install({name!r}) before anything imports it, "
+                "at the top of the program"
             )
     keep_graphs_unregistered()
     for name in names:

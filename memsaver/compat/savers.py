@@ -29,9 +29,8 @@ class Savers:
         """device: tells which is the current one. options: of every ``MemorySaver``."""
         self._device = device
         self._options = options
-        self._made: dict[
-            tuple[int, torch.device], MemorySaver
-        ] = {}  # a child must not drop its parent's
+        # a child must not drop its parent's
+        self._made: dict[tuple[int, torch.device], MemorySaver] = {}
 
     def current(self) -> MemorySaver:
         key = os.getpid(), self._device()

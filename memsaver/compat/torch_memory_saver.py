@@ -61,7 +61,7 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> HookMode:
-        """Either is accepted, at any time; memory is placed through torch's memory pools in both."""
+        """Either is accepted, at any time; both place memory through torch's memory pools."""
         return self._hook_mode
 
     @hook_mode.setter
@@ -73,7 +73,7 @@ class TorchMemorySaver:
         self._hook_mode = mode
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Where content of regions with ``enable_disk_backup`` is saved; made if it is not there."""
+        """Where content of regions with ``enable_disk_backup`` is saved; made if missing."""
         os.makedirs(path, exist_ok=True)
         self._savers.set_disk_dir(Path(path))
 
@@ -169,14 +169,13 @@ class TorchMemorySaver:
         """Of every device, the parts that are ``paused``; ``StateError`` where a tag has parts, but
         none is.
         """
-        chosen = [
-            (saver, [part for part in saver.tags if not tag or _tag_of(part) == tag])
-            for saver in self._savers
-        ]
         states: dict[str, set[bool]] = {}
-        for saver, parts in chosen:
-            for part in parts:
-                states.setdefault(_tag_of(part), set()).add(saver.is_paused(part))
+        chosen: dict[MemorySaver, list[str]] = {}
+        for saver, part in self._parts(tag):
+            is_paused = saver.is_paused(part)
+            states.setdefault(_tag_of(part), set()).add(is_paused)
+            if is_paused == paused:
+                chosen.setdefault(saver, []).append(part)
         if tag and not states:
             self._tell_unused(tag)
         if wrong := [name for name, found in states.items() if paused not in found]:
@@ -185,25 +184,23 @@ class TorchMemorySaver:
             raise StateError(
                 f"{names}: {state}; call {call} for it first, or name the tags that you mean"
             )
-        found = [
-            (saver, [part for part in parts if saver.is_paused(part) == paused])
-            for saver, parts in chosen
-        ]
-        return [(saver, parts) for saver, parts in found if parts]
+        return list(chosen.items())
+
+    def _parts(self, tag: str | None = None) -> Iterator[tuple[MemorySaver, str]]:
+        """The parts of a tag, or of all tags, on every device."""
+        for saver in self._savers:
+            for part in saver.tags:
+                if not tag or _tag_of(part) == tag:
+                    yield saver, part
 
     def _tell_unused(self, tag: str) -> None:
         if tag not in self._unused:
             self._unused.add(tag)
-            known = (
-                ", ".join(
-                    sorted({repr(_tag_of(part)) for saver in self._savers for part in saver.tags})
-                )
-                or "none yet"
-            )
+            known = {repr(_tag_of(part)) for _, part in self._parts()}
             logger.warning(
                 "no region was entered with tag %r, there is nothing to pause or resume; known: %s",
                 tag,
-                known,
+                ", ".join(sorted(known)) or "none yet",
             )
 
     # ---------------------------------------------------------------- saved content
@@ -230,7 +227,8 @@ class TorchMemorySaver:
         tag, _, content = part.rpartition(":")
         if content == "discard":
             raise StateError(
-                f"the pause of {tag!r} discarded this tensor; make it in a region with enable_cpu_backup=True"
+                f"the pause of {tag!r} discarded this tensor; "
+                "make it in a region with enable_cpu_backup=True"
             )
         if zero_copy:
             with contextlib.suppress(ValueError):  # on disk, or in several pieces
@@ -256,7 +254,8 @@ def _content(
         raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
     if cpu_backup_backend not in (None, *_CPU_BACKENDS):
         raise ValueError(
-            f"cpu_backup_backend={cpu_backup_backend!r} must be one of {', '.join(map(repr, _CPU_BACKENDS))}"
+            f"cpu_backup_backend={cpu_backup_backend!r} must be one of "
+            f"{', '.join(map(repr, _CPU_BACKENDS))}"
         )
     return "host" if enable_cpu_backup else "disk" if enable_disk_backup else "discard"
 
@@ -281,8 +280,9 @@ def _refuse_whole_process() -> None:
     """
     if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
         raise StateError(
-            "TMS_INIT_ENABLE asks for every allocation of this process; memsaver only takes what is made in region(). "
-            "Unset it, and make what is to be paused in a region"
+            "TMS_INIT_ENABLE asks for every allocation of this process; "
+            "memsaver only takes what is made in region(). Unset it, "
+            "and make what is to be paused in a region"
         )
 
 

@@ -133,7 +133,8 @@ class CuMemAllocator:
 
     def get_current_usage(self) -> int:
         """Bytes of all tensors on the tags, asleep or not."""
-        return sum(tag.live_bytes for saver in self._savers for tag in saver.report().tags.values())
+        tags = (saver.report().tags.values() for saver in self._savers)
+        return sum(tag.live_bytes for tag in itertools.chain.from_iterable(tags))
 
     def release_pools(self) -> None:
         """Give back memory that no tensor and no graph uses, as an engine does before it ends.

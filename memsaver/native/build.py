@@ -26,7 +26,8 @@ def find_compiler(*names: str) -> str:
         if path := shutil.which(name):
             return path
     raise CompilerError(
-        f"no C/C++ compiler found (looked for {', '.join(names)}); install gcc and g++, or use wheels"
+        f"no C/C++ compiler found (looked for {', '.join(names)}); "
+        "install gcc and g++, or use wheels"
     )
 
 

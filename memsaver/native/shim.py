@@ -83,7 +83,7 @@ class Stats(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error number (0: none)."""
+    """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error (0: none)."""
 
     _fields_ = [
         ("ns", ctypes.c_uint64),

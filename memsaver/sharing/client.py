@@ -34,13 +34,11 @@ class Owner:
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
         )
         try:
-            connection.connect(
-                "\0" + socket_name
-            )  # waits where strangers fill the queue of one that is stopped
+            # waits where strangers fill the queue of one that is stopped
+            connection.connect("\0" + socket_name)
             _, uid = rpc.credentials(connection)
-            if (
-                uid != os.getuid()
-            ):  # who would not answer; or who has taken a dead saver's name, to be told tokens
+            # who would not answer; or who has taken a dead saver's name, to be told tokens
+            if uid != os.getuid():
                 raise rpc.Refused(
                     f"its saver is user {uid}'s, this process is user {os.getuid()}'s"
                 )

@@ -73,8 +73,9 @@ class Lease:
             if self._backend.device_key == self.ticket.device_key:
                 raise
             raise LeaseError(
-                f"no lease of tag {self.ticket.tag!r}: {self._backend.device} does not reach the memory of "
-                f"{self.ticket.device_key} ({error}); use GPUs that reach each other (nvidia-smi topo -p2p r)"
+                f"no lease of tag {self.ticket.tag!r}: {self._backend.device} does not reach the "
+                f"memory of {self.ticket.device_key} ({error}); "
+                "use GPUs that reach each other (nvidia-smi topo -p2p r)"
             ) from error
 
     @property
@@ -141,12 +142,10 @@ class _Mapped:
     ) -> None:
         """undo: of the rest, when nothing is mapped any more."""
         self.closed = False
-        self._backend, self._device_key, self._address, self._nbytes = (
-            backend,
-            device_key,
-            address,
-            nbytes,
-        )
+        self._backend = backend
+        self._device_key = device_key
+        self._address = address
+        self._nbytes = nbytes
         self._undo = undo
 
     @held()
@@ -242,9 +241,8 @@ def import_all(
     """
     pending = list(fds)
     try:
-        if len(extents) != len(
-            fds
-        ):  # the kernel leaves out those that would pass the limit of open files
+        # the kernel leaves out those that would pass the limit of open files
+        if len(extents) != len(fds):
             raise LeaseError(
                 f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files"
             )
@@ -258,9 +256,8 @@ def import_all(
 
 def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
     """forgotten: ids that the owner believes this process to have, but it has not."""
-    with contextlib.suppress(
-        rpc.Closed, TimeoutError, rpc.Refused
-    ):  # an owner that is gone needs no telling
+    # an owner that is gone needs no telling
+    with contextlib.suppress(rpc.Closed, TimeoutError, rpc.Refused):
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
 

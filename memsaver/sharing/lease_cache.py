@@ -123,9 +123,8 @@ class LeaseCache:
             kept = self._kept.get(key)
         if kept is not None and kept.enter(at_least):
             return kept
-        fresh = Kept(
-            Lease(ticket, kept=True)
-        )  # without the lock: the owner may be waiting for another use here
+        # without the lock: the owner may be waiting for another use here
+        fresh = Kept(Lease(ticket, kept=True))
         with self._lock:
             replaced, closed = self._kept.get(key), self._closed
             for gone in [known for known, item in self._kept.items() if item.lease.closed]:
@@ -133,9 +132,8 @@ class LeaseCache:
             self._kept[key] = fresh
         with contextlib.ExitStack() as undo:
             undo.callback(fresh.leave)
-            if (
-                replaced is not None
-            ):  # smaller, of a dead owner, or of another thread that was as fast
+            # smaller, of a dead owner, or of another thread that was as fast
+            if replaced is not None:
                 replaced.recall()
             if closed:
                 fresh.recall()

@@ -25,7 +25,8 @@ def peer_backend(key: str, device: torch.device | None = None) -> Backend:
         return backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():
         raise LeaseError(
-            f"{key} is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES to one that reaches it"
+            f"{key} is a GPU, and this process sees none; "
+            "set CUDA_VISIBLE_DEVICES to one that reaches it"
         )
     here = torch.cuda.current_device() if device is None or device.index is None else device.index
     check_reach(here, key)
@@ -47,6 +48,6 @@ def check_reach(here: int, key: str) -> None:
         there = device_key(torch.device("cuda", index)) == key
         if there and index != here and not torch.cuda.can_device_access_peer(here, index):
             raise LeaseError(
-                f"cuda:{here} does not reach the memory of cuda:{index} ({key}); use GPUs that reach each other "
-                "(nvidia-smi topo -p2p r)"
+                f"cuda:{here} does not reach the memory of cuda:{index} ({key}); "
+                "use GPUs that reach each other (nvidia-smi topo -p2p r)"
             )

@@ -186,9 +186,8 @@ class Endpoint:
                 else:
                     self._requests.put((number, content, fds))
                 continue
-            with (
-                self._lock
-            ):  # a caller that gives up meanwhile finds the answer, or leaves it to us
+            # a caller that gives up meanwhile finds the answer, or leaves it to us
+            with self._lock:
                 waiting = self._waiting.get(number)
                 if waiting is not None:
                     waiting.put((content, fds))
@@ -238,7 +237,7 @@ def send_timeout(seconds: float) -> bytes:
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end; of one that connected, those of the process that listens."""
+    """Process and user at the other end; for one that connected, of the process that listens."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

@@ -105,12 +105,12 @@ class ShareServer:
     def holders(self, tag: str) -> list[int]:
         """Process ids that hold a lease of the tag."""
         with self._changed:
-            return [
-                link.endpoint.peer_pid
-                for link in self._links
-                for held in link.leases.values()
-                if held == tag
-            ]
+            return [link.endpoint.peer_pid for held, link in self._leased() if held == tag]
+
+    def _leased(self) -> Iterator[tuple[str, Link]]:
+        for link in self._links:
+            for tag in link.leases.values():
+                yield tag, link
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
         """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who
@@ -120,9 +120,7 @@ class ShareServer:
         while True:
             self.recall(tags)
             with self._changed:
-                held = [
-                    (t, link) for link in self._links for t in link.leases.values() if t in tags
-                ]
+                held = [(tag, link) for tag, link in self._leased() if tag in tags]
                 if not held:
                     return
                 left = deadline - time.monotonic()
@@ -147,9 +145,8 @@ class ShareServer:
             with self._changed:
                 wanted = [number for number in link.kept if link.leases[number] in tags]
             if wanted:
-                with contextlib.suppress(
-                    rpc.Closed, rpc.Refused, TimeoutError
-                ):  # then the lease is still there
+                # then the lease is still there
+                with contextlib.suppress(rpc.Closed, rpc.Refused, TimeoutError):
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
@@ -168,8 +165,8 @@ class ShareServer:
             except (rpc.Refused, TimeoutError) as error:
                 pid = link.endpoint.peer_pid
                 raise LeaseError(
-                    f"process {pid} does not let go of {len(wanted)} extents: {error}; end it, or pause with "
-                    f"release='keep' (nothing was changed)"
+                    f"process {pid} does not let go of {len(wanted)} extents: {error}; "
+                    "end it, or pause with release='keep' (nothing was changed)"
                 ) from error
             link.imported.difference_update(wanted)
         if except_pid is None:
@@ -211,9 +208,8 @@ class ShareServer:
                 self._links.append(link)
             try:
                 link.endpoint.start()
-            except (
-                RuntimeError
-            ):  # no thread to be had: this peer is turned away, later ones perhaps not
+            except RuntimeError:
+                # no thread to be had: this peer is turned away, later ones perhaps not
                 self._gone(link)
                 time.sleep(_SCARCE_SECONDS)
 
@@ -280,9 +276,8 @@ class ShareServer:
     ) -> rpc.Reply:
         """Take ownership of all or none; the giver keeps its handles, as imports."""
         self._check_pool_token(token)
-        if len(fds) != len(
-            need
-        ):  # the kernel leaves out those that would pass the limit of open files
+        # the kernel leaves out those that would pass the limit of open files
+        if len(fds) != len(need):
             raise rpc.Refused(
                 f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there"
             )

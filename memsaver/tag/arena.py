@@ -7,7 +7,7 @@ fields.
 | state | behind the addresses | leaves it by |
 |---|---|---|
 | active | the tag's own extents | `freeze` to frozen |
-| frozen | the same, and nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
+| frozen | the same; nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
 | paused | nothing | `end_resume` to active, `borrow` to borrowed |
 | borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -139,8 +140,9 @@ class Arena:
         """``LeaseError`` while the tag's pages are borrowed."""
         if (borrowed := self.borrowed) is not None:
             raise LeaseError(
-                f"{what}: the pages of tag {self.tag!r} are borrowed, they are those of another saver's tag "
-                f"{borrowed.ticket.tag!r}; pause({self.tag!r}) gives them back (nothing was changed)"
+                f"{what}: the pages of tag {self.tag!r} are borrowed, "
+                f"they are those of another saver's tag {borrowed.ticket.tag!r}; "
+                f"pause({self.tag!r}) gives them back (nothing was changed)"
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
@@ -152,9 +154,8 @@ class Arena:
         if not address:
             return None
         tensor, owner = self.backend.view(address, nbytes)
-        weakref.finalize(
-            owner, self._free, address
-        ).atexit = False  # so the tensor keeps the arena alive, too
+        # so the tensor keeps the arena alive, too
+        weakref.finalize(owner, self._free, address).atexit = False
         return tensor
 
     def _free(self, address: int) -> None:
@@ -258,7 +259,7 @@ class Arena:
         self.missing = 0
 
     def end_resume(self, missing: int = 0) -> None:
-        """Its memory is there again, but for ``missing`` bytes at the end, and so is its content."""
+        """Memory and content are there again, but for ``missing`` bytes at the end."""
         self.backup, self.sums, self.missing = None, None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
@@ -291,7 +292,8 @@ class Arena:
             offset = segment["address"] - self.address
             if 0 <= offset < self.reservation.nbytes:
                 inside[offset] = _live_blocks(segment, self.address)
-        return tuple(item for block in blocks for item in inside.get(block[0], [block]))
+        parts = (inside.get(block[0], [block]) for block in blocks)
+        return tuple(itertools.chain.from_iterable(parts))
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]`` where they are."""
@@ -458,9 +460,8 @@ def give_back_forgotten() -> None:
 def _retry(items: Sequence[_Parts]) -> None:
     for item in items:
         if _may_end(item):
-            with contextlib.suppress(
-                ValueError
-            ):  # finalizers run in any thread: another one took it
+            # finalizers run in any thread: another one took it
+            with contextlib.suppress(ValueError):
                 _forgotten.remove(item)
                 _undo(*item)
     if _forgotten and _retry_on_host not in gc.callbacks:

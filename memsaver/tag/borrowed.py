@@ -68,5 +68,6 @@ def _call_all(pending: queue.SimpleQueue[Callable[[], None]]) -> None:
             pending.get()()
         except Exception:
             _log.exception(
-                "borrowed pages were not given back in order; their owner may miss them until this ends"
+                "borrowed pages were not given back in order; "
+                "their owner may miss them until this ends"
             )

@@ -30,8 +30,9 @@ def explain(
         )
     if cause.code == shim.E_RESERVATION:
         message = (
-            f"{what} outgrows the {format_bytes(reserve_bytes)} of addresses reserved for each tag: "
-            f"{format_bytes(cause.missing)} are missing. Pass a larger reserve_bytes; nothing was changed."
+            f"{what} outgrows the {format_bytes(reserve_bytes)} of addresses reserved for each "
+            f"tag: {format_bytes(cause.missing)} are missing. Pass a larger reserve_bytes; "
+            "nothing was changed."
         )
         return OutOfMemory(message, cause.requested, cause.missing, {})
     if cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
@@ -48,8 +49,9 @@ def explain(
     if holders.get(PAGE_POOL):
         advice = f"trim() gives the page pool's memory back. {advice}"
     everyone = {**holders, **backend.other_holders()}
-    held = ", ".join(
-        f"{name} {format_bytes(nbytes)}" for name, nbytes in everyone.items() if nbytes
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in everyone.items() if size)
+    message = (
+        f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. "
+        f"{advice}; nothing was changed."
     )
-    message = f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. {advice}; nothing was changed."
     return OutOfMemory(message, needed, missing, everyone)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from memsaver.backup.on_disk import DiskBackup
-from memsaver.backup.on_host import HostBackup
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend, Waitable
@@ -33,12 +31,11 @@ class Refill:
             self.fill(at, nbytes)
 
     def fill(self, at: int, nbytes: int) -> None:
-        if isinstance(self._into.backup, HostBackup):
-            runs = self._into.backup.part(at, nbytes)
-            transfers = [(self._into.address + to, host, size) for to, host, size in runs]
-            if (event := self._backend.start_copy(transfers, inward=True)) is not None:
-                self._events.append(event)
-                self._undo.callback(event.synchronize)  # before the unmapping
+        if (backup := self._into.backup) is None:
+            return
+        if event := backup.fill(self._backend, self._into.address, at, nbytes):
+            self._events.append(event)
+            self._undo.callback(event.synchronize)  # before the unmapping
 
     def finish(self) -> None:
         """All content is there, and what debug mode knows of it holds."""
@@ -46,8 +43,6 @@ class Refill:
         self._undo.callback(shim.set_extents, self._into.slot, [])
         for event in self._events:
             event.synchronize()
-        if isinstance(self._into.backup, DiskBackup):
-            self._into.backup.restore(
-                self._backend, self._into.address, self._into.committed_when_paused
-            )
+        if (backup := self._into.backup) is not None:
+            backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
         self._into.verify()

@@ -57,9 +57,8 @@ class Swap:
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
             refill = Refill(self._backend, into, undo)
             with self._lock:
-                head, tail = self._own(
-                    leaving, refill.missing, undo
-                )  # first: short of memory, nothing was changed
+                # first: short of memory, nothing was changed
+                head, tail = self._own(leaving, refill.missing, undo)
                 refill.put(head)
             left = []
             for extent, event in zip(leaving, copied, strict=True):

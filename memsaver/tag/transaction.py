@@ -5,6 +5,7 @@ work is in flight.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ class Transactions:
         """
         self.wait_unleased(arenas)
         if release != "keep":
-            self._revoke([extent for arena in arenas for extent in shim.extents(arena.slot)], to)
+            self._revoke(_flat(shim.extents(arena.slot) for arena in arenas), to)
         with contextlib.ExitStack() as undo:
             for arena in arenas:
                 arena.freeze()
@@ -103,7 +104,7 @@ class Transactions:
                     self._settle(arenas, extents, backups, whole=release == "driver")
                     self._put_away(extents, release)
                     return None
-            lost = self._hand_over(_flat(extents), to)
+            lost = self._hand_over(_flat(extents.values()), to)
             undo.pop_all()
         self._settle(arenas, extents, backups, whole=False)
         return lost
@@ -136,7 +137,7 @@ class Transactions:
             self.server.revoke(ids, None if to is None else to.pid)
 
     def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
-        """The error to raise when all is done: the peer fell silent, and nobody knows what it has."""
+        """The error to raise when all is done: the peer fell silent, what it has is unknown."""
         from memsaver.sharing.lease import Lost, hand_over
 
         lost = None
@@ -144,8 +145,8 @@ class Transactions:
             hand_over(extents, to, self._backend)
         except Lost as error:
             lost = LeaseError(
-                f"the memory was given to process {to.pid}, which fell silent ({error}): the tags are paused, and what "
-                f"it did not take is the driver's again"
+                f"the memory was given to process {to.pid}, which fell silent ({error}): "
+                "the tags are paused, and what it did not take is the driver's again"
             )
             for extent in extents:
                 self._backend.release(extent.handle, 0)
@@ -202,8 +203,9 @@ class Transactions:
             if saved:
                 raise
             raise BackendError(
-                f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); {out.tag!r} is "
-                f"active again, and its content, which swap was to discard, is undefined"
+                f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); "
+                f"{out.tag!r} is active again, and its content, which swap was to discard, "
+                "is undefined"
             ) from error
 
     def _check_room(self, out: Arena, into: Arena) -> None:
@@ -227,8 +229,9 @@ class Transactions:
                 undo.callback(arena.thaw)
             if (first := one.stats.committed) != (second := other.stats.committed):
                 raise ValueError(
-                    f"exchange needs tags of one size: {one.tag!r} has {first} bytes, {other.tag!r} {second}; "
-                    f"resize() or trim() the larger (nothing was changed)"
+                    "exchange needs tags of one size: "
+                    f"{one.tag!r} has {first} bytes, {other.tag!r} {second}; "
+                    "resize() or trim() the larger (nothing was changed)"
                 )
             self._drain(None)
             with self._device_lock:
@@ -248,7 +251,7 @@ class Transactions:
 
     def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
         """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
-        self._revoke([*kept, *(extent for arena in arenas for extent in arena.unused())])
+        self._revoke([*kept, *_flat(arena.unused() for arena in arenas)])
         with self._device_lock:
             return sum(arena.trim() for arena in arenas) + self._pool.drop(
                 sum(extent.nbytes for extent in kept)
@@ -309,9 +312,8 @@ class Transactions:
             with contextlib.ExitStack() as undo, self._device_lock:
                 undo.callback(arena.thaw)
                 arena.freeze()  # nothing else grows the tag meanwhile
-                more = max(
-                    0, nbytes - arena.stats.committed
-                )  # a region of another thread may have been faster
+                # a region of another thread may have been faster
+                more = max(0, nbytes - arena.stats.committed)
                 arena.extend(self._pool.obtain(more, undo), undo)
                 undo.pop_all()
             arena.thaw()
@@ -336,9 +338,8 @@ class Transactions:
 
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
-            with (
-                self._device_lock
-            ):  # else two processes could take half each of what is enough for one
+            # else two processes could take half each of what is enough for one
+            with self._device_lock:
                 refills = [self._bring(arena, undo) for arena in arenas]
             for refill in refills:
                 refill.finish()
@@ -358,5 +359,5 @@ class Transactions:
         return refill
 
 
-def _flat(extents: Extents) -> list[shim.Extent]:
-    return [extent for items in extents.values() for extent in items]
+def _flat(extents: Iterable[Iterable[shim.Extent]]) -> list[shim.Extent]:
+    return [*itertools.chain.from_iterable(extents)]

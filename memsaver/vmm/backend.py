@@ -95,7 +95,7 @@ class Backend(ABC):
         return round_up(nbytes, self.granularity)
 
     def create(self, nbytes: int) -> shim.Extent:
-        """A new extent, for which the page pool makes room where it must; raises ``ShortOfMemory``."""
+        """A new extent; the page pool makes room where it must. Raises ``ShortOfMemory``."""
         made = shim.create(self.phys, nbytes)
         if isinstance(made, shim.Cause):
             raise ShortOfMemory(made)

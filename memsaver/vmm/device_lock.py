@@ -174,8 +174,8 @@ class _ProcessLock:
             who, advice = "a process that has not written its name yet", "Wait until it is done"
         held = f" for {max(0.0, time.time() - since):.1f} s" if holder else ""
         return (
-            f"the memory lock of {self._device_key} is held by {who}{held}; waited {timeout:.1f} s. "
-            f"{advice}, or pass a larger timeout."
+            f"the memory lock of {self._device_key} is held by {who}{held}; "
+            f"waited {timeout:.1f} s. {advice}, or pass a larger timeout."
         )
 
     def _last_record(self) -> tuple[int, str, float]:

@@ -36,10 +36,8 @@ class _Managed(ctypes.Structure):
 
 
 _capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype, _capsule.argtypes = (
-    ctypes.py_object,
-    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-)
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _keep = ctypes.pythonapi.Py_IncRef
 _keep.restype, _keep.argtypes = None, [ctypes.py_object]
 
@@ -52,10 +50,8 @@ def tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> t
     kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
     managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
     kept = managed, shape, strides, keeper
-    managed.context, managed.deleter = (
-        id(kept),
-        ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p),
-    )
+    managed.context = id(kept)
+    managed.deleter = ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p)
     with held():  # from here on the tensor's, which lets go of it
         _keep(kept)
         return torch.utils.dlpack.from_dlpack(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -40,13 +41,10 @@ def _divided(
 ) -> list[list[tuple[int, int, int]]]:
     """In chunks, dealt out to ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
-    pieces = (
-        (to + at, source + at, min(_CHUNK, nbytes - at))
-        for to, source, nbytes in transfers
-        for at in range(0, nbytes, _CHUNK)
-    )
-    for number, piece in enumerate(pieces):
-        out[number % parts].append(piece)
+    turns = itertools.cycle(out)
+    for to, source, nbytes in transfers:
+        for at in range(0, nbytes, _CHUNK):
+            next(turns).append((to + at, source + at, min(_CHUNK, nbytes - at)))
     return out
 
 

@@ -73,9 +73,8 @@ def renew() -> None:
     session = Session()
 
 
-os.register_at_fork(
-    after_in_child=renew
-)  # a lock held by another thread, and NVML's own state, stay with the parent
+# a lock held by another thread, and NVML's own state, stay with the parent
+os.register_at_fork(after_in_child=renew)
 
 
 def processes(uuid: str) -> dict[int, int | None] | None:

@@ -14,9 +14,8 @@ from memsaver.vmm.backend import Backend, ShortOfMemory
 
 # extents more than needed: mapping each costs some 20 us, making them anew has their memory cleared
 _MANY = 16
-LARGEST = (
-    1 << 30
-)  # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
+# bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
+LARGEST = 1 << 30
 
 
 def piece_sizes(nbytes: int, granularity: int) -> list[int]:
@@ -98,7 +97,8 @@ class PagePool:
         if limit is not None and self._backend.committed_bytes + nbytes > limit:
             raise LeaseError(
                 f"{format_bytes(nbytes)} more would pass the limit of {format_bytes(limit)}: "
-                f"{format_bytes(self._backend.committed_bytes)} are held; trim() or pause there first"
+                f"{format_bytes(self._backend.committed_bytes)} are held; "
+                "trim() or pause there first"
             )
 
     def adopt(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
@@ -136,7 +136,7 @@ class PagePool:
             undo.pop_all()
 
     def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Kept extents of at most ``nbytes`` together; they are kept again when ``undo`` unwinds."""
+        """Kept extents of at most ``nbytes`` together; kept again when ``undo`` unwinds."""
         taken = shim.pool_take(self._backend.phys, nbytes)
         undo.callback(self.keep, taken)
         return taken

@@ -4,6 +4,8 @@ pause.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -34,6 +36,10 @@ class _Segment:
     nbytes: int
     free: list[Piece] = field(default_factory=list)
 
+    @property
+    def free_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.free)
+
 
 class HostArena:
     """Pieces of host memory, pinned once and used again and again. Thread-safe.
@@ -47,9 +53,8 @@ class HostArena:
         self.budget_bytes = budget_bytes
         self._pinner = pinner
         self._segments: list[_Segment] = []
-        self._returned: deque[Piece] = (
-            deque()
-        )  # so that a finalizer, which may run anywhere, needs no lock
+        # so that a finalizer, which may run anywhere, needs no lock
+        self._returned: deque[Piece] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -60,9 +65,7 @@ class HostArena:
     def used_bytes(self) -> int:
         with self._lock:
             self._collect()
-            return self.committed_bytes - sum(
-                piece.nbytes for segment in self._segments for piece in segment.free
-            )
+            return self.committed_bytes - sum(segment.free_bytes for segment in self._segments)
 
     def take(self, nbytes: int, whole: bool = False) -> list[Piece]:
         """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may
@@ -93,9 +96,7 @@ class HostArena:
         """Give memory that no saved content is in back to the system; bytes."""
         with self._lock:
             self._collect()
-            unused = [
-                s for s in self._segments if sum(piece.nbytes for piece in s.free) == s.nbytes
-            ]
+            unused = [s for s in self._segments if s.free_bytes == s.nbytes]
             for segment in unused:
                 pinned_pages.give_back(segment.address, segment.nbytes, self._pinner)
                 self._segments.remove(segment)
@@ -105,18 +106,16 @@ class HostArena:
         """From the smallest free part that has it all, else the largest part, unless it must be
         ``whole``.
         """
-        parts = [(piece.nbytes, s, piece) for s in self._segments for piece in s.free]
-        enough = [part for part in parts if part[0] >= most]
+        parts = [*itertools.chain.from_iterable(segment.free for segment in self._segments)]
+        enough = [piece for piece in parts if piece.nbytes >= most]
         if not parts or (whole and not enough):
             return None
-        size, segment, piece = (
-            min(enough, key=lambda part: part[0])
-            if enough
-            else max(parts, key=lambda part: part[0])
-        )
-        at, size = segment.free.index(piece), min(size, most)
+        length = operator.attrgetter("nbytes")
+        piece = min(enough, key=length) if enough else max(parts, key=length)
+        free = self._segment_of(piece).free
+        at, size = free.index(piece), min(piece.nbytes, most)
         rest = Piece(piece.address + size, piece.nbytes - size)
-        segment.free[at : at + 1] = [rest] if rest.nbytes else []
+        free[at : at + 1] = [rest] if rest.nbytes else []
         return Piece(piece.address, size)
 
     def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
@@ -133,33 +132,35 @@ class HostArena:
         if spare:
             made[-1].free.append(Piece(made[-1].address + made[-1].nbytes - spare, spare))
         self._segments += made
-        return [Piece(s.address, s.nbytes - sum(piece.nbytes for piece in s.free)) for s in made]
+        return [Piece(s.address, s.nbytes - s.free_bytes) for s in made]
 
     def _check_budget(self, more: int) -> None:
         if self.budget_bytes is not None:
-            left, why = (
-                self.budget_bytes - self.committed_bytes,
-                f"the budget is {format_bytes(self.budget_bytes)}",
-            )
+            left = self.budget_bytes - self.committed_bytes
+            why = f"the budget is {format_bytes(self.budget_bytes)}"
         else:
             left = pinned_pages.room_bytes()
-            why = f"{format_bytes(max(0, left))} more may be taken of the machine's and the container's memory"
+            may = f"{format_bytes(max(0, left))} more may be taken"
+            why = f"{may} of the machine's and the container's memory"
         if more > left:
             raise self._refusal(more, more - left, why)
 
     def _refusal(self, nbytes: int, missing: int, why: str) -> HostMemoryError:
         message = (
             f"{format_bytes(nbytes)} more of host memory are needed for saved content, which holds "
-            f"{format_bytes(self.committed_bytes)}: {why}. Resume a saved tag first, raise host_arena.budget_bytes, or "
-            f"pause with content='discard'; nothing was changed."
+            f"{format_bytes(self.committed_bytes)}: {why}. Resume a saved tag first, "
+            "raise host_arena.budget_bytes, or pause with content='discard'; nothing was changed."
         )
         return HostMemoryError(message, nbytes, missing, {"saved content": self.committed_bytes})
 
     def _collect(self) -> None:
         while self._returned:
             piece = self._returned.popleft()
-            segment = next(s for s in self._segments if 0 <= piece.address - s.address < s.nbytes)
+            segment = self._segment_of(piece)
             segment.free = _merged(sorted([*segment.free, piece]))
+
+    def _segment_of(self, piece: Piece) -> _Segment:
+        return next(s for s in self._segments if 0 <= piece.address - s.address < s.nbytes)
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:

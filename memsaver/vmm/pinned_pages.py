@@ -61,7 +61,7 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
     with contextlib.ExitStack() as undo:
         undo.callback(libc().munmap, address, sum(sizes))
         touching = [_touch(start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
-        undo.callback(wait, [part for parts in touching for part in parts])
+        undo.callback(wait, [*itertools.chain.from_iterable(touching)])
         for start, nbytes, parts in zip(starts, sizes, touching, strict=True):
             for part in parts:
                 part.result()
@@ -86,16 +86,13 @@ def _map(nbytes: int) -> int:
     if raw == MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
     address = round_up(raw, HUGE_PAGE)
-    for start, end in (
-        (raw, address),
-        (address + nbytes, raw + nbytes + HUGE_PAGE),
-    ):  # whole huge pages only
+    # whole huge pages only
+    for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):
         if end > start:
             libc().munmap(start, end - start)
     libc().madvise(address, nbytes, _MADV_DONTFORK)
-    libc().madvise(
-        address, nbytes, _MADV_HUGEPAGE
-    )  # refused where the kernel has none: then small pages
+    # refused where the kernel has none: then small pages
+    libc().madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
 
 

@@ -69,7 +69,8 @@ def check_capture(tag: str) -> None:
         return
     if (ranks := dist.get_world_size()) > 1 and "nccl" in dist.get_backend_config():
         raise StateError(
-            f"a graph captured on tag {tag!r} may hold collectives, whose buffers NCCL registers with the other ranks "
-            f"({ranks} in all): they would use the old pages after a pause; set {GRAPH_REGISTER}=0 before the group is "
-            f"made"
+            f"a graph captured on tag {tag!r} may hold collectives, "
+            f"whose buffers NCCL registers with the other ranks ({ranks} in all): "
+            "they would use the old pages after a pause; "
+            f"set {GRAPH_REGISTER}=0 before the group is made"
         )

@@ -40,9 +40,8 @@ class CachingAllocator:
 
     reserved: int = 0
     peak: int = 0
-    _cached: dict[Hashable, list[tuple[int, int, int]]] = field(
-        default_factory=dict
-    )  # (size, segment, start), sorted
+    # (size, segment, start), sorted.
+    _cached: dict[Hashable, list[tuple[int, int, int]]] = field(default_factory=dict)
     _at: dict[tuple[int, int], _Block] = field(default_factory=dict)
     _live: dict[Hashable, _Block] = field(default_factory=dict)
     _segments: int = 0

@@ -50,9 +50,8 @@ def plan_recipe(
     if into is not None:
         with writable(f"--into {into}"):
             replace_text(into / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
-        print(
-            f"written: {into / 'plan.json'}; look at it beside what was measured: memsaver report {into}"
-        )
+        hint = f"look at it beside what was measured: memsaver report {into}"
+        print(f"written: {into / 'plan.json'}; {hint}")
     return 0 if plan.fits else DOES_NOT_FIT
 
 

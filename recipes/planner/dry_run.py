@@ -39,9 +39,9 @@ from recipes.watch.peaks import Peaks
 from recipes.watch.run_folder import RunFolder
 from rollout import Rollout
 from trainer_bridge import Cycle
-from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.runtime import Runtime
+from trainer_bridge.training import Runtime
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
@@ -209,7 +209,7 @@ def _trace(
     prompt_tokens: int,
     saver: PlannedSaver,
 ) -> tuple[Readings, int]:
-    """A step, and the way to the next one's rollout; and how many readings there were before that."""
+    """A step, and the way to the next one's rollout; how many readings there were before that."""
     readings = Readings(saver, rollout)
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
         monitor = Monitor(RunFolder(setup.model_dir), _NoView())
@@ -260,9 +260,8 @@ def _without_memory(world: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ValueError(
-            "a plan needs a process without a torch.distributed process group; end it, or plan elsewhere"
-        )
+        rule = "a plan needs a process without a torch.distributed process group"
+        raise ValueError(f"{rule}; end it, or plan elsewhere")
     register_attention()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:

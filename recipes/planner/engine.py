@@ -48,9 +48,8 @@ class PlannedRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
-        self._torch = self._peak = (
-            self._sizes.generating
-        )  # which torch keeps, until the KV cache sleeps
+        # Which torch keeps, until the KV cache sleeps.
+        self._torch = self._peak = self._sizes.generating
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return [[_longest(param.max_tokens)] * param.n for param in each]
 

@@ -54,7 +54,6 @@ def find_gpu(text: str) -> tuple[Gpu, int | None]:
     found = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
     name, count = (found.group(1), found.group(2)) if found else (text, None)
     if name not in _KNOWN or count == "0":
-        raise RecipeError(
-            f"--gpu {text}: must be one of {', '.join(_KNOWN)}, with a number of them as h100-80gb:8"
-        )
+        rule = f"must be one of {', '.join(_KNOWN)}, with a number of them as h100-80gb:8"
+        raise RecipeError(f"--gpu {text}: {rule}")
     return _KNOWN[name], None if count is None else int(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -29,16 +30,10 @@ def repeated_layers(fields: dict[str, Any]) -> tuple[int, int, int]:
     kinds = _kinds(meta_model(fields).get_decoder())
     count, (before, after) = len(kinds), _AROUND
     # At the least, a period of all that is left repeats; it comes once.
-    start, period = min(
-        (
-            (start, period)
-            for start in range(count)
-            for period in range(1, count - start + 1)
-            if kinds[start + period :] == kinds[start : count - period]
-        ),
-        key=sum,
-    )
-    first = start + period + before
+    spans = combinations(range(count + 1), 2)
+    repeats = ((i, j) for i, j in spans if kinds[j:] == kinds[i : i + count - j])
+    start, end = min(repeats, key=lambda span: span[1])
+    first, period = end + before, end - start
     return first, period, max(0, (count - first - after) // period - 2)
 
 

@@ -112,9 +112,8 @@ def replay(entries: Iterator[Entry]) -> list[tuple[int, int]]:
             allocator.allocate(entry.key, entry.nbytes, entry.stream)
         elif entry.what == "free":
             if not allocator.holds(entry.key):
-                raise ValueError(
-                    f"layers are not alike: {entry.key} is freed in {entry.block} and was never made"
-                )
+                text = f"{entry.key} is freed in {entry.block} and was never made"
+                raise ValueError(f"layers are not alike: {text}")
             allocator.free(entry.key)
         elif entry.what == "empty_cache":
             allocator.empty_cache()

@@ -18,16 +18,14 @@ from recipes.recipe import FieldError, Recipe
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
-_SPARE = (
-    256 * MIB
-)  # of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment
+# Of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment.
+_SPARE = 256 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The most in one stage, in bytes. processes: tags and torch's own, by owner; tags, torch: the
-    parts of it.
-    contexts: of both processes. host: saved content on one machine.
+    parts of it. contexts: of both processes. host: saved content on one machine.
     """
 
     stage: str
@@ -45,8 +43,8 @@ class StagePlan:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Of one GPU, the fullest. host_bytes: of one machine, all its processes. kv_tokens: of one
-    engine rank's pool;
-    most_kv_tokens: so many would still fit at every stage. notes: what was assumed.
+    engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
+    assumed.
     """
 
     name: str
@@ -222,10 +220,8 @@ def _needs(plan: Plan, recipe: Recipe) -> list[str]:
     page = recipe.engine.page_size
     longest = recipe.sampling.max_tokens + page
     if not found and plan.kv_tokens < longest:
-        found.append(
-            f"the KV pool of {plan.kv_tokens} tokens holds no answer of {recipe.sampling.max_tokens}; "
-            f"{_less_kv(plan, recipe)}"
-        )
+        text = f"holds no answer of {recipe.sampling.max_tokens}; {_less_kv(plan, recipe)}"
+        found.append(f"the KV pool of {plan.kv_tokens} tokens {text}")
     return found
 
 

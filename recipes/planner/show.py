@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -24,10 +25,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
     console.print(f"host: {format_bytes(plan.host_bytes)} on each machine", highlight=False)
-    console.print(
-        f"KV cache: {plan.kv_tokens:,} tokens an engine; at most {plan.most_kv_tokens:,} fit at every stage",
-        highlight=False,
-    )
+    most = f"at most {plan.most_kv_tokens:,} fit at every stage"
+    console.print(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}", highlight=False)
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", highlight=False)
     for need in plan.needs:
@@ -107,10 +106,10 @@ def draw_plan(plan: Plan, file: Path) -> None:
 
 def _parts(plan: Plan) -> dict[str, list[float]]:
     """GiB of each stage: every tag, what torch holds besides, and contexts."""
-    tags = dict.fromkeys(
-        tag for stage in plan.stages for tag, nbytes in stage.tags.items() if nbytes
-    )
-    parts = {tag: [stage.tags.get(tag, 0) / GIB for stage in plan.stages] for tag in tags}
+    parts: dict[str, list[float]] = {}
+    tags = chain.from_iterable(stage.tags.items() for stage in plan.stages)
+    for tag in dict.fromkeys(tag for tag, nbytes in tags if nbytes):
+        parts[tag] = [stage.tags.get(tag, 0) / GIB for stage in plan.stages]
     parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.stages]
     parts["contexts"] = [stage.contexts / GIB for stage in plan.stages]
     return parts

@@ -15,7 +15,7 @@ from recipes.planner.layers import meta_model
 from recipes.planner.tracing import PAGE
 from recipes.recipe import Recipe
 from recipes.setup.pool import rank_kept, rank_weights
-from rollout.model.loading import load_model_config
+from rollout.model import load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
 

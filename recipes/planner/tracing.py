@@ -31,9 +31,8 @@ class PlannedDevice(TorchDispatchMode):
         """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
         super().__init__()
         self.log = Log()
-        self._tag: CachingAllocator | None = (
-            None  # that what is made now belongs to; None: torch's own
-        )
+        # That what is made now belongs to; None: torch's own.
+        self._tag: CachingAllocator | None = None
         self._workspace = workspace_bytes
         self._workspaces: dict[str, Key] = {}
         self._keys: dict[int, tuple[Key | None, weakref.ref[Any]]] = {}

@@ -18,7 +18,6 @@ from yaml import YAMLError
 
 from recipes.errors import RecipeError, one_line
 from recipes.recipe import FieldError, Recipe, schema
-from recipes.recipe.idle import idle_keys
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -41,7 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe of that name."""
+    """The YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe's."""
     given = Path(path)
     yaml = given.name + ".yaml"
     for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
@@ -90,9 +89,8 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key or not all(key.split(".")):
-            raise RecipeError(
-                f"{schema.shown(override)}: is not an override; write it as key=value, for example steps=3"
-            )
+            rule = "is not an override; write it as key=value, for example steps=3"
+            raise RecipeError(f"{schema.shown(override)}: {rule}")
         try:
             layers.append((OmegaConf.from_dotlist([override]), "command line"))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -114,24 +112,21 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
-            raise RecipeError(
-                f"{source}: {schema.shown(full)}: unknown key; {_suggest(str(key), list(known), prefix)}"
-            )
+            remedy = _suggest(str(key), list(known), prefix)
+            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {remedy}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
                 names = ", ".join(schema.section_fields(known[key]))
-                text = f"{full}={schema.shown(value)}: must be a section; set {full}.KEY, KEY one of {names}"
-                raise RecipeError(f"{source}: {text}")
+                rule = f"must be a section; set {full}.KEY, KEY one of {names}"
+                raise RecipeError(f"{source}: {full}={schema.shown(value)}: {rule}")
             _check_keys(value, known[key], f"{full}.", source)
 
 
 def _suggest(key: str, known: list[str], prefix: str) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return (
-        f"did you mean {prefix}{close[0]}?"
-        if close
-        else f"known here: {', '.join(prefix + name for name in known)}"
-    )
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    return f"known here: {', '.join(prefix + name for name in known)}"
 
 
 @cache
@@ -192,12 +187,30 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
 
 def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
     """What is typed for this run has an effect; taking a value away, by null, need not have one."""
-    idle = idle_keys(recipe)
+    idle = _idle_keys(recipe)
     for override in overrides:
         key, _, value = override.partition("=")
         for prefix, (why, remedy) in idle.items():
             if value != "null" and f"{key}.".startswith(f"{prefix}."):
-                text = (
-                    f"{schema.shown(override)}: has no effect with {why}; {remedy}, or drop {key}"
-                )
-                raise RecipeError(f"command line: {text}")
+                rule = f"has no effect with {why}; {remedy}, or drop {key}"
+                raise RecipeError(f"command line: {schema.shown(override)}: {rule}")
+
+
+def _idle_keys(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Keys that a recipe has, but does not look at: key, or section -> with what it has no effect,
+    and what would make it count.
+
+    In a file they do no harm: one recipe serves with and without PPO, adapters or a checkpoint.
+    """
+    other = "ppo" if recipe.algorithm == "grpo" else "grpo"
+    idle = {other: (f"algorithm={recipe.algorithm}", f"set algorithm={other}")}
+    if recipe.lora.rank == 0:
+        beside = ("lora.rank=0", "set lora.rank=16")
+        idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), beside)
+    if recipe.model.path is not None:
+        beside = (f"model.path={recipe.model.path}", "set model.path=null")
+        idle |= dict.fromkeys(("model.shape", "model.config"), beside)
+    if recipe.task.name == "toy":
+        beside = ("task.name=toy", "set task.name=chain_sum")
+        idle |= dict.fromkeys(("task.num_terms", "task.num_digits"), beside)
+    return idle

@@ -58,12 +58,8 @@ class PpoSection:
     critic_warmup_steps: int = 0  # first steps that train the critic only
 
     def __post_init__(self) -> None:
-        at_least(
-            self,
-            1,
-            prompts_per_step="set ppo.prompts_per_step=32",
-            samples_per_prompt="set ppo.samples_per_prompt=2",
-        )
+        at_least(self, 1, prompts_per_step="set ppo.prompts_per_step=32")
+        at_least(self, 1, samples_per_prompt="set ppo.samples_per_prompt=2")
         at_least(self, 1, epochs="set ppo.epochs=1", mini_batches="set ppo.mini_batches=1")
         at_least(self, 0, critic_warmup_steps="set ppo.critic_warmup_steps=0")
         answers = self.prompts_per_step * self.samples_per_prompt
@@ -76,17 +72,11 @@ class PpoSection:
             ok = 0 < getattr(self, name) < 1
             require(self, name, ok, "must lie between 0 and 1", f"set ppo.{name}=0.2")
         ok = 0 <= self.kl_coef < math.inf
-        require(
-            self, "kl_coef", ok, "must not be negative, nor infinite", "set ppo.kl_coef=0 (off)"
-        )
+        rule = "must not be negative, nor infinite"
+        require(self, "kl_coef", ok, rule, "set ppo.kl_coef=0 (off)")
         ok = 0 < self.critic_learning_rate < 1
-        require(
-            self,
-            "critic_learning_rate",
-            ok,
-            "must lie between 0 and 1",
-            "set ppo.critic_learning_rate=1e-5",
-        )
+        remedy = "set ppo.critic_learning_rate=1e-5"
+        require(self, "critic_learning_rate", ok, "must lie between 0 and 1", remedy)
         ok = 0 < self.value_clip < math.inf
         require(self, "value_clip", ok, "must be positive", "set ppo.value_clip=0.2")
 
@@ -106,13 +96,11 @@ class TaskSection:
     name: str = MISSING
     num_terms: int = 2  # chain_sum
     num_digits: int = 1  # chain_sum
-    also_train_digits: list[int] = field(
-        default_factory=list
-    )  # chain_sum: other kinds, as many a step as of the own
+    # chain_sum: other kinds, as many a step as of the own.
+    also_train_digits: list[int] = field(default_factory=list)
     held_out_fraction: float = 0.2
-    partial_credit: float = (
-        0.0  # reward of a near miss (see recipes.tasks); never counted as an exact match
-    )
+    # Reward of a near miss (see recipes.tasks); never counted as an exact match.
+    partial_credit: float = 0.0
     system_prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -123,38 +111,23 @@ class TaskSection:
         at_least(self, 1, num_digits="set task.num_digits=1")
         self._check_also_train_digits()
         ok = 0 < self.held_out_fraction < 1
-        require(
-            self,
-            "held_out_fraction",
-            ok,
-            "must lie between 0 and 1",
-            "set task.held_out_fraction=0.2",
-        )
+        rule = "must lie between 0 and 1"
+        require(self, "held_out_fraction", ok, rule, "set task.held_out_fraction=0.2")
         ok = 0 <= self.partial_credit < 1
         require(self, "partial_credit", ok, "must lie in [0, 1)", "set task.partial_credit=0")
         ok = self.name != "chain_sum" or self.partial_credit == 0
-        require(
-            self,
-            "partial_credit",
-            ok,
-            f"is not defined for task.name={self.name}",
-            "set task.partial_credit=0",
-        )
+        rule = f"is not defined for task.name={self.name}"
+        require(self, "partial_credit", ok, rule, "set task.partial_credit=0")
 
     def _check_also_train_digits(self) -> None:
-        name, digits, remedy = (
-            "also_train_digits",
-            self.also_train_digits,
-            "set task.also_train_digits=[]",
-        )
+        name, digits = "also_train_digits", self.also_train_digits
+        remedy = "set task.also_train_digits=[]"
         ok = not digits or self.name == "chain_sum"
         require(self, name, ok, f"is not defined for task.name={self.name}", remedy)
-        ok = all(number >= 1 for number in digits) and len({self.num_digits, *digits}) == 1 + len(
-            digits
-        )
-        rule = (
-            f"must be different numbers of at least 1, other than task.num_digits={self.num_digits}"
-        )
+        different = len({self.num_digits, *digits}) == 1 + len(digits)
+        ok = different and all(number >= 1 for number in digits)
+        rule = "must be different numbers of at least 1"
+        rule += f", other than task.num_digits={self.num_digits}"
         require(self, name, ok, rule, remedy)
 
 
@@ -166,23 +139,16 @@ class EvalSection:
 
     every: int = 10  # 0: never
     problems: int = 64  # at most so many held-out problems
-    also_digits: list[int] = field(
-        default_factory=list
-    )  # chain_sum: the same on held-out sums of other digits
+    # chain_sum: the same on held-out sums of other digits.
+    also_digits: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         at_least(self, 0, every="set eval.every=0 (off)")
         at_least(self, 1, problems="set eval.problems=64")
-        ok = all(digits >= 1 for digits in self.also_digits) and len(set(self.also_digits)) == len(
-            self.also_digits
-        )
-        require(
-            self,
-            "also_digits",
-            ok,
-            "must be different numbers of at least 1",
-            "set eval.also_digits=[2]",
-        )
+        different = len(set(self.also_digits)) == len(self.also_digits)
+        ok = different and all(digits >= 1 for digits in self.also_digits)
+        rule = "must be different numbers of at least 1"
+        require(self, "also_digits", ok, rule, "set eval.also_digits=[2]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +157,8 @@ class CheckpointSection:
 
     every: int = 10  # 0: never
     keep: int = 1
-    max_restarts: int = (
-        0  # how often a run goes on by itself from its last checkpoint when an actor is lost
-    )
+    # How often a run goes on by itself from its last checkpoint when an actor is lost.
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         at_least(self, 0, every="set checkpoint.every=0 (off)")
@@ -201,22 +166,14 @@ class CheckpointSection:
         at_least(self, 0, max_restarts="set checkpoint.max_restarts=0")
         ok = self.every > 0 or self.max_restarts == 0
         rule = "needs checkpoints to go on from, and checkpoint.every=0"
-        require(
-            self, "max_restarts", ok, rule, "set checkpoint.every=10, or checkpoint.max_restarts=0"
-        )
+        remedy = "set checkpoint.every=10, or checkpoint.max_restarts=0"
+        require(self, "max_restarts", ok, rule, remedy)
 
 
 OF_PPO = ("critic", "critic_optim")
 REFERENCE = "reference"
-TAGS = (
-    "params",
-    "optim",
-    *OF_PPO,
-    REFERENCE,
-    "weights",
-    "kv_cache",
-    "cuda_graph",
-)  # the trainer's, then the rollout's
+# The trainer's, then the rollout's.
+TAGS = ("params", "optim", *OF_PPO, REFERENCE, "weights", "kv_cache", "cuda_graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,9 +204,8 @@ class ClusterSection:
     nnodes: int = 1
     n_gpus_per_node: int = 1
     gpu: str = "h100-80gb"  # what `memsaver plan` reckons with where it is not told
-    call_timeout: float = (
-        600.0  # seconds for one call of all actors: a stage of a large model may take longer
-    )
+    # Seconds for one call of all actors: a stage of a large model may take longer.
+    call_timeout: float = 600.0
 
     @property
     def size(self) -> int:
@@ -261,10 +217,5 @@ class ClusterSection:
         )
         ok = 0 < self.call_timeout < math.inf
         require(self, "call_timeout", ok, "must be positive", "set cluster.call_timeout=600")
-        require(
-            self,
-            "gpu",
-            self.gpu in GPUS,
-            f"must be one of {', '.join(GPUS)}",
-            "set cluster.gpu=h100-80gb",
-        )
+        rule = f"must be one of {', '.join(GPUS)}"
+        require(self, "gpu", self.gpu in GPUS, rule, "set cluster.gpu=h100-80gb")

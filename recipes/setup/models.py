@@ -12,7 +12,9 @@ from typing import Any
 from recipes.errors import RecipeError, one_line
 
 TOY_TEMPLATE = (
-    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> "
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
 )
 
@@ -52,12 +54,10 @@ def load_tokenizer(directory: Path) -> Any:
             raise RecipeError(f"{text}; fetch the model anew") from None
     for name in ("chat_template", "eos_token_id"):
         if getattr(tokenizer, name) is None:
-            raise RecipeError(
-                f"model.path={directory}: its tokenizer has no {name}; use an instruction-tuned model"
-            )
-    tokenizer.clean_up_tokenization_spaces = (
-        False  # read what was generated, and no warning about it
-    )
+            rule = f"its tokenizer has no {name}; use an instruction-tuned model"
+            raise RecipeError(f"model.path={directory}: {rule}")
+    # Read what was generated, and no warning about it.
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 
@@ -97,9 +97,11 @@ def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
     right one.
     """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
-    if unknown is not None:
-        sequences = [[token if token < known else unknown for token in ids] for ids in sequences]
-    return tokenizer.batch_decode(sequences)
+
+    def shown(token: int) -> int:
+        return token if unknown is None or token < known else unknown
+
+    return tokenizer.batch_decode([list(map(shown, ids)) for ids in sequences])
 
 
 def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
@@ -113,10 +115,9 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
     }
     fields = {"vocab_size": len(tokenizer), **spec, **ids}
     if isinstance(fields["vocab_size"], int) and fields["vocab_size"] < len(tokenizer):
-        rule = f"is less than the tokenizer's {len(tokenizer)} words"
-        raise RecipeError(
-            f"model.config.vocab_size={fields['vocab_size']}: {rule}; set model.config.vocab_size={len(tokenizer)}"
-        )
+        key, size = "model.config.vocab_size", len(tokenizer)
+        rule = f"is less than the tokenizer's {size} words; set {key}={size}"
+        raise RecipeError(f"{key}={fields['vocab_size']}: {rule}")
     with quiet_transformers():
         model = _meta_model(spec, fields)
         model.config.architectures = [type(model).__name__]

@@ -1,4 +1,4 @@
-"""How large an engine's KV pool becomes, and whether the model can be kept as the recipe wants it."""
+"""How large an engine's KV pool becomes, and whether the model can be kept as the recipe wants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache import KVLayout
-    from rollout.model.config import ModelConfig
+    from rollout.model import ModelConfig
 
 
 def pool_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
@@ -43,7 +43,7 @@ def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     config: transformers'. RecipeError where the engine cannot.
     """
     from kvcache import layout
-    from rollout.model.ranks import rank_layout
+    from rollout.model import rank_layout
 
     stored = recipe.engine.kv_cache_dtype
     try:
@@ -56,8 +56,8 @@ def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
     """The bytes of one rank's weights; all take the same. RecipeError for ranks that cannot be."""
-    from rollout.model.ranks import rank_groups
-    from rollout.weights.store import arena_nbytes
+    from rollout.model import rank_groups
+    from rollout.weights import arena_nbytes
 
     size = recipe.engine.tensor_parallel_size
     try:
@@ -78,24 +78,19 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
-    states = (
-        engine.max_running + 1
-    ) * kept.state_bytes  # of linear layers; a slot more, for padding
+    # Of linear layers; a slot more, for padding.
+    states = (engine.max_running + 1) * kept.state_bytes
     assert engine.mem_fraction_static is not None
     left = int(engine.mem_fraction_static * total) - weights - states
-    tokens = (
-        left // kept.bytes_per_token // engine.page_size - 1
-    ) * engine.page_size  # a page is padding
+    pages = left // kept.bytes_per_token // engine.page_size - 1  # a page is padding
+    tokens = pages * engine.page_size
     if tokens >= engine.page_size:
         return tokens
     who = "the weights and states" if states else "the weights alone"
     least = (weights + states + 2 * engine.page_size * kept.bytes_per_token) / total
-    larger = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
-    remedy = (
-        larger
-        if least < 0.98
-        else "set engine.tensor_parallel_size higher, or take a smaller model"
-    )
+    remedy = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
+    if least >= 0.98:
+        remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
     raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
 
 
@@ -105,8 +100,8 @@ def _check_host_tier(recipe: Recipe, kept: KVLayout, tokens: int) -> None:
         return
     key = "engine.host_to_device_ratio"
     if kept.pool not in ("mha", "mla") or kept.sliding_window is not None:
-        rule = "pages of this model are not all that a sequence is made of (sliding windows or linear layers)"
-        raise RecipeError(f"{key}={ratio}: {rule}; set {key}=0")
+        rule = "pages of this model are not all that a sequence is made of"
+        raise RecipeError(f"{key}={ratio}: {rule} (sliding windows or linear layers); set {key}=0")
     if int(ratio * tokens) < page:
         raise RecipeError(
             f"{key}={ratio}: {tokens} tokens times it hold no page of {page} tokens; set {key}=1"

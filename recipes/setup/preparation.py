@@ -23,7 +23,7 @@ from recipes.setup.pool import in_tokens, pool_tokens
 from recipes.tasks import Problem, Task, make_task
 
 if TYPE_CHECKING:
-    from rollout.model.config import ModelConfig
+    from rollout.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,8 @@ def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
         return
     if not task.words:
         rule = "a random model has no tokenizer for it"
-        raise RecipeError(
-            f"task.name={recipe.task.name}: {rule}; give its Task `words`, or set model.path=DIRECTORY"
-        )
+        remedy = "give its Task `words`, or set model.path=DIRECTORY"
+        raise RecipeError(f"task.name={recipe.task.name}: {rule}; {remedy}")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer(list(task.words))
         describe_random_model(recipe.model.random_fields(), tokenizer, Path(folder))
@@ -101,7 +100,7 @@ def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
 
 
 def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
-    from rollout.model.loading import load_model_config
+    from rollout.model import load_model_config
 
     try:
         return load_model_config(model_dir)
@@ -122,7 +121,7 @@ def _check_lora(section: LoraSection, model_dir: Path) -> None:
     """Its layers are the model's."""
     if not section.rank:
         return
-    from trainer_bridge.training.model import linear_layer_names
+    from trainer_bridge.training import linear_layer_names
 
     there = linear_layer_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
@@ -185,18 +184,14 @@ def _check_request(
     need = longest_prompt + answer
     if context is not None and need > context:
         rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
-        remedy = (
-            f"set sampling.max_tokens={context - longest_prompt}"
-            if context > longest_prompt
-            else "shorten prompts"
-        )
+        left = context - longest_prompt
+        remedy = f"set sampling.max_tokens={left}" if left > 0 else "shorten prompts"
         raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
     page = recipe.engine.page_size
     rounded = round_up(need, page)
     if rounded > kv_tokens:
         key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
-        rule = f"the KV pool of {kv_tokens} tokens is too small for one request of {longest_prompt} + {answer} tokens"
+        rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
+        rule += f"{longest_prompt} + {answer} tokens in pages of {page}"
         remedy = f"set {in_tokens(recipe, rounded)} or more"
-        raise RecipeError(
-            f"engine.{key}={getattr(recipe.engine, key)}: {rule} in pages of {page}; {remedy}"
-        )
+        raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule}; {remedy}")

@@ -79,7 +79,7 @@ class Chart:
 def draw_chart(
     name: str, title: str, caption: str, height: float, build: Callable[[Figure], Sequence[Tip]]
 ) -> Chart:
-    """`build` draws into an empty figure of WIDTH x `height` inches and returns what to show where."""
+    """`build` draws into an empty figure of WIDTH x `height` inches; it returns the tips."""
     style: Any = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), dpi=72, layout="constrained")
@@ -91,9 +91,8 @@ def draw_chart(
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     overlay = "".join(_rectangle(tip, 72 * height) for tip in tips)
-    head = (
-        f'<svg class="chart" viewBox="0 0 {72 * WIDTH:g} {72 * height:g}" role="img" tabindex="0"'
-    )
+    box = f"0 0 {72 * WIDTH:g} {72 * height:g}"
+    head = f'<svg class="chart" viewBox="{box}" role="img" tabindex="0"'
     body = f'{_body(buffer.getvalue())}<g class="tips">{overlay}</g>'
     svg = f'{head} aria-label="{escape(title)}">{body}</svg>'
     return Chart(name=name, title=title, caption=caption, svg=svg)
@@ -119,7 +118,8 @@ def _rectangle(tip: Tip, height: float) -> str:
     low, high = tip.axes.get_ylim() if tip.low is None or tip.high is None else (tip.low, tip.high)
     corners = tip.axes.transData.transform([(tip.left, low), (tip.right, high)])
     (left, right), (one, other) = sorted(corners[:, 0]), sorted(height - corners[:, 1])
-    place = f'x="{left:.2f}" y="{one:.2f}" width="{max(right - left, 0.6):.2f}" height="{other - one:.2f}"'
+    size = f'width="{max(right - left, 0.6):.2f}" height="{other - one:.2f}"'
+    place = f'x="{left:.2f}" y="{one:.2f}" {size}'
     return f"<rect {place}><title>{escape(tip.text)}</title></rect>"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from memsaver import Event
 
-TAG_COLOURS = {
+TAG_COLOURS = {  # tags are shown in this order; others follow by name
     "weights": "#3b6fb6",
     "kv_cache": "#f0a73a",
     "cuda_graph": "#7bb662",
@@ -25,7 +25,7 @@ TAG_COLOURS = {
     "critic": "#2c7f78",
     "critic_optim": "#e08fa5",
     "reference": "#6b6f76",
-}  # tags are shown in this order; others follow by name
+}
 STAGES = "stages"  # the process of a trace that holds them
 OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
 SLACK = 1e-6  # seconds by which the ends of stages and steps may differ
@@ -46,7 +46,7 @@ def by_process(owner: str, tag: str) -> str:
 
 
 def by_device(owner: str, tag: str) -> str:
-    """The number behind the owner's name ("trainer[1]") is its device's, where there are several."""
+    """The number behind an owner's name ("trainer[1]") is its device's, where there are several."""
     return f"device {owner.partition('[')[2][:-1]}" if owner.endswith("]") else "the device"
 
 
@@ -131,7 +131,7 @@ class Run:
 
     def rows_with(self, *keys: str) -> list[Row]:
         """Training rows that have all of these."""
-        return [row for row in self.train if all(row.get(key) is not None for key in keys)]
+        return [row for row in self.train if None not in map(row.get, keys)]
 
     def add_events(self, owner: str, events: Iterable[Event]) -> None:
         self.events.setdefault(owner, []).extend(events)
@@ -166,8 +166,10 @@ class Run:
         if not steps:
             return "incomplete", self.begin, self.end
         extra = [span[1] for span in self.spans if span[0] in ("evaluate", "save_checkpoint")]
-        plain = [span for span in steps if not any(span[1] <= time <= span[2] for time in extra)]
-        return (plain or steps)[-1]
+        for step in reversed(steps):
+            if not any(step[1] <= time <= step[2] for time in extra):
+                return step
+        return steps[-1]
 
     def wake_up(self) -> Span | None:
         """From the first stage of that step's to_rollout, which depends on cycle.keep and the
@@ -184,7 +186,9 @@ class Run:
 
     def levels(self, first: float, last: float, key: Key = by_tag) -> Levels:
         """Committed and kept bytes between two times, summed over all events of the same `key`."""
-        flat = [(event, owner) for owner, group in self.events.items() for event in group]
+        flat: list[tuple[Event, str]] = []
+        for owner, group in self.events.items():
+            flat += ((event, owner) for event in group)
         flat.sort(key=lambda pair: pair[0].time)
         names = in_order({key(owner, event.tag) for event, owner in flat})
         now: dict[tuple[str, str], Event] = {}

@@ -15,7 +15,7 @@ from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
-    from trainer_bridge.sync.weight_sync import SyncReceipt
+    from trainer_bridge.sync import SyncReceipt
 
 
 class Watched(Protocol):
@@ -81,11 +81,8 @@ class Monitor:
             if not isinstance(cause, BaseException):
                 cause = error
             kind = LostWorker if _lost_actor(cause) else RunError
-            hint = (
-                " (if it was at work: raise cluster.call_timeout)"
-                if isinstance(cause, ActorTimeout)
-                else ""
-            )
+            late = isinstance(cause, ActorTimeout)
+            hint = " (if it was at work: raise cluster.call_timeout)" if late else ""
             raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:

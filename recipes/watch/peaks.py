@@ -7,6 +7,7 @@ is what its tags held before or after, and torch's own peak; what is on the devi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +74,10 @@ def _device(found: Mapping[str, Usage], waits: Mapping[str, int]) -> int | None:
     for owner, usage in found.items():
         if usage.device_used_bytes is not None:
             places[_place(owner)] = max(places.get(_place(owner), 0), usage.device_used_bytes)
-    most = {
-        place: used + sum(more for owner, more in waits.items() if _place(owner) == place)
-        for place, used in places.items()
-    }
-    return max(most.values(), default=None)
+    more = Counter[str]()
+    for owner, nbytes in waits.items():
+        more[_place(owner)] += nbytes
+    return max((used + more[place] for place, used in places.items()), default=None)
 
 
 def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

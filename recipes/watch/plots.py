@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 
@@ -146,7 +147,7 @@ def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: f
     """
     times = [time - origin for time in found.times]
     if found.names:
-        sizes = [[nbytes / unit for nbytes in column] for column in map(found.held, found.names)]
+        sizes = np.array([found.held(name) for name in found.names]) / unit
         area: dict[str, Any] = {"step": "post", "alpha": 0.9, "linewidth": 0, "zorder": 2}
         colours = colours_of(found.names)
         axes.stackplot(times, sizes, labels=found.names, colors=colours, **area)

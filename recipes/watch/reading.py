@@ -21,18 +21,11 @@ from recipes.errors import RecipeError, one_line
 from recipes.watch.history import STAGES, Row, Run
 
 _SESSION = re.compile(r"-until-step-(\d+)-(\d+)$")
-_UNREADABLE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    YAMLError,
-    OmegaConfBaseException,
-)
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, YAMLError, OmegaConfBaseException)
 
 
 def read_run(path: Path) -> Run:
-    """Everything that can be read of the run in `path`; RecipeError where there is no run at all."""
+    """Everything that can be read of the run in `path`; RecipeError where there is no run."""
     if not path.is_dir():
         rule = "no such folder; give the folder of a run, for example runs/tiny-..."
         raise RecipeError(f"report {path}: {rule}")
@@ -93,7 +86,7 @@ def _row(line: str) -> Row | None:
 
 
 def _read_traces(run: Run) -> None:
-    """The sessions in order: those a resume put aside, by the step they reached, then the newest."""
+    """Sessions in order: those a resume put aside, by the step they reached, then the newest."""
     earlier = []
     for file in run.path.glob("trace-*.json"):
         if found := _SESSION.search(file.stem):

@@ -1,4 +1,4 @@
-"""`memsaver report RUN [--out FILE.html]`: one HTML page about a run, read from its folder alone."""
+"""`memsaver report RUN [--out FILE.html]`: one HTML page about a run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from recipes.watch.charts import Chart
 
 FOLDER = Path(__file__).parent / "page"
-NO_TRACE = "needs stages over time, and no trace.json could be read (a run that was killed or still goes has none)."
+NO_TRACE = "needs stages over time, and no trace.json could be read "
+NO_TRACE += "(a run that was killed or still goes has none)."
 NO_ROWS = "needs a finished step, and metrics.jsonl has none."
 NO_PLAN = "needs plan.json of the planner and measured peaks in the rows; this run has not both."
 NO_PLACE = "needs environment.json, which this run did not write."
@@ -111,10 +112,7 @@ def make_sections(run: Run) -> list[Section]:
         charts.speed_chart(run) or Missing("Generation", NO_ROWS),
         charts.sync_chart(run) or Missing("Weight sync", NO_ROWS),
     ]
-    itself = [
-        tables.environment(run) or Missing("Where it ran", NO_PLACE),
-        tables.every_step(run),
-    ]
+    itself = [tables.environment(run) or Missing("Where it ran", NO_PLACE), tables.every_step(run)]
     return [
         Section("learning", "What it learnt", learnt),
         Section("time", "Where the time went", time),

@@ -220,9 +220,8 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path:
         if not self.has_checkpoint():
-            raise RecipeError(
-                f"--resume {self.path}: holds no checkpoint; start a new run, with checkpoint.every=10"
-            )
+            rule = "holds no checkpoint; start a new run, with checkpoint.every=10"
+            raise RecipeError(f"--resume {self.path}: {rule}")
         return self._latest.parent / self._latest.read_text().strip()
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from memsaver.errors import format_bytes
@@ -21,19 +22,8 @@ MEDIANS = (
     ("gap_mean", "log-probability gap, median", lambda value: f"{value:.1e}"),
 )
 COLUMNS = (
-    "reward",
-    "exact_match",
-    "loss",
-    "value_loss",
-    "kl_to_reference",
-    "entropy",
-    "grad_norm",
-    "gap_mean",
-    "gap_max",
-    "response_length",
-    "tokens",
-    "tokens_per_second",
-    "step_seconds",
+    "reward exact_match loss value_loss kl_to_reference entropy grad_norm gap_mean gap_max "
+    "response_length tokens tokens_per_second step_seconds"
 )
 
 
@@ -85,7 +75,8 @@ def slowest_stages(run: Run) -> Table | None:
     order = sorted(_seconds_of_stages(rows).items(), key=lambda item: -sum(item[1]))
     return Table(
         title="Slowest stages",
-        caption="What to speed up first. A largest time far above the median is one bad step, not a slow stage.",
+        caption="What to speed up first. A largest time far above the median is one bad step, "
+        "not a slow stage.",
         head=("stage", "who works", "share", "median", "largest", "in all", "times"),
         rows=[
             (
@@ -184,7 +175,7 @@ def evaluations(run: Run) -> Table | None:
 
 
 def every_step(run: Run) -> Table | None:
-    keys = [key for key in COLUMNS if run.rows_with(key)]
+    keys = [key for key in COLUMNS.split() if run.rows_with(key)]
     if not keys:
         return None
     rows = [(str(row["step"]), *_cells(row, keys, ".4g")) for row in run.train]
@@ -205,7 +196,8 @@ def environment(run: Run) -> Table | None:
     columns = [_described(found) for found in run.environments]
     names = ["date", "host", "cpus", "gpu", "driver", "python"]
     names += sorted(set().union(*columns) - set(names))
-    rows = [(name, *(column.get(name, "–") for column in columns)) for name in names]
+    filled = [dict.fromkeys(names, "–") | column for column in columns]
+    rows = [(name, *map(itemgetter(name), filled)) for name in names]
     several = [f"session {number}" for number in range(1, 1 + len(columns))]
     caption = "Recorded when a session began. Compare only runs whose rows are the same here."
     head = ("", *(several if len(columns) > 1 else ["session"]))

@@ -131,10 +131,10 @@ def phases_chart(run: Run) -> Chart | None:
         panels[-1].set_xlabel("step")
         return tips
 
-    caption = "From the rows, because there is no trace: bytes by tag when the rollout works and when the trainer does."
-    return draw_chart(
-        "by-phase", "Memory by tag and phase", caption, 0.6 + 1.6 * len(phases), build
-    )
+    caption = "From the rows, because there is no trace: bytes by tag when the rollout works and "
+    caption += "when the trainer does."
+    title, height = "Memory by tag and phase", 0.6 + 1.6 * len(phases)
+    return draw_chart("by-phase", title, caption, height, build)
 
 
 def _draw_phase(axes: Axes, phase: str, tags: list[str], rows: Sequence[Row]) -> list[Tip]:
@@ -251,11 +251,9 @@ def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, end: float) -
         )
         for (begin, width), (_, finish, count, spent) in zip(places, bars, strict=True):
             times = f"from {format_seconds(begin)} to {format_seconds(finish - origin)}"
-            took = (
-                f"took {format_seconds(spent)}"
-                if count == 1
-                else f"{count} times, {format_seconds(spent)} in all"
-            )
+            took = f"took {format_seconds(spent)}"
+            if count > 1:
+                took = f"{count} times, {format_seconds(spent)} in all"
             text = f"{name}\n{took}\n{times}"
             tips.append(
                 Tip(

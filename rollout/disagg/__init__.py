@@ -11,6 +11,7 @@ from rollout.disagg.transport import (
     Reader,
     Writer,
 )
+from rollout.errors import PeerLostError
 
 __all__ = [
     "DecodeEngine",
@@ -18,6 +19,7 @@ __all__ = [
     "GroupWriter",
     "MappedReader",
     "MappedWriter",
+    "PeerLostError",
     "PrefillEngine",
     "Reader",
     "SplitStats",

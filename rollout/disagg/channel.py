@@ -47,7 +47,8 @@ class Peers:
         for each in self.hellos:
             if each.geometry != hello.geometry:
                 raise ValueError(
-                    f"the {name} engine has {each.geometry}, this one {hello.geometry}; they must be equal"
+                    f"the {name} engine has {each.geometry}, this one {hello.geometry}; "
+                    f"they must be equal"
                 )
 
     def _hello(self, connection: Line) -> Hello:

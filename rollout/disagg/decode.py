@@ -88,16 +88,13 @@ class DecodeEngine(Engine):
     def unavailable_reason(self) -> str | None:
         """As the engine's, and the loss of a prefill rank where that is not made good here."""
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
-        return (
-            "; ".join(reason for reason in (super().unavailable_reason(), lost) if reason) or None
-        )
+        return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         samples = super()._submit(prompt, params)
         for sample in samples:
-            sample.remote = (
-                self._remote and sample.beams is None
-            )  # a beam search needs its prompt's logits here
+            # a beam search needs its prompt's logits here
+            sample.remote = self._remote and sample.beams is None
         return samples
 
     def _step(self) -> None:

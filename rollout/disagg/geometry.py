@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcache import MHATokenToKVPool
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from kvcache.pools import MHATokenToKVPool
 from kvcache.staging import pool_layers
 from rollout.model.config import ModelConfig
 from rollout.serving.kv_setup import Cache
@@ -23,12 +23,14 @@ def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
         or cache.sparsity is not None
     ):
         raise ValueError(
-            "a prefill/decode split needs full attention with heads in every layer, without sliding windows, latent "
-            "or linear layers and double sparsity; use one engine for this model"
+            "a prefill/decode split needs full attention with heads in every layer, without "
+            "sliding windows, latent or linear layers and double sparsity; use one engine for this "
+            "model"
         )
     if kept.dtype in FP8_DTYPES or kept.dtype == FP4_DTYPE:
         raise ValueError(
-            "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are not staged"
+            "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are not "
+            "staged"
         )
     return pool_layers(cache.pool)
 

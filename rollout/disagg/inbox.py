@@ -1,4 +1,4 @@
-"""A decode rank's ring: who was promised which bytes, what has come, and into which slots it goes."""
+"""A decode rank's ring: who was promised which bytes, what has come, and for which slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from kvcache.ops.staging import Writers, scatter_staged, staged_bytes
+from kvcache.ops import Writers, scatter_staged, staged_bytes
 from kvcache.staging import StagingAllocator, head_writers
 from rollout.disagg.channel import Peers
 from rollout.disagg.messages import Ask, Filled, First, Freed, Range, Refused
@@ -150,9 +150,8 @@ class Inbox:
     def _filled(self, peer: int, transfer: Transfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
         before = sum(each.num_heads for each in self._slices.values() if each.src_tp_rank < peer)
-        begin, nbytes = (
-            staged_bytes(self._k, self._v, at.tokens, n) for n in (before, part.num_heads)
-        )
+        begin = staged_bytes(self._k, self._v, at.tokens, before)
+        nbytes = staged_bytes(self._k, self._v, at.tokens, part.num_heads)
         try:
             self._reader.take(peer, self._ring[at.offset + begin : at.offset + begin + nbytes])
         except RuntimeError as error:

@@ -72,11 +72,9 @@ def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> 
     TimeoutError tells how many came; strangers are turned away, however silent or many.
     """
     met: queue.SimpleQueue[Line] = queue.SimpleQueue()
-    free, lines, end = (
-        threading.Semaphore(_GREETED_AT_ONCE),
-        list[Line](),
-        time.monotonic() + timeout,
-    )
+    free = threading.Semaphore(_GREETED_AT_ONCE)
+    lines = list[Line]()
+    end = time.monotonic() + timeout
 
     def greet(connection: socket.socket) -> None:
         try:
@@ -128,7 +126,8 @@ def _dial(address: Address, key: bytes, end: float) -> Line:
             connection.close()
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"no decode rank listens at {address} ({error}); start it first, with the same key"
+                    f"no decode rank listens at {address} ({error}); start it first, with the "
+                    f"same key"
                 ) from error
             time.sleep(0.05)
 
@@ -145,9 +144,8 @@ def _greeted(connection: socket.socket, key: bytes) -> Line:
     if not hmac.compare_digest(proof, _proof(key, b"dials", mine + theirs)):
         raise Forged("a stranger, or a rank with another key")
     connection.sendall(_proof(key, b"listens", mine + theirs))
-    return Line(
-        connection, _proof(key, b"session", mine + theirs), "listens", "dials", _GREET_SECONDS
-    )
+    session = _proof(key, b"session", mine + theirs)
+    return Line(connection, session, "listens", "dials", _GREET_SECONDS)
 
 
 def _greeting(connection: socket.socket, key: bytes) -> Line:
@@ -158,9 +156,8 @@ def _greeting(connection: socket.socket, key: bytes) -> Line:
         _exactly(connection, _NONCE_BYTES), _proof(key, b"listens", theirs + mine)
     ):
         raise OSError("who listens there does not know the key")
-    return Line(
-        connection, _proof(key, b"session", theirs + mine), "dials", "listens", _GREET_SECONDS
-    )
+    session = _proof(key, b"session", theirs + mine)
+    return Line(connection, session, "dials", "listens", _GREET_SECONDS)
 
 
 def _proof(key: bytes, what: bytes, nonces: bytes) -> bytes:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcache import ReqHandle
-from kvcache.allocators.base import to_device
-from kvcache.ops.staging import gather_staged, staged_bytes
+from kvcache.allocators import to_device
+from kvcache.ops import gather_staged, staged_bytes
 from kvcache.staging import (
     StagingBuffer,
     Watermark,
@@ -84,9 +84,8 @@ class Outbox:
                 total = sum(each.num_heads for each in writers)
                 buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
                 self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
-                with torch.cuda.device_of(
-                    self._k
-                ):  # which copies into a ring that may be on another GPU
+                # which copies into a ring that may be on another GPU
+                with torch.cuda.device_of(self._k):
                     writer.open(peer, hello.ring_bytes, hello.ticket, self._k.device)
 
     def add(self, parcel: Parcel) -> None:
@@ -125,9 +124,8 @@ class Outbox:
             if not may_fill(at.round, at.end, self.watermarks[peer]):
                 return False
             self._put(peer, part, parcel, at, blocks)
-            self._peers.send(
-                peer, Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
-            )
+            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
+            self._peers.send(peer, filled)
             parcel.nth[peer] += 1
         return True
 
@@ -141,6 +139,5 @@ class Outbox:
         self._writer.settle(peer)
         staged = part.buffer.view(0, nbytes)
         gather_staged(self._k, self._v, slots, part.start, part.heads, staged)
-        self._writer.put(
-            peer, staged, at.offset + staged_bytes(self._k, self._v, at.tokens, part.before)
-        )
+        before = staged_bytes(self._k, self._v, at.tokens, part.before)
+        self._writer.put(peer, staged, at.offset + before)

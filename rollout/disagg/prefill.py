@@ -39,9 +39,8 @@ class PrefillEngine(Engine):
         self._peers = Peers("decode", connections, hello, timeout)
         heads_per_rank(len(self._peers), heads)  # says if they do not divide
         self._writer = writer
-        self._outbox = Outbox(
-            layers, heads, self._ranks.rank, self._ranks.size, self._peers, writer
-        )
+        ranks = self._ranks
+        self._outbox = Outbox(layers, heads, ranks.rank, ranks.size, self._peers, writer)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
         self._closed = 0  # decode ranks that are done
         self._parcels: list[Parcel] = []  # admitted, by number
@@ -121,9 +120,11 @@ class PrefillEngine(Engine):
 
     def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:
         if pages > self.blocks.total_pages or len(ask.prompt) >= self.max_context_len:
-            return f"the prefill engine holds no prompt of {len(ask.prompt)} tokens; raise its kv_tokens"
+            length = len(ask.prompt)
+            return f"the prefill engine holds no prompt of {length} tokens; raise its kv_tokens"
         if rows > self.config.max_running:
-            return f"the prefill engine has no {rows} rows for {rows - 1} samples; raise its max_running"
+            rule = "raise its max_running"
+            return f"the prefill engine has no {rows} rows for {rows - 1} samples; {rule}"
         return None
 
     def _queue(self, ask: Ask) -> None:

@@ -1,4 +1,4 @@
-"""How bulk bytes get from a prefill rank into a decode rank's ring: one call, one copy or message."""
+"""How a prefill rank's bulk bytes get into a decode rank's ring: one call, one copy or message."""
 
 from __future__ import annotations
 

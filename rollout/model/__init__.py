@@ -1,0 +1,7 @@
+"""Decoders: what a checkpoint says, its parameters by rank, its layers."""
+
+from rollout.model.config import ModelConfig
+from rollout.model.loading import checkpoint_files, load_model_config
+from rollout.model.ranks import rank_groups, rank_layout
+
+__all__ = ["ModelConfig", "checkpoint_files", "load_model_config", "rank_groups", "rank_layout"]

@@ -73,9 +73,8 @@ def forward(
     residual = ranks.embed(token_ids, weights.embed)
     x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-    for index, (mixer, layer, norm) in enumerate(
-        zip(mixers, weights.layers, following, strict=True)
-    ):
+    layers = zip(mixers, weights.layers, following, strict=True)
+    for index, (mixer, layer, norm) in enumerate(layers):
         for load in batch.loads:
             load.wait(index)
         x, residual = add_rms_norm(

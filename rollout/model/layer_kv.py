@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcache import DoubleSparseTokenToKVPool, KVLayout, KVPool, MHATokenToKVPool
+from kvcache import KVLayout, KVPool
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
-from kvcache.ops.rotary import RotaryTables
-from kvcache.pools.routed import RoutedKVPool
+from kvcache.ops import RotaryTables
+from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool
 from rollout.ops.attention import attend, torch_attention
 from rollout.ops.attention_plan import AttentionPlan, StoredKV, TorchPlan, TritonPlan
 from rollout.ops.double_sparse import decode_sparse
@@ -92,11 +92,7 @@ class SparseKV(PlainKV):
     """
 
     def __init__(
-        self,
-        pool: DoubleSparseTokenToKVPool,
-        layer: int,
-        value_dim: int,
-        sparsity: DoubleSparsity,
+        self, pool: DoubleSparseTokenToKVPool, layer: int, value_dim: int, sparsity: DoubleSparsity
     ) -> None:
         super().__init__(pool, layer, value_dim)
         self._labels, self._sparsity = pool, sparsity
@@ -114,9 +110,8 @@ class SparseKV(PlainKV):
         rotary: RotaryTables,
     ) -> Tensor:
         q = super().store(q, k, v, positions, slots, rotary)
-        labels = self._stored.k[
-            slots[:, None, None], self._heads, self._channels
-        ]  # of keys as they are stored
+        # labels of keys as they are stored
+        labels = self._stored.k[slots[:, None, None], self._heads, self._channels]
         self._labels.set_label_buffer(self._layer, slots, labels)
         return q
 

@@ -2,29 +2,25 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from kvcache import layout
-from rollout.model import qwen3_next
 from rollout.model.config import ModelConfig
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import MixerConfig
+from rollout.model.mixers.delta_net import DeltaNetConfig
 from rollout.model.rotary import RopeConfig
 
 ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MinistralForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-)
+    "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+)  # fmt: skip
+_QWEN3_NEXT_TYPES = ("full_attention", "linear_attention")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -39,8 +35,9 @@ def load_model_config(path: str | Path) -> ModelConfig:
     raw = _read_json(directory / "config.json")
     architectures = raw.get("architectures") or []
     if not any(name in ARCHITECTURES for name in architectures):
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(
-            f"{directory}: architectures={architectures} not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{directory}: architectures={architectures} not supported; supported: {known}"
         )
     from transformers import AutoConfig  # slow to import, and only needed here
 
@@ -65,7 +62,7 @@ def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
     if config.model_type in mla.MODEL_TYPES:
         return (mla.MLAConfig.of(config, rope),) * config.num_hidden_layers
     if config.model_type == "qwen3_next":
-        return qwen3_next.mixers(config, _attention(config, rope, None))
+        return _qwen3_next_mixers(config, _attention(config, rope, None))
     return tuple(_attention(config, rope, window) for window in _windows(config, where))
 
 
@@ -74,7 +71,8 @@ def _windows(config: Any, where: str) -> list[int | None]:
     kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
     if "sliding" in kinds and window is None:
         raise ValueError(
-            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and sliding_window"
+            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and "
+            f"sliding_window"
         )
     return [window if kind == "sliding" else None for kind in kinds]
 
@@ -93,6 +91,44 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
         qk_norm=kind == "qwen3",
         window=window,
     )
+
+
+def _qwen3_next_mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
+    """Gated delta nets and gated attention, with dense MLPs; ValueError for experts.
+
+    attention: what the model's attention has in common with Qwen3's.
+    """
+    if sparse := _expert_layers(config):
+        raise ValueError(
+            f"num_experts={config.num_experts}: layers {sparse} are mixtures of experts, which are "
+            "not supported; supported: dense MLPs (num_experts=0, or every layer in "
+            "mlp_only_layers)"
+        )
+    if unknown := sorted(set(config.layer_types) - set(_QWEN3_NEXT_TYPES)):
+        raise ValueError(
+            f"layer_types={unknown} are not supported; supported: {', '.join(_QWEN3_NEXT_TYPES)}"
+        )
+    rotary_dim = int(attention.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    gated = replace(attention, qk_norm=True, output_gate=True, rotary_dim=rotary_dim)
+    linear = DeltaNetConfig(
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )
+    return tuple(linear if kind == "linear_attention" else gated for kind in config.layer_types)
+
+
+def _expert_layers(config: Any) -> list[int]:
+    """Transformers' rule for which layers are mixtures of experts."""
+    if not config.num_experts:
+        return []
+    return [
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    ]
 
 
 def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:

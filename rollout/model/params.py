@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The box of `shape` at `start` of the whole parameter lies at `at` of what this rank stores."""
+    """The box of `shape` at `start` of the whole parameter; this rank stores it at `at`."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcache.ops.rotary import RotaryTables
+from kvcache.ops import RotaryTables
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -47,9 +47,8 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
     low_wavelen, high_wavelen = context / rope.low_freq_factor, context / rope.high_freq_factor
     wavelen = 2 * math.pi / inv_freq
     scaled = torch.where(wavelen > low_wavelen, inv_freq / rope.factor, inv_freq)
-    smooth = (context / wavelen - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (context / wavelen - rope.low_freq_factor) / span
     smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
     medium = ~(wavelen < high_wavelen) & ~(wavelen > low_wavelen)
     return torch.where(medium, smoothed, scaled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rollout.model.params import Group, Param, Part, Piece
 
@@ -37,9 +38,8 @@ def decoder_splits(head_dim: int) -> dict[str, Split]:
         "mlp.gate_proj.weight": Split(dim=0),
         "mlp.up_proj.weight": Split(dim=0),
         "mlp.down_proj.weight": Split(dim=1),
-        "mlp.experts.gate_up_proj": Split(
-            dim=1, parts=2
-        ),  # [experts, gate rows then up rows, hidden]
+        # [experts, gate rows then up rows, hidden]
+        "mlp.experts.gate_up_proj": Split(dim=1, parts=2),
         "mlp.experts.down_proj": Split(dim=2),
     }
     for kind in ("weight", "bias"):
@@ -59,10 +59,8 @@ def shard_groups(
         raise ValueError(f"tensor-parallel rank {rank} must be in [0, {size})")
     if size == 1:
         return list(groups)
-    return [
-        replace(group, params=tuple(_shard(param, splits, rank, size) for param in group.params))
-        for group in groups
-    ]
+    shard = partial(_shard, splits=splits, rank=rank, size=size)
+    return [replace(group, params=tuple(map(shard, group.params))) for group in groups]
 
 
 def _shard(param: Param, splits: Mapping[str, Split], rank: int, size: int) -> Param:
@@ -93,8 +91,8 @@ def _range(param: Param, split: Split, rank: int, size: int) -> tuple[int, int, 
     else:
         several = f" in units of {split.unit}" if split.unit > 1 else ""
         raise ValueError(
-            f"{param.name}: dimension {split.dim} of {param.shape} cannot be shared{several} by {size} tensor-parallel "
-            f"ranks; choose a size that divides {units}"
+            f"{param.name}: dimension {split.dim} of {param.shape} cannot be shared{several} by "
+            f"{size} tensor-parallel ranks; choose a size that divides {units}"
         )
     return first * split.unit, last * split.unit, each * split.unit
 

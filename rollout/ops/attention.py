@@ -47,9 +47,8 @@ def plan_attention(
     slot of each slot that req_to_token names, None: the same.
     """
     if use_triton(impl, req_to_token.device):
-        from rollout.ops.attention_triton import (
-            plan_triton,
-        )  # Triton costs a second to import; a CPU engine needs none
+        # Triton costs a second to import; a CPU engine needs none
+        from rollout.ops.attention_triton import plan_triton
 
         return plan_triton(shape, req_to_token, window, mapping)
     return plan_torch(shape, req_to_token, window, mapping)
@@ -185,9 +184,8 @@ def torch_attention(
         for first in range(0, count, block):
             last = min(first + block, count)
             at = slice(segment.start + first, segment.start + last)
-            out[at] = _prefill(q[at].float(), keys, values, segment.hidden[first:last], scale).to(
-                q.dtype
-            )
+            hidden = segment.hidden[first:last]
+            out[at] = _prefill(q[at].float(), keys, values, hidden, scale).to(q.dtype)
     return out
 
 
@@ -197,9 +195,8 @@ def decode_bucket(cache: KVReader, q: Tensor, bucket: DecodeBucket, scale: float
     One batched product a KV head: no copy of the gathered [b, L, Hkv, D].
     """
     batch, length = bucket.slots.shape
-    keys, values = (
-        rows.unflatten(0, (batch, length)) for rows in cache.rows(bucket.slots.view(-1))
-    )
+    rows = cache.rows(bucket.slots.view(-1))
+    keys, values = (each.unflatten(0, (batch, length)) for each in rows)
     kv_heads, value_dim = values.shape[2:]
     groups = q.view(batch, kv_heads, -1, q.shape[-1])
     scores = q.new_empty((kv_heads, batch, groups.shape[2], length))

@@ -15,10 +15,8 @@ def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether everything is widened to fp32; otherwise products are those of the half-precision
     tensors.
     """
-    half = q.dtype in (torch.bfloat16, torch.float16) and {k_cache.dtype, v_cache.dtype} <= {
-        q.dtype,
-        torch.uint8,
-    }
+    stored = {k_cache.dtype, v_cache.dtype}
+    half = q.dtype in (torch.bfloat16, torch.float16) and stored <= {q.dtype, torch.uint8}
     return not (half and q.is_cuda)
 
 
@@ -37,31 +35,16 @@ def decode_blocks(
     """
     constants = _dims(group, dim, value_dim, wide, latent, fp8)
     rows = min(MAX_HEADS, triton.next_power_of_2(group))
-    stages = (
-        5 if constants["BLOCK_D"] <= 128 else 3
-    )  # half for the slots, half for what hangs on them: 2 blocks or 1
+    # half for the slots, half for what hangs on them: 2 blocks or 1
+    stages = 5 if constants["BLOCK_D"] <= 128 else 3
     if wide:
-        block_n, warps = (
-            32 if constants["BLOCK_V"] <= 256 else 16,
-            4 if rows * constants["BLOCK_V"] <= 1024 else 8,
-        )
-        return {
-            **constants,
-            "BLOCK_G": rows,
-            "BLOCK_N": block_n,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
-    block_n = (
-        32 if fp8 and latent else 64
-    )  # more latent rows at once are spilled while they are converted
-    return {
-        **constants,
-        "BLOCK_G": MAX_HEADS,
-        "BLOCK_N": block_n,
-        "num_warps": 4,
-        "num_stages": stages,
-    }
+        block_n = 32 if constants["BLOCK_V"] <= 256 else 16
+        warps = 4 if rows * constants["BLOCK_V"] <= 1024 else 8
+    else:
+        # more latent rows at once are spilled while they are converted
+        rows, block_n, warps = MAX_HEADS, 32 if fp8 and latent else 64, 4
+    tuning = {"num_warps": warps, "num_stages": stages}
+    return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, **tuning}
 
 
 def combine_warps(block_v: int) -> int:
@@ -85,23 +68,16 @@ def prefill_blocks(
     A program computes BLOCK_M rows (query token, head), whatever the batch.
     """
     constants = _dims(group, dim, value_dim, wide, latent, fp8)
-    if (
-        latent and constants["BLOCK_D"] > 128
-    ):  # sums of 512 elements a row: what is just not spilled
+    # sums of 512 elements a row: what is just not spilled
+    if latent and constants["BLOCK_D"] > 128:
         block_m, block_n = (16, 16) if wide else (16 if fp8 > 0 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
-    elif (
-        wide
-    ):  # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
-        block_m, block_n = (
-            64 if constants["BLOCK_D"] <= 64 else 32,
-            64 if constants["BLOCK_D"] == 128 else 32,
-        )
-        tuning = {
-            "num_warps": 8,
-            "num_stages": 2,
-            "maxnreg": 192 if windowed else 128,
-        }  # three loops would spill
+    elif wide:
+        # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
+        block_m = 64 if constants["BLOCK_D"] <= 64 else 32
+        block_n = 64 if constants["BLOCK_D"] == 128 else 32
+        # three loops would spill
+        tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 192 if windowed else 128}
     else:
         block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
         tuning = {"num_warps": 8, "num_stages": 3}

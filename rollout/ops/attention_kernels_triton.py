@@ -49,8 +49,8 @@ def _gather(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     query, query_tail, peak, total, acc, slots, mapping, start, end, positions, lowest, window,
     k_head, v_head, stride_k_slot, stride_v_slot, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr,
-    WIDE: tl.constexpr, FP8: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots
@@ -112,9 +112,9 @@ def decode_split(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, scales, table, mapping, meta, part, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_part, stride_part_head, splits, window, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (request, KV head and block of its GROUP query heads, split): these heads over one
     split of the request's last `window` tokens, normalised, with their log2-sum-exp2.
@@ -146,9 +146,11 @@ def decode_split(  # type: ignore[no-untyped-def]
             tl.full((BLOCK_G,), float("-inf"), tl.float32),
             tl.zeros((BLOCK_G,), tl.float32),
             tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
-            table + row * stride_row, mapping, start, end, tl.full((BLOCK_G,), 0, tl.int32) + end - 1, start, window,
-            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_slot, stride_v_slot,
-            scale, True, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            table + row * stride_row, mapping, start, end,
+            tl.full((BLOCK_G,), 0, tl.int32) + end - 1, start, window,
+            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+            stride_k_slot, stride_v_slot, scale,
+            True, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = (
@@ -203,10 +205,10 @@ def decode_combine(  # type: ignore[no-untyped-def]
 def prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, scales, table, mapping, meta, out,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_meta, stride_out, stride_out_head, first_request, window, scale, WINDOWED: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    stride_row, stride_meta, stride_out, stride_out_head, first_request, window, scale,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix
     and the chunk itself. Row r of a request is its token r // GROUP, query head r % GROUP of the KV
@@ -237,9 +239,8 @@ def prefill(  # type: ignore[no-untyped-def]
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
         first, seen = first_row // GROUP, prefix + token
-        diagonal = (
-            (prefix + first + 1) // BLOCK_N * BLOCK_N
-        )  # no token before is in any row's future
+        # no token before is in any row's future
+        diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N
         lowest = 0  # the first token that any row sees
         inner = 0  # from here to the diagonal every row sees every token
         if WINDOWED:
@@ -248,7 +249,8 @@ def prefill(  # type: ignore[no-untyped-def]
                 tl.cdiv(tl.maximum(prefix + last + 1 - window, 0), BLOCK_N) * BLOCK_N, diagonal
             )
             peak, total, acc = _attend(
-                query, tail, peak, total, acc, slots, mapping, lowest // BLOCK_N * BLOCK_N, inner, seen, lowest,
+                query, tail, peak, total, acc, slots, mapping,
+                lowest // BLOCK_N * BLOCK_N, inner, seen, lowest,
                 window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
                 False, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
             )  # fmt: skip
@@ -258,7 +260,8 @@ def prefill(  # type: ignore[no-untyped-def]
             False, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         peak, total, acc = _attend(
-            query, tail, peak, total, acc, slots, mapping, diagonal, prefix + last + 1, seen, lowest,
+            query, tail, peak, total, acc, slots, mapping,
+            diagonal, prefix + last + 1, seen, lowest,
             window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
             True, WINDOWED, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip

@@ -103,9 +103,8 @@ class TritonPlan:
             self.meta[0][request].long(), torch.arange(total, device=device) - starts[request]
         ]
         table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
-        meta = torch.cat(
-            [torch.arange(len(lens), device=device, dtype=torch.int32)[None], self.meta[1:]]
-        )
+        numbers = torch.arange(len(lens), device=device, dtype=torch.int32)
+        meta = torch.cat([numbers[None], self.meta[1:]])
         slots = slots.long() if self.mapping is None else self.mapping[slots]
         return slots, replace(self, req_to_token=table, meta=meta, mapping=None)
 

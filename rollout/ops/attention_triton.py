@@ -112,15 +112,16 @@ def _launch_decode(
     blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
     decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
         q, k_cache, v_cache, scales, table, plan.mapping, meta, part, lse,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        q.stride(0), q.stride(1),
+        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, plan.reach,
         scale * math.log2(math.e), **blocks,
     )  # fmt: skip
     if lse is not None:
         decode_combine[(count, heads)](
             part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits, plan.reach,
-            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits),
-            num_warps=combine_warps(blocks["BLOCK_V"]),
+            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"],
+            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=combine_warps(blocks["BLOCK_V"]),
         )  # fmt: skip
 
 
@@ -136,16 +137,15 @@ def _launch_prefill(
 ) -> None:
     (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
     meta, table = plan.meta, plan.req_to_token
-    wide, latent, windowed = (
-        is_wide(q, k_cache, v_cache),
-        is_latent(k_cache, v_cache),
-        plan.window is not None,
-    )
+    wide = is_wide(q, k_cache, v_cache)
+    latent = is_latent(k_cache, v_cache)
+    windowed = plan.window is not None
     blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8, windowed)
     row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
     prefill[(row_blocks, plan.num_prefill, kv_heads)](
         q, k_cache, v_cache, scales, table, plan.mapping, meta, out,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        q.stride(0), q.stride(1),
+        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, plan.reach,
         scale * math.log2(math.e), **blocks,
     )  # fmt: skip

@@ -62,7 +62,6 @@ def _solve_block(tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tenso
     system = (k * beta.unsqueeze(-1)) @ k.transpose(-1, -2) * between
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (q * kept) @ state + (q @ k.transpose(-1, -2) * between) @ written
-    left = (
-        (total[..., -1:] - total).exp().unsqueeze(-1)
-    )  # of each token's write at the end of the block
+    # what is left of each token's write at the end of the block
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
     return out, state * kept[:, :, -1:] + (k * left).transpose(-1, -2) @ written

@@ -58,8 +58,8 @@ def _launch(
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(  # type: ignore[no-untyped-def]
     x, residual, weight, out, total, eps, rows, heads,
-    stride_x, stride_x_head, stride_residual, stride_residual_head,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+    stride_x, stride_x_head, stride_residual, stride_residual_head, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Program: rows [ROWS * id, ROWS * (id + 1)) of the flattened leading dimensions."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -80,9 +80,8 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         rounded = (value + tl.load(source, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + to, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(
-        tl.sum(value * value, 1) * (1.0 / SIZE) + eps
-    )  # times 1 / SIZE, as torch.mean does on a GPU
+    # times 1 / SIZE, as torch.mean does on a GPU
+    scale = tl.rsqrt(tl.sum(value * value, 1) * (1.0 / SIZE) + eps)
     normed = value * scale[:, None]
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if ZERO_CENTRED:

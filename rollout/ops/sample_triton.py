@@ -39,8 +39,9 @@ def sample_triton(
             logits, temperature, peaks, masses, logits.stride(0), vocab, blocks, BLOCK=_BLOCK
         )
         _choose[(rows,)](
-            logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, logits.stride(0), vocab, blocks,
-            COUNTERS=counters.shape[1], BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+            logits, temperature, greedy, counters, peaks, masses, tokens, logprobs,
+            logits.stride(0), vocab, blocks, COUNTERS=counters.shape[1],
+            BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
         )  # fmt: skip
     return tokens, logprobs
 

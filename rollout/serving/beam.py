@@ -70,17 +70,14 @@ class BeamSearch:
         """
         length = len(self.branches[0].tokens) + 1
         first, last = length == 1, length == self.params.max_tokens
-        best = self._best(
-            candidates[:1] if first else candidates
-        )  # before the first token all branches are the same
+        # before the first token all branches are the same
+        best = self._best(candidates[:1] if first else candidates)
         ends = [each for each in best[: self.width] if last or each.token in self.stop_ids]
-        self.ended += [
-            self._completion(self._extend(each, version), self._reason(each)) for each in ends
-        ]
+        for each in ends:
+            self.ended.append(self._completion(self._extend(each, version), self._reason(each)))
         self.ended = sorted(self.ended, key=_score, reverse=True)[: self.width]
-        chosen = [each for each in best if not last and each.token not in self.stop_ids][
-            : self.width
-        ]
+        alive = [each for each in best if not last and each.token not in self.stop_ids]
+        chosen = alive[: self.width]
         self.done = last or self._decided(chosen[0].total, length)
         if self.done:
             return []
@@ -92,17 +89,14 @@ class BeamSearch:
         """`width` answers, best first; before the search is done living branches, as aborted, fill
         the places.
         """
-        alive = sorted(
-            (self._completion(each, "abort") for each in self.branches), key=_score, reverse=True
-        )
-        return [*self.ended, *alive][: self.width]
+        alive = (self._completion(each, "abort") for each in self.branches)
+        return [*self.ended, *sorted(alive, key=_score, reverse=True)][: self.width]
 
     def _best(self, candidates: Candidates) -> list[_Extension]:
-        every = [
-            _Extension(slot, token, logprob, self.branches[slot].total + logprob)
-            for slot, row in enumerate(candidates)
-            for token, logprob in row[: self.num_candidates]
-        ]
+        every: list[_Extension] = []
+        for slot, row in enumerate(candidates):
+            total, best = self.branches[slot].total, row[: self.num_candidates]
+            every += [_Extension(slot, token, logprob, total + logprob) for token, logprob in best]
         return sorted(every, key=lambda each: -each.total)[: self.num_candidates]
 
     def _decided(self, best_total: float, length: int) -> bool:
@@ -149,8 +143,8 @@ def check_vocabulary(name: str, params: SamplingParams, num_stop_ids: int, vocab
     needed = _candidates_needed(params.beam_width, num_stop_ids)
     if needed > vocab_size:
         raise ValueError(
-            f"{name} has beam_width={params.beam_width} and {num_stop_ids} end tokens, so it ranks {needed} next "
-            f"tokens, of a vocabulary of {vocab_size}; lower beam_width"
+            f"{name} has beam_width={params.beam_width} and {num_stop_ids} end tokens, so it "
+            f"ranks {needed} next tokens, of a vocabulary of {vocab_size}; lower beam_width"
         )
 
 

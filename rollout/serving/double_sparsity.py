@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
@@ -35,33 +36,32 @@ class DoubleSparsity:
             )
         for layer, heads in enumerate(self.channels or ()):
             for head, chosen in enumerate(heads):
-                if (
-                    len(set(chosen)) != self.heavy_channel_num
-                    or len(chosen) != self.heavy_channel_num
-                ):
+                if not len(set(chosen)) == len(chosen) == self.heavy_channel_num:
                     raise ValueError(
-                        f"double_sparsity.channels of layer {layer}, KV head {head} are {tuple(chosen)}; "
-                        f"give heavy_channel_num={self.heavy_channel_num} different ones"
+                        f"double_sparsity.channels of layer {layer}, KV head {head} are "
+                        f"{tuple(chosen)}; give heavy_channel_num={self.heavy_channel_num} "
+                        f"different ones"
                     )
 
     def check(self, num_layers: int, kv_heads: int, head_dim: int) -> None:
         """ValueError unless the channels are those of a model of this shape."""
         if self.heavy_channel_num > head_dim:
             raise ValueError(
-                f"double_sparsity.heavy_channel_num={self.heavy_channel_num}, keys have {head_dim} channels; lower it"
+                f"double_sparsity.heavy_channel_num={self.heavy_channel_num}, keys have "
+                f"{head_dim} channels; lower it"
             )
         if self.channels is None:
             return
         shape = {(len(self.channels), len(heads)) for heads in self.channels}
         if shape != {(num_layers, kv_heads)}:
             raise ValueError(
-                f"double_sparsity.channels are given for (layers, KV heads) {sorted(shape)}, the model has "
-                f"{(num_layers, kv_heads)}; give heavy channels for each"
+                f"double_sparsity.channels are given for (layers, KV heads) {sorted(shape)}, "
+                f"the model has {(num_layers, kv_heads)}; give heavy channels for each"
             )
-        used = {channel for heads in self.channels for chosen in heads for channel in chosen}
-        if not used <= set(range(head_dim)):
+        flat = chain.from_iterable
+        if wrong := set(flat(flat(self.channels))) - set(range(head_dim)):
             raise ValueError(
-                f"double_sparsity.channels name {sorted(used - set(range(head_dim)))}, keys have channels "
+                f"double_sparsity.channels name {sorted(wrong)}, keys have channels "
                 f"0..{head_dim - 1}; choose among them"
             )
 
@@ -81,7 +81,5 @@ def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ..
     keys: [n, Hkv, D] of each layer, rotated as the cache holds them, what `kv_pool.get_rows` gives,
     say.
     """
-    best = [
-        each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values.tolist() for each in keys
-    ]
-    return tuple(tuple(tuple(head) for head in layer) for layer in best)
+    best = (each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values for each in keys)
+    return tuple(tuple(map(tuple, layer.tolist())) for layer in best)

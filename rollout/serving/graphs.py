@@ -70,15 +70,13 @@ class DecodeGraphs:
         self.captures = self.replays = 0
         stream = torch.cuda.Stream(saver.device)
         with _no_collection():
-            for size in reversed(
-                self.sizes
-            ):  # the largest first: the smaller ones fit into the memory it leaves
+            # the largest first: the smaller ones fit into the memory it leaves
+            for size in reversed(self.sizes):
                 try:
                     self._graphs[size] = self._capture(decode, size, stream)
                 except torch.OutOfMemoryError as error:
-                    error.add_note(
-                        f"capturing a CUDA graph for {size} requests: lower kv_tokens or max_running"
-                    )
+                    text = f"capturing a CUDA graph for {size} requests"
+                    error.add_note(f"{text}: lower kv_tokens or max_running")
                     raise
 
     @property
@@ -109,9 +107,8 @@ class DecodeGraphs:
         logits = self._logits[:size]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            decode(
-                ids, positions, rows, logits
-            )  # compiles kernels, which is not allowed while capturing
+            # compiles kernels, which is not allowed while capturing
+            decode(ids, positions, rows, logits)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         _forget_workspaces()

@@ -23,7 +23,7 @@ def for_each(
 
 
 class Intake:
-    """Numbers requests in the order in which they come; seeds that are not given follow from that."""
+    """Numbers requests in the order in which they come; seeds not given follow from that."""
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int
@@ -45,9 +45,9 @@ class Intake:
         self._scheduler.check_fits(name, len(prompt), params)
         if len(prompt) + params.max_tokens > self._max_context_len:
             raise ValueError(
-                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + max_tokens "
-                f"{params.max_tokens}), max_context_len is {self._max_context_len}; lower max_tokens or "
-                f"raise max_context_len"
+                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + "
+                f"max_tokens {params.max_tokens}), max_context_len is {self._max_context_len}; "
+                f"lower max_tokens or raise max_context_len"
             )
         if params.beam_width > 1:
             check_vocabulary(name, params, len(self._stop_ids(params)), self._model.vocab_size)

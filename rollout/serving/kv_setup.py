@@ -10,22 +10,18 @@ from torch import Tensor
 
 from kvcache import (
     BlockManager,
-    DoubleSparseTokenToKVPool,
-    HybridReqToTokenPool,
     KVAllocator,
     KVCacheConfig,
     KVLayout,
     KVPool,
-    MambaPool,
-    PagedTokenToKVPoolAllocator,
     RadixCache,
     ReqToTokenPool,
-    SWAKVPool,
-    SWATokenToKVPoolAllocator,
     layout,
     pages_across,
 )
+from kvcache.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from kvcache.pools import DoubleSparseTokenToKVPool, HybridReqToTokenPool, MambaPool, SWAKVPool
 from memsaver import MemorySaver
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
@@ -112,8 +108,8 @@ class Cache:
         if config.tiers is not None:
             if not safe:
                 raise ValueError(
-                    "tiers need full or latent attention in every layer and no double sparsity: elsewhere pages are "
-                    "not all that a sequence is made of; leave tiers out"
+                    "tiers need full or latent attention in every layer and no double sparsity: "
+                    "elsewhere pages are not all that a sequence is made of; leave tiers out"
                 )
             return TieredBlocks(self.blocks, config.tiers)
         return PrefixBlocks(
@@ -156,8 +152,8 @@ class Cache:
 def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:
     if kept.dtype not in (kept.model_dtype, *FP8_DTYPES, FP4_DTYPE):
         raise ValueError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r} with a model in {kept.model_dtype} is not supported; "
-            f"use 'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"
+            f"kv_cache_dtype={config.kv_cache_dtype!r} with a model in {kept.model_dtype} is not "
+            f"supported; use 'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"
         )
 
 
@@ -165,8 +161,9 @@ def _sparse_pool(
     kept: KVLayout, sparsity: DoubleSparsity, size: dict[str, Any], saver: MemorySaver
 ) -> DoubleSparseTokenToKVPool:
     if set(kept.kinds) != {"full"}:
+        kinds = sorted(set(kept.kinds))
         raise ValueError(
-            f"double_sparsity needs full attention in every layer, the model has {sorted(set(kept.kinds))}"
+            f"double_sparsity needs full attention in every layer, the model has {kinds}"
         )
     sparsity.check(len(kept.kinds), *kept.rows["k"])
     pool_config = kept.token_config(num_layers=len(kept.kinds), **size)
@@ -181,7 +178,8 @@ def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
     if kept.pool != "swa" or kept.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(
-                f"window_tokens={config.window_tokens} is for models that mix full and sliding layers; leave it out"
+                f"window_tokens={config.window_tokens} is for models that mix full and sliding "
+                f"layers; leave it out"
             )
         return None
     if config.window_tokens is not None:

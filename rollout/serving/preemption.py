@@ -15,15 +15,11 @@ Way = Literal["prefill", "to_host", "to_device"]
 # observations that count: the median of so many is deaf to single ones, such as a kernel being
 # compiled
 WINDOW = 15
-LEAST_TOKENS = (
-    64  # a prefill of fewer tokens, a copy of fewer bytes tells of its overhead, not of a rate
-)
+# a prefill of fewer tokens, a copy of fewer bytes tells of its overhead, not of a rate
+LEAST_TOKENS = 64
 LEAST_BYTES = 1 << 18
-START: dict[Way, float] = {
-    "prefill": 10_000.0,
-    "to_host": 8e9,
-    "to_device": 8e9,
-}  # tokens or bytes a second
+# tokens or bytes a second
+START: dict[Way, float] = {"prefill": 10_000.0, "to_host": 8e9, "to_device": 8e9}
 
 
 def check_preemption(choice: str) -> None:

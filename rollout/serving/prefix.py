@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.pools.token import TokenPool
-from kvcache.radix.node import RadixNode
+from kvcache.pools import TokenPool
+from kvcache.radix import RadixNode
 from kvcache.tiers import Transfer
 from rollout.serving.preemption import Swapped
 
@@ -106,9 +106,8 @@ class PrefixBlocks:
         if self.cache is None:
             return
         held = self._held[handle]
-        ids = array(
-            "i", tokens
-        )  # converted once: that takes longer than all that the cache does with it
+        # converted once: that takes longer than all that the cache does with it
+        ids = array("i", tokens)
         if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
             return
         self._insert(handle, ids, held.version)

@@ -1,4 +1,4 @@
-"""Turns a scheduled step into tensors, runs the decoder (by CUDA graph where it can), and samples."""
+"""Turns a scheduled step into tensors, runs the decoder (as a CUDA graph if it can), samples."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.allocators.base import to_device
-from kvcache.ops.rotary import RotaryTables
+from kvcache.allocators import to_device
+from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl, use_triton
@@ -81,9 +81,8 @@ class ModelRunner:
             for load in step.loads:
                 load.wait()
             return self.graphs.replay(ids, positions, _rows(step))
-        slots = ([step.decode_slots] if step.decode else []) + [
-            chunk.slots for chunk in step.chunks
-        ]
+        slots = [step.decode_slots] if step.decode else []
+        slots += [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
         table = self._table.req_to_token
         parts = (ids, positions, ends, shape.rows)
@@ -173,10 +172,8 @@ class ModelRunner:
         """
         found = likeliest(self._chosen(logits, rows), count)
         tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
-        return [
-            [(int(t), p) for t, p in zip(*row, strict=True)]
-            for row in zip(tokens, logprobs, strict=True)
-        ]
+        each_row = zip(tokens, logprobs, strict=True)
+        return [list(zip(map(int, ids), values, strict=True)) for ids, values in each_row]
 
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(logits))):

@@ -131,9 +131,8 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
 
     tokens, logprobs = sample_triton(logits, batch.temperature, batch.greedy, batch.counters)
     rows = batch.filtered_rows
-    if (
-        rows is not None
-    ):  # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+    # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+    if rows is not None:
         tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
     return tokens, logprobs
 

@@ -99,11 +99,9 @@ class BeamGroup:
     def show(self) -> None:
         """Each member has the answer of its slot."""
         for member, branch in zip(self.members, self.search.branches, strict=True):
-            member.output, member.logprobs, member.versions = (
-                branch.tokens,
-                branch.logprobs,
-                branch.versions,
-            )
+            member.output = branch.tokens
+            member.logprobs = branch.logprobs
+            member.versions = branch.versions
 
     def restart(self) -> Sample:
         """From the prompt again; the member that the others wait for."""
@@ -116,11 +114,9 @@ class BeamGroup:
     def end(self) -> None:
         """Each member has one of the results, best first."""
         for member, result in zip(self.members, self.search.completions(), strict=True):
-            member.output, member.logprobs, member.versions = (
-                result.token_ids,
-                result.logprobs,
-                result.weight_versions,
-            )
+            member.output = result.token_ids
+            member.logprobs = result.logprobs
+            member.versions = result.weight_versions
             member.finish_reason, member.score = result.finish_reason, result.score
 
 
@@ -184,6 +180,5 @@ class Stats:
 def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
     """For a message."""
     names = [sample.name for sample in samples]
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

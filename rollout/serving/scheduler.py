@@ -6,6 +6,7 @@ Policy only, no tensor is looked into.
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from kvcache import Ledger, ReqHandle, pages_across
@@ -84,16 +85,18 @@ class Scheduler:
             if needed > ledger.total:
                 kind = "KV" if ledger.name == "kv" else "window"
                 raise ValueError(
-                    f"{name} needs {needed * self.page_size} {kind} tokens (prompt {prompt_len} + max_tokens "
-                    f"{params.max_tokens}), the pool has {ledger.total * self.page_size}; "
-                    f"raise {ledger.name}_tokens or lower max_tokens"
+                    f"{name} needs {needed * self.page_size} {kind} tokens (prompt {prompt_len} + "
+                    f"max_tokens {params.max_tokens}), the pool has "
+                    f"{ledger.total * self.page_size}; raise "
+                    f"{ledger.name}_tokens or lower max_tokens"
                     + ("" if ledger.window is None else ", or max_prefill_tokens")
                 )
         together = self._together(prompt_len, params.max_tokens)
         if params.beam_width > 1 and together < params.beam_width:
             raise ValueError(
-                f"{name} has beam_width={params.beam_width}, but at most {together} samples of it run together; lower "
-                f"beam_width or max_tokens, or raise max_running={self.max_running} or the tokens of the pool"
+                f"{name} has beam_width={params.beam_width}, but at most {together} samples of it "
+                f"run together; lower beam_width or max_tokens, or raise "
+                f"max_running={self.max_running} or the tokens of the pool"
             )
 
     def _together(self, prompt_len: int, max_tokens: int) -> int:
@@ -118,17 +121,15 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[Sample]:
-        return [
-            each for sample in (*self.running, *self.waiting) for each in (sample, *sample.siblings)
-        ]
+        groups = ((sample, *sample.siblings) for sample in (*self.running, *self.waiting))
+        return list(chain.from_iterable(groups))
 
     def schedule(self) -> Step:
         """Choose the next step and take the pages it needs."""
         before = self.preemptions
         decode, slots, chunks = self._grow()
-        if (
-            self.preemptions == before
-        ):  # a page that was just taken from one sample is not for a newcomer
+        # a page that was just taken from one sample is not for a newcomer
+        if self.preemptions == before:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
                 decode, slots, chunks = self._grow()  # those that came back with nothing to compute
@@ -232,13 +233,11 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sample.computed += chunk.length
             if chunk.last:
-                self.blocks.keep(
-                    _handle(chunk.sample), chunk.sample.tokens(0, chunk.sample.prefill_len)
-                )
+                tokens = chunk.sample.tokens(0, chunk.sample.prefill_len)
+                self.blocks.keep(_handle(chunk.sample), tokens)
         self.stats.computed_tokens += step.tokens
-        self.blocks.slide(
-            [_handle(each) for each in (*step.decode, *(chunk.sample for chunk in step.chunks))]
-        )
+        computed = [*step.decode, *(chunk.sample for chunk in step.chunks)]
+        self.blocks.slide([_handle(sample) for sample in computed])
 
     def arrived(self, sample: Sample) -> None:
         """Record that the keys and values of a remote prompt are in the cache."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcache.tiers import HostCacheConfig, WritePolicy
-from kvcache.tiers.host import Layout
-from kvcache.tiers.policies import check_policy
+from kvcache.tiers import HostCacheConfig, Layout, WritePolicy, check_policy
 from rollout.serving.preemption import Preemption, check_preemption
 
 
@@ -43,8 +41,8 @@ class KVTiers:
         check_preemption(self.preemption)
         if (self.disk_directory is None) != (self.disk_bytes is None):
             raise ValueError(
-                f"give disk_directory and disk_bytes together or neither, got {self.disk_directory} and "
-                f"{self.disk_bytes}"
+                f"give disk_directory and disk_bytes together or neither, got "
+                f"{self.disk_directory} and {self.disk_bytes}"
             )
 
     @property

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
-from kvcache.pools.token import TokenPool
-from kvcache.radix.node import RadixNode
+from kvcache.pools import TokenPool
+from kvcache.radix import RadixNode
 from kvcache.tiers import DiskTier, HostKVCache, TieredPrefixCache, Transfer, page_hashes
 from rollout.serving.preemption import PreemptionCost, Swapped, Victim
 from rollout.serving.prefix import PrefixBlocks

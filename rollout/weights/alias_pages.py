@@ -24,16 +24,16 @@ class BorrowedPages:
 
     def require_possible(self) -> None:
         """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
-        if (
-            not self._alone
-        ):  # asked once: a report costs milliseconds where torch's caches are large
+        # asked once: a report costs milliseconds where torch's caches are large
+        if not self._alone:
             arena, tag = self._store.arena, self._store.tag
             if (
                 self._saver.offset_of(arena)
                 or self._saver.report().tags[tag].live_bytes != arena.nbytes
             ):
                 raise StateError(
-                    f"borrowed pages need tag {tag} for the weights alone; place the other tensors on another tag"
+                    f"borrowed pages need tag {tag} for the weights alone; place the other "
+                    f"tensors on another tag"
                 )
             self._alone = True
 
@@ -41,8 +41,9 @@ class BorrowedPages:
         """StateError while the weights lie in borrowed pages."""
         if self.held:
             raise StateError(
-                f"cannot {action}: the weights lie in the trainer's pages; sleep(tags=[{self._store.tag!r}]) gives "
-                "them back, wake_up takes memory of the engine's own"
+                f"cannot {action}: the weights lie in the trainer's pages; "
+                f"sleep(tags=[{self._store.tag!r}]) gives them back, wake_up takes memory "
+                "of the engine's own"
             )
 
     def empty(self) -> None:

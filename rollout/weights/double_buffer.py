@@ -53,7 +53,8 @@ class ShadowPages:
             del arena
             self._saver.trim(WEIGHTS_SHADOW)
         raise StateError(
-            f"shadow pages need tag {tag} for the weights alone; place the other tensors on another tag"
+            f"shadow pages need tag {tag} for the weights alone; place the other tensors on "
+            f"another tag"
         )
 
     def copy_all(self) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from memsaver.common.digest import BytesDigest
 from memsaver.common.rounding import round_up
 from memsaver.common.segments import Segment
 from memsaver.common.strided import grids, row_major
-from rollout.model.params import Group, Param
+from rollout.model.params import Group, Param, Piece
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
-_DERIVED_SUFFIXES = (
-    "rotary_emb.inv_freq",
-    "self_attn.bias",
-    "self_attn.masked_bias",
-)  # buffers of old checkpoints
+# buffers of old checkpoints
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 
 def _align(nbytes: int) -> int:
@@ -37,9 +35,11 @@ def _align(nbytes: int) -> int:
 
 def arena_nbytes(groups: Sequence[Group], dtype: torch.dtype) -> int:
     """Bytes of the arena that holds `groups`, every group aligned."""
-    return sum(
-        _align(sum(math.prod(p.shape) for p in group.params) * dtype.itemsize) for group in groups
-    )
+    return sum(_align(_elements(group.params) * dtype.itemsize) for group in groups)
+
+
+def _elements(parts: Iterable[Param | Piece | ParamSlice]) -> int:
+    return sum(math.prod(part.shape) for part in parts)
 
 
 def build_manifest(
@@ -70,22 +70,14 @@ def build_manifest(
             modules[group.fused] = ModuleTensor(
                 offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name
             )
-    layout = json.dumps(
-        [
-            [asdict(s) for s in slices],
-            aliases,
-            {k: asdict(m) for k, m in modules.items()},
-            zeros,
-            offset,
-        ],
-        sort_keys=True,
-    )
+    tensors = {name: asdict(module) for name, module in modules.items()}
+    layout = [[asdict(piece) for piece in slices], aliases, tensors, zeros, offset]
     return Manifest(
         nbytes=offset,
         slices=tuple(slices),
         aliases=dict(aliases),
         modules=modules,
-        layout_hash=hashlib.sha256(layout.encode()).hexdigest(),
+        layout_hash=hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest(),
         zeros=tuple(zeros),
     )
 
@@ -95,8 +87,7 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
     return [
         ParamSlice(
             name=param.name,
-            offset=offset
-            + sum(a * stride for a, stride in zip(piece.at, strides, strict=True)) * itemsize,
+            offset=offset + _dot(piece.at, strides) * itemsize,
             shape=piece.shape,
             dtype=dtype,
             global_shape=param.whole.shape,
@@ -108,9 +99,13 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
     ]
 
 
+def _dot(position: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(at * stride for at, stride in zip(position, strides, strict=True))
+
+
 def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
     """Rows of zeros after the pieces; only the first dimension is padded."""
-    filled = sum(math.prod(piece.shape) for piece in param.whole.pieces)
+    filled = _elements(param.whole.pieces)
     rest = math.prod(param.shape) - filled
     return [(offset + filled * itemsize, rest * itemsize)] if rest else []
 
@@ -135,10 +130,9 @@ class WeightStore:
         self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         self._base = saver.offset_of(self._arena)
         self.manifest = build_manifest(groups, aliases, dtype, self._base)
-        self.param_nbytes = (
-            sum(math.prod(piece.shape) for piece in self.manifest.slices) * dtype.itemsize
-        )
-        self._shapes = {param.name: param.whole.shape for group in groups for param in group.params}
+        self.param_nbytes = _elements(self.manifest.slices) * dtype.itemsize
+        params = chain.from_iterable(group.params for group in groups)
+        self._shapes = {param.name: param.whole.shape for param in params}
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)
@@ -188,9 +182,8 @@ class WeightStore:
                 continue
             shape = self._shapes[target]
             if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"{source}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
-                )
+                text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+                raise ValueError(f"{source}: {text}")
             if target == name:  # a tied name's own copy is ignored, as transformers does
                 for piece in self._slices[name]:
                     box = (
@@ -202,7 +195,8 @@ class WeightStore:
         missing = [name for name in self._shapes if name not in loaded]
         if missing or unexpected:
             raise ValueError(
-                f"{source} does not fit config.json: missing {_shorten(missing)}, unexpected {_shorten(unexpected)}"
+                f"{source} does not fit config.json: missing {_shorten(missing)}, "
+                f"unexpected {_shorten(unexpected)}"
             )
         self.define(0)
 
@@ -226,7 +220,8 @@ class WeightStore:
         arena = self._arena if arena is None else arena
         if arena.shape != self._arena.shape:
             raise ValueError(
-                f"the weights are {self._arena.numel()} bytes, other pages of them {tuple(arena.shape)}"
+                f"the weights are {self._arena.numel()} bytes, other pages of them "
+                f"{tuple(arena.shape)}"
             )
         wanted = frozenset(
             self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
@@ -235,12 +230,11 @@ class WeightStore:
             raise ValueError(
                 f"the model has no parameter {_shorten(unknown)}; use names of the manifest"
             )
-        if (
-            self._digest is None or self._digest[0] != wanted
-        ):  # offsets are fixed: tables are made once
+        # offsets are fixed: tables are made once
+        if self._digest is None or self._digest[0] != wanted:
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
-            segments = [segment for piece in pieces for segment in _segments(piece, self._base)]
-            self._digest = wanted, BytesDigest(segments, self._arena.device)
+            segments = chain.from_iterable(_segments(piece, self._base) for piece in pieces)
+            self._digest = wanted, BytesDigest(list(segments), self._arena.device)
         return self._digest[1].run(arena)
 
     def box(self, piece: ParamSlice) -> Tensor:
@@ -256,9 +250,7 @@ def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
     """
     dtype: torch.dtype = getattr(torch, piece.dtype)
     numbers = row_major(piece.global_shape)
-    first = piece.index_base + sum(
-        start * stride for start, stride in zip(piece.start, numbers, strict=True)
-    )
+    first = piece.index_base + _dot(piece.start, numbers)
     for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
         yield Segment(
             dtype=dtype,
@@ -274,6 +266,5 @@ def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
 def _shorten(names: list[str], limit: int = 5) -> str:
     if not names:
         return "nothing"
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

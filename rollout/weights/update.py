@@ -1,11 +1,11 @@
 """The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the
 trainer's pages.
 
-    state      begin      verify                    commit            adopt        abort        sleep of the weights
-    closed     open       -                         -                 borrowed     closed       closed
-    open [4]   open       verified, or closed [1]   -                 borrowed     closed       closed
-    verified   open       -                         closed, defined   borrowed     closed       closed
-    borrowed   - [2]      -                         -                 borrowed     closed [3]   closed [3]
+    state     begin  verify                   commit           adopt     abort       weights sleep
+    closed    open   -                        -                borrowed  closed      closed
+    open [4]  open   verified, or closed [1]  -                borrowed  closed      closed
+    verified  open   -                        closed, defined  borrowed  closed      closed
+    borrowed  - [2]  -                        -                borrowed  closed [3]  closed [3]
 
 "-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says;
 no second try. [2] a StateError. [3] The pages go back to the trainer, and the weights sleep,
@@ -42,11 +42,12 @@ from rollout.types import (
 )
 from rollout.weights.alias_pages import BorrowedPages
 from rollout.weights.double_buffer import ShadowPages
-from rollout.weights.message_writer import write_boxes
 from rollout.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +102,16 @@ class WeightUpdate:
         ticket = (
             self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
         )
-        self._open, self._spared = (
-            None,
-            shadow,
-        )  # what was open is over; a shadow update takes its pages
+        # what was open is over; a shadow update takes its pages
+        self._open, self._spared = None, shadow
         if not shadow:
             self._on_new_weights()
             self._poison(f"the update to version {version} has not been committed")
             self._free_shadow()
         elif chosen is not None:
             self._shadow.copy_all()
-        self._open = _Open(
-            version=version, shadow=shadow, names=chosen, nbytes=self._nbytes(chosen)
-        )
+        nbytes = self._nbytes(chosen)
+        self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=nbytes)
         return WeightOffer(
             version=version,
             manifest=self._store.manifest,
@@ -161,13 +159,13 @@ class WeightUpdate:
             for key, (theirs, ours) in claims.items()
             if theirs != ours
         ]:
-            reason = f"the update to version {update.version} failed verification: the writer's {', '.join(wrong)}"
+            text = f"the update to version {update.version} failed verification"
+            reason = f"{text}: the writer's {', '.join(wrong)}"
             self._close(reason)
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
         self._open = replace(update, digest=digest)
-        return VerifyReceipt(
-            version=update.version, digest=digest, seconds=time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        return VerifyReceipt(version=update.version, digest=digest, seconds=seconds)
 
     def commit(self, version: int) -> CommitReceipt:
         """Serve the verified version. WeightUpdateError for any other; LeaseError where a process
@@ -190,9 +188,8 @@ class WeightUpdate:
         self._store.define(version)
         self._open, self._spared = None, False
         self._free_shadow()
-        return CommitReceipt(
-            version=version, digest=update.digest, seconds=time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        return CommitReceipt(version=version, digest=update.digest, seconds=seconds)
 
     def adopt(
         self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None
@@ -208,8 +205,9 @@ class WeightUpdate:
         self._check_version(version)
         if layout_hash != (own := self._store.manifest.layout_hash):
             raise ValueError(
-                f"the pages of version {version} are laid out as {layout_hash}, these weights as {own}; make the "
-                "trainer with layout=engine.manifest, or sync by copies"
+                f"the pages of version {version} are laid out as {layout_hash}, "
+                f"these weights as {own}; make the trainer with layout=engine.manifest, or sync "
+                "by copies"
             )
         self._borrowed.require_possible()
         self.before_sleep()
@@ -220,8 +218,8 @@ class WeightUpdate:
             self._borrowed.take(ticket)
             if digest is not None and (read := self._store.digest()) != digest:
                 raise WeightUpdateError(
-                    f"the pages of version {version} have digest {read}, the trainer says {digest}; the engine refuses "
-                    "to generate until an update commits"
+                    f"the pages of version {version} have digest {read}, the trainer says "
+                    f"{digest}; the engine refuses to generate until an update commits"
                 )
             self._store.define(version)
         except BaseException as error:
@@ -279,14 +277,14 @@ class WeightUpdate:
 
     def _check_version(self, version: int) -> None:
         if version < self._store.last_version:
+            last = self._store.last_version
             raise ValueError(
-                f"version {version} is older than the engine's version {self._store.last_version}; use a higher one"
+                f"version {version} is older than the engine's version {last}; use a higher one"
             )
 
     def _free_shadow(self) -> None:
-        with contextlib.suppress(
-            LeaseError
-        ):  # a writer that hangs; a sleep insists, other updates go on
+        # a writer that hangs; a sleep insists, other updates go on
+        with contextlib.suppress(LeaseError):
             self._shadow.give_back()
 
     def _required(self) -> _Open:
@@ -313,7 +311,8 @@ class WeightUpdate:
             )
         if self._store.version is None:
             raise StateError(
-                f"cannot update some parameters only: {self._store.undefined_reason}; update all of them first"
+                f"cannot update some parameters only: {self._store.undefined_reason}; "
+                f"update all of them first"
             )
         return tuple(dict.fromkeys(stored))
 
@@ -321,9 +320,37 @@ class WeightUpdate:
         if names is None:
             return self._store.param_nbytes
         chosen = frozenset(names)
-        return sum(
-            _slice_nbytes(piece) for piece in self._store.manifest.slices if piece.name in chosen
+        pieces = (piece for piece in self._store.manifest.slices if piece.name in chosen)
+        return sum(map(_slice_nbytes, pieces))
+
+
+def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: int = 0) -> None:
+    """Copy every box of `data` to where it belongs, on the current stream of the pages' device.
+
+    pages: uint8, contiguous; base: byte of the tag's arena at which they begin. data: uint8 on the
+    CPU, contiguous. WeightUpdateError names a box outside of either; nothing was written then.
+    """
+    if data.dtype != torch.uint8 or data.is_cuda or data.dim() != 1 or not data.is_contiguous():
+        raise WeightUpdateError(
+            f"a message is uint8 on the CPU, in one piece; got {data.dtype} "
+            f"{tuple(data.shape)} on {data.device}"
         )
+    for box in boxes:
+        if box.at + box.nbytes > data.numel():
+            raise WeightUpdateError(
+                f"bytes {box.at} to {box.at + box.nbytes} are outside the {data.numel()} sent"
+            )
+        if box.offset < base or box.end > base + pages.numel():
+            raise WeightUpdateError(
+                f"bytes {box.offset} to {box.end} are outside the weights, {base} to "
+                f"{base + pages.numel()}"
+            )
+    arrived = data.to(pages.device)
+    for box in boxes:
+        bits = _BITS[box.itemsize]
+        place = pages[box.offset - base : box.end - base].view(bits)
+        place = place.as_strided(box.shape, box.strides)
+        place.copy_(arrived[box.at : box.at + box.nbytes].view(bits).view(box.shape))
 
 
 def _slice_nbytes(piece: ParamSlice) -> int:

@@ -90,10 +90,8 @@ def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) 
     """between: pause and resume. "first pause": with nothing pinned."""
     with tensors(scale) as (saver, _):
         saver.host_arena.trim()
-        pause, resume = (
-            partial(saver.pause, "params", release=release),
-            partial(saver.resume, "params"),
-        )
+        pause = partial(saver.pause, "params", release=release)
+        resume = partial(saver.resume, "params")
         times = cycles(scale, pause, resume, between)
     return figures({"first pause": times.rows["pause"][0], **times.medians})
 
@@ -185,16 +183,13 @@ def disk(directory: Path, scale: Scale) -> Figures:
     """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to
     second.
     """
-    times, file, nbytes = (
-        Times(3, 1),
-        directory / "memsaver-dd",
-        scale.choose(COUNT * TENSOR, 4 * MIB),
-    )
+    times = Times(3, 1)
+    file = directory / "memsaver-dd"
+    nbytes = scale.choose(COUNT * TENSOR, 4 * MIB)
     block = scale.choose(15 * MIB, MIB)
     options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
-    out, back = (
-        ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])
-    )  # not every folder can do that
+    # not every folder can do that
+    out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])
     try:
         with tensors(scale, content="disk", disk_dir=directory) as (saver, _):
             for _ in times.rounds:
@@ -213,10 +208,8 @@ def dd(*options: str) -> None:
     subprocess.run(["dd", *options], check=True, capture_output=True)
 
 
-a_second, written = (
-    partial(common.others_write, nbytes=0),
-    partial(common.others_write, nbytes=COUNT * TENSOR),
-)
+a_second = partial(common.others_write, nbytes=0)
+written = partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
     "host, extents kept": partial(to_the_host, "keep", at_once),

@@ -92,22 +92,15 @@ def measure(
     inputs = torch.randint(scale.choose(1000, 90), (scale.choose(SAMPLES, 4), PROMPT)).tolist()
     ids, rollout, trainer = rollout_and_trainer(scale, path, dtype, inputs, temperature)
     torch.cuda.empty_cache()
-    model = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        .to(scale.device)
-        .eval()
-    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model = model.to(scale.device).eval()
     full, cached = full_forward(model, ids, temperature), cached_decode(model, ids, temperature)
     pairs = {"rollout - trainer": (rollout, trainer), "transformers, cached - full": (cached, full)}
     if dtype == "float32":
         model.double()
         exact = full_forward(model, ids, temperature, rows=2)
-        pairs |= {
-            f"{who} - fp64": (values, exact)
-            for who, values in
-            # fmt: skip
-            (("rollout", rollout), ("trainer", trainer), ("transformers, cached", cached))
-        }
+        others = {"rollout": rollout, "trainer": trainer, "transformers, cached": cached}
+        pairs |= {f"{who} - fp64": (values, exact) for who, values in others.items()}
     rows = []
     for what, (one, other) in pairs.items():
         gap = (one - other).abs()
@@ -118,7 +111,6 @@ def measure(
                 "pair": what,
                 "mean": float(gap.mean()),
                 "max": float(gap.max()),
-                # fmt: skip
                 "p99.9": float(gap.flatten().quantile(0.999)),
                 "tokens": gap.numel(),
             }

@@ -50,8 +50,9 @@ def measure(
     ms, gaps = dict[str, float](), []
     for name, graphs in (("engine", True), ("engine without CUDA graphs", False)):
         engine = Engine.from_pretrained(
-            folder, device=scale.device, dtype=torch.bfloat16, kv_tokens=batch * (prompt + answer + 16),
-            max_running=batch, max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
+            folder, device=scale.device, dtype=torch.bfloat16, max_running=batch,
+            kv_tokens=batch * (prompt + answer + 16),
+            max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
             prefix_cache=False,  # every round computes its prompts
         )  # fmt: skip
         for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):

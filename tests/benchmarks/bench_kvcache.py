@@ -54,11 +54,8 @@ GPU_CASES: dict[str, Case] = {
 # on the host, and on the GPU too where there is one; first, as a lent host takes twice as long
 # after work on the GPU
 HOST_CASES: dict[str, Case] = {"decode bookkeeping": blocks.decode_bookkeeping}
-CPU_CASES: dict[str, Case] = {
-    "radix": radix.radix,
-    "disk tier": tiers.disk,
-    **sharing.CASES,
-}  # no device is involved
+# no device is involved
+CPU_CASES: dict[str, Case] = {"radix": radix.radix, "disk tier": tiers.disk, **sharing.CASES}
 CASES = {**HOST_CASES, **GPU_CASES, **CPU_CASES}
 DRAWN = {  # units that are a share of a copy's rate
     "% of copy": "bytes read and written, % of the rate of one large copy",
@@ -92,7 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
         gpu = replace(cpu, device=torch.device("cuda:0"))
         gpu = replace(gpu, copy_rate=measured_copy_rate(gpu))
         print(
-            "% of copy: of the rate of a 4 GiB device-to-device copy in the same run, bytes read and written counted"
+            "% of copy: of the rate of a 4 GiB device-to-device copy in the same run, "
+            "bytes read and written counted"
         )
         print("% of pinned copy: of one of as many bytes in the same direction, by turns with it")
     cases = bound(args.cases, cpu, gpu)

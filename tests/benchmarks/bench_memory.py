@@ -32,7 +32,7 @@ def _make(scale: Scale) -> list[torch.Tensor]:
 
 
 def kept(scale: Scale) -> Figures:
-    """Between pause and resume another tag maps the freed pages and overwrites every byte of them."""
+    """Between pause and resume another tag maps the freed pages and overwrites every byte."""
     saver, times = MemorySaver(scale.device), Times()
     with saver.region("kv"):
         tensors = _make(scale)
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
 
 
 def bar(name: str, figure: Figure) -> tuple[str, str] | None:
-    """Pause and resume of the 14.9 GiB; without the cases that wait for the driver to clear memory."""
+    """Pause and resume of the 14.9 GiB, without cases that wait for the driver to clear memory."""
     left_out = "filled" in name or "60 GiB" in name or figure.what not in ("pause", "resume")
     return None if left_out else (name, figure.what)
 

@@ -47,10 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
     args = options.parse_args(arguments)
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
     if args.tiny:
-        recipe, settings = (
-            "tiny",
-            ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4", "eval.every=0"],
-        )
+        recipe = "tiny"
+        settings = [
+            "steps=3",
+            "grpo.prompts_per_step=2",
+            "grpo.samples_per_prompt=4",
+            "eval.every=0",
+        ]
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], Path(folder) / str(i))

@@ -290,7 +290,7 @@ def others_write(scale: Scale, nbytes: int | None) -> None:
 
 
 def rise_of(device: torch.device, run: Run) -> int:
-    """Bytes by which a GPU's use rose while it ran, looked at every half millisecond; 0 on the CPU."""
+    """Bytes by which a GPU's use rose as it ran, looked at every half millisecond; 0 on the CPU."""
     if device.type != "cuda":
         run()
         return 0

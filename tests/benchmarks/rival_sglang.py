@@ -38,7 +38,7 @@ class _StandIn(ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for all of sglang but the genuine files, which the stand-ins' paths lead to."""
+    """Finds stand-ins for all of sglang but the genuine files, which their paths lead to."""
 
     def __init__(self, package: str) -> None:
         self.package = Path(package)

@@ -94,9 +94,8 @@ def test_memsaver_commands_parse() -> None:
         try:
             parsed = parse(words)
         except SystemExit:
-            pytest.fail(
-                f"{name_of(page)}:{number}: memsaver {' '.join(words)}: not a command of this version"
-            )
+            line = f"{name_of(page)}:{number}: memsaver {' '.join(words)}"
+            pytest.fail(f"{line}: not a command of this version")
         named = [
             word
             for word in getattr(parsed, "words", [])[:1]

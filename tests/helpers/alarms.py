@@ -21,9 +21,8 @@ def interrupted(work: Callable[[], Any], seconds: float) -> bool:
         came.append(number)
         raise Hit
 
-    limit, _ = signal.setitimer(
-        signal.ITIMER_REAL, 0
-    )  # of pytest-timeout, which has the same timer
+    # of pytest-timeout, which has the same timer
+    limit, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, handler)
     gc.disable()  # what finalizers are interrupted in is not the work
     with contextlib.suppress(Hit):

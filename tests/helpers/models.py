@@ -50,29 +50,15 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3_next": (QWEN3_NEXT, Qwen3NextForCausalLM),
 }
 SIZES: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MLA: dict[
-    str, Any
-] = {  # for deepseek_v2 and deepseek_v3: dense layers, a latent row of 16 + 8 elements
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-}
+    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+# for deepseek_v2 and deepseek_v3: dense layers, a latent row of 16 + 8 elements
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 20,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+}  # fmt: skip
 
 
 def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -83,9 +69,8 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(
-                noise + parameter if "norm" in name else noise
-            )  # a norm begins with gain 1
+            # a norm begins with gain 1
+            parameter.copy_(noise + parameter if "norm" in name else noise)
     return model
 
 

@@ -22,12 +22,8 @@ SETTINGS = {  # read by the processes that ray.init starts
     "RAY_idle_worker_killing_time_threshold_ms": "200",
     "RAY_worker_niceness": "0",  # 15 otherwise: beside busy processes an actor starts in minutes
 }
-SIDES = (
-    "ray::Rollout",
-    "ray::Trainer",
-    "ray::Dying",
-    "ray::Killing",
-)  # how processes of either side are called
+# how processes of either side are called
+SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing")
 
 
 class RayCluster:

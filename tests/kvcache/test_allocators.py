@@ -17,11 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache import (
-    BlockManager,
-    KVAllocator,
+from kvcache import BlockManager, KVAllocator, ReqToTokenPool
+from kvcache.allocators import (
     PagedTokenToKVPoolAllocator,
-    ReqToTokenPool,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
@@ -59,9 +57,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.owners: Counter[int] = Counter()
         self.held: set[int] | None = None  # pages that the open group holds back
         self.sequences: list[list[int]] = []  # token ids of each
-        self.issued: list[
-            tuple[Int64Array, list[int]]
-        ] = []  # arrays that were handed out, and what was in them
+        # arrays that were handed out, and what was in them
+        self.issued: list[tuple[Int64Array, list[int]]] = []
 
     def left(self, side: str | None) -> int:
         """Pages that can be taken."""
@@ -229,7 +226,7 @@ class SWAMachine(LedgerMachine):
             yield
 
     def slots(self) -> dict[int, int]:
-        """The window page of each page on the device; fails unless its tokens are there in order."""
+        """The window page of each page on the device; fails unless it holds its tokens in order."""
         mapping = self.real.to_swa(torch.arange((PAGES + 1) * self.ps, device=DEVICE)).tolist()
         slots = {}
         for page in range(PAGES + 1):
@@ -506,8 +503,8 @@ def test_shortage_names_the_request_and_what_is_missing() -> None:
     paged = one(3, 4)
     paged.alloc(4)
     assert paged.shortage("request 0.3", 5) == (
-        "request 0.3 needs 5 more page(s) of 4 tokens, 2 of 3 are free: 3 page(s) (12 tokens) are missing; "
-        "end or preempt a request, or make the pool larger"
+        "request 0.3 needs 5 more page(s) of 4 tokens, 2 of 3 are free: "
+        "3 page(s) (12 tokens) are missing; end or preempt a request, or make the pool larger"
     )
     allocator = two(4, 2, 3)
     allocator.alloc(3)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqHandle, ReqToTokenPool
+from kvcache import BlockManager, ReqHandle, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.windows import WindowShares, pages_across, pages_behind
 from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks, make_pool
 
@@ -123,9 +124,8 @@ def test_without_a_window_the_caller_frees_window_halves() -> None:
     a = blocks.admit()
     blocks.append(a, *range(6))
     b = blocks.fork(a)
-    assert blocks.append(a, 6) and blocks.append(
-        b, 7
-    )  # a copies the partial page in both pools, b keeps it
+    # a copies the partial page in both pools, b keeps it
+    assert blocks.append(a, 6) and blocks.append(b, 7)
     assert (blocks.values(a), blocks.values(b)) == ([*range(7)], [*range(6), 7])
     allocator = blocks.allocator
     assert allocator.swa_ref_counts(blocks.pages(a)).tolist() == [2, 1]  # type: ignore[attr-defined]

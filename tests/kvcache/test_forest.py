@@ -38,9 +38,8 @@ class Forest:
 
     def __init__(self, page_size: int, window: int | None, two: bool) -> None:
         self.two, self.ps, self.window = two, page_size, window
-        self.pages = (
-            40 if window and not two else 48
-        ) // page_size  # fewer than ROWS sequences of LONGEST tokens take
+        # fewer than ROWS sequences of LONGEST tokens take
+        self.pages = (40 if window and not two else 48) // page_size
         self.window_pages = 40 // page_size if two else self.pages
         self.real = make_blocks(
             self.pages,
@@ -217,9 +216,8 @@ def test_a_long_random_walk(page_size: int, window: int | None, two: bool) -> No
         forest.step(dice, [1, 2, 2, 1, 5, 6] if window else [1, 2, 3, 1, 0, 6])
     assert forest.seen["refused"] >= 5, forest.seen
     assert page_size == 1 or forest.seen["1 copies"] + forest.seen["2 copies"] >= 5, forest.seen
-    assert page_size == 1 or window or forest.seen["2 copies"] >= 5, (
-        forest.seen
-    )  # two or more in one call
+    # two or more in one call
+    assert page_size == 1 or window or forest.seen["2 copies"] >= 5, forest.seen
     assert not window or min(forest.seen["left"], forest.seen["no cut"]) >= 1, forest.seen
 
 

@@ -12,12 +12,13 @@ from triton.compiler import ASTSource
 from kvcache.ops import host_copy_triton, kv_write_triton, move_triton, quant_triton, staging_triton
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
-PLAIN = dict(HEADS=8, K_DIM=128, V_DIM=0, BLOCK=1024, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
+PLAIN = FP8 | dict(V_DIM=0, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
+READ_FP8 = dict(HEADS=8, DIM=128, BLOCK=1024, LIMIT=65504.0, MANTISSA=3)
 KERNELS = [
     (kv_write_triton._set_kernel, "*bf16", FP8),
     (kv_write_triton._set_kernel, "*u8", PLAIN),
     (kv_write_triton._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
-    (quant_triton._read_fp8_kernel, "*bf16", dict(HEADS=8, DIM=128, BLOCK=1024, LIMIT=65504.0, MANTISSA=3)),
+    (quant_triton._read_fp8_kernel, "*bf16", READ_FP8),
     (move_triton._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
     (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
     (quant_triton._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
@@ -28,27 +29,31 @@ def compiled(kernel, types, constants, other, arch, **options):
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name) or other(name) for name in kernel.arg_names}
     target = GPUTarget("cuda", arch, 32)
-    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options).asm["ptx"]
+    source = ASTSource(kernel, signature, constants)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
 
 
 for kernel, element, constants in KERNELS:
     types = {name: element for name in ("k", "v", "out", "part", "staged")}
-    types |= {"loc": "*i64", "tgt": "*i64", "src": "*i64", "scale": "*fp32", "inverse_scales": "*fp32"}
-    number = lambda name: "i64" if "stride" in name or name.endswith(("_slot", "_head", "count")) else "*u8"
-    ptx = compiled(kernel, types, constants, number, 80)
+    types |= dict(loc="*i64", tgt="*i64", src="*i64", scale="*fp32", inverse_scales="*fp32")
+    number = re.compile("stride|(_slot|_head|count)$")
+    other = lambda name: "i64" if number.search(name) else "*u8"
+    ptx = compiled(kernel, types, constants, other, 80)
     print("arithmetic", len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))
 
 for unit in (16, 2):
     sizes = dict(WORD=staging_triton.WORDS[unit], VECTOR=2 if unit == 16 else 1)
-    staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit, COLUMNS=128, CHUNKS=1, BLOCK=1024)
+    staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit)
+    staged |= dict(COLUMNS=128, CHUNKS=1, BLOCK=1024)
     copied = sizes | dict(UNIT=unit, BLOCK=host_copy_triton.BLOCK)
+    copy = host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (
         (staging_triton.gather_kernel, staging_triton.WARPS, staged, 80),
         (staging_triton.scatter_kernel, staging_triton.WARPS, staged, 80),
-        (host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS, copied | dict(TO_HOST=True), 90),
-        (host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS, copied | dict(TO_HOST=False), 90),
+        (*copy, copied | dict(TO_HOST=True), 90),
+        (*copy, copied | dict(TO_HOST=False), 90),
     ):
         ptx = compiled(kernel, types, constants, lambda name: "i32", arch, num_warps=warps)
         print("unit", unit, ".local" in ptx, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))

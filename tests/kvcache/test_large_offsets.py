@@ -76,7 +76,8 @@ def check_room(nbytes: int, device: str) -> None:
     have = ADDRESSES if device == "cpu" else torch.cuda.mem_get_info()[0] - (2 << 30)
     if nbytes > have:
         pytest.skip(
-            f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB may be used on {device}"
+            f"the pool spans {nbytes / 2**30:.1f} GiB, {have / 2**30:.1f} GiB "
+            f"may be used on {device}"
         )
 
 

@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import (
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPoolFP4,
-    SWAKVPool,
-    kv_dtype,
-    layout,
-)
+from kvcache import kv_dtype, layout
 from kvcache.config import FP4_DTYPE
+from kvcache.pools import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPoolFP4, SWAKVPool
 from tests.helpers.kvcache.blocks import DEVICE
 
 transformers = pytest.importorskip("transformers")
@@ -178,9 +172,8 @@ def test_linear_layers_and_their_states(
     assert (got.kinds, got.pool) == (kinds, "hybrid_linear")
     for kind, shapes, own in zip(kinds, got.layer_shapes, states_of(config), strict=True):
         assert (kind == "linear") == (own is not None)
-        if (
-            own is not None
-        ):  # transformers keeps one column more of the convolution, which the next token shifts out
+        # transformers keeps one column more of the convolution, which the next token shifts out
+        if own is not None:
             (channels, kernel), temporal = own
             assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
     assert got.layer_shapes[3] == {"k": (2, 8), "v": (2, 8)}

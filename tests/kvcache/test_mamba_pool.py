@@ -6,14 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import (
-    BlockManager,
-    HybridReqToTokenPool,
-    MambaConfig,
-    MambaPool,
-    PagedTokenToKVPoolAllocator,
-    ReqHandle,
-)
+from kvcache import BlockManager, ReqHandle
+from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.pools import HybridReqToTokenPool, MambaConfig, MambaPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
@@ -122,9 +117,8 @@ def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> 
             state.fill_(7)
         pool.on_resume()
         assert [values(pool, slot) for slot in (0, taken[1])] == [[0] * 3] * 2
-        assert (
-            values(pool, held) == values(pool, taken[0]) == [7] * 3
-        )  # nobody's, and the owner's to restore
+        # nobody's, and the owner's to restore
+        assert values(pool, held) == values(pool, taken[0]) == [7] * 3
         pool.free(taken[1:])
 
 
@@ -220,10 +214,8 @@ def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
     with pytest.raises(ValueError, match="can't be copied while tag 'kv_cache' is paused"):
         blocks.fork(parent)
     blocks.check_integrity()
-    assert (table.available_size(), table.mamba.available_size()) == (
-        2,
-        1,
-    )  # what the failed fork took is back
+    # what the failed fork took is back
+    assert (table.available_size(), table.mamba.available_size()) == (2, 1)
     assert "1 state slot" not in table.shortage("request 7", 1)
     assert "request 7 needs 2 state slot(s), 1 of 3 are free" in table.shortage("request 7", 2)
     blocks.release(parent)

@@ -81,9 +81,8 @@ def test_kv_write_equals_the_reference(
     heads, k_dim, v_dim, dtype = shape
     n, slots = 6, 20
     k, v = inputs(n, heads, k_dim, dtype, layout), inputs(n, heads, v_dim, dtype, layout)
-    loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[
-        :, 0
-    ]  # strided
+    # strided
+    loc = torch.tensor([[19, 0], [3, 0], [4, 0], [0, 0], [7, 0], [11, 0]], device=DEVICE)[:, 0]
     assert not loc.is_contiguous()
     for impl in IMPLS:
         buffers = [poisoned(slots, heads, dim * dtype.itemsize) for dim in (k_dim, v_dim)]
@@ -102,10 +101,8 @@ def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
     expected = torch.zeros_like(buffer)
     expected[[3, 1], :, 2:5] = rows
     assert torch.equal(buffer, expected)
-    none, loc = (
-        torch.empty(0, 1, 16, device=DEVICE),
-        torch.empty(0, dtype=torch.int64, device=DEVICE),
-    )
+    none = torch.empty(0, 1, 16, device=DEVICE)
+    loc = torch.empty(0, dtype=torch.int64, device=DEVICE)
     set_rows(rows[:0], buffer[..., 2:5], loc, impl)
     set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], loc, impl)
     move_rows([buffer.transpose(0, 1)], loc, loc, impl)
@@ -235,7 +232,7 @@ def batch(
 
 
 def hidden(values: torch.Tensor) -> torch.Tensor:
-    """The same values as every third element of a poisoned buffer: not contiguous in any dimension."""
+    """The values as every third element of a poisoned buffer: contiguous in no dimension."""
     buffer = torch.full((*values.shape[:-1], 3 * values.shape[-1] + 2 * MARGIN), FAR, device=DEVICE)
     rows = (
         torch.full((2 * len(values), buffer.shape[-1]), FAR, device=DEVICE)
@@ -265,11 +262,8 @@ def random_batch(seed: int) -> tuple[list[tuple[int, int]], int, int]:
         ([(0, 5)], 1, 10),
         ([(4, 5), (7, 8), (3, 4), (16, 17)], 4, 10),  # a decode step
         ([(3, 3), (0, 0)], 4, 10),
-        (
-            [(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)],
-            24,
-            10,
-        ),  # chunks beside decodes, more than a program's 32
+        # chunks beside decodes, more than a program's 32
+        ([(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)], 24, 10),
         *(random_batch(seed) for seed in range(12)),
         # small tensors, large numbers: each factor and each product that an id is made of passes
         # 2^31 somewhere
@@ -402,7 +396,7 @@ def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch
 
 
 def blocks_of(values: list[float], e: int) -> torch.Tensor:
-    """fp32 [n, 16]: each value times 2**e in a block of its own whose largest element is 6 * 2**e."""
+    """fp32 [n, 16]: each value times 2**e in its own block, whose largest element is 6 * 2**e."""
     blocks = torch.zeros(len(values), 16)
     blocks[:, 3] = 6.0
     blocks[:, 8] = torch.tensor(values)
@@ -490,13 +484,10 @@ def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
         torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
     )
     read = quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float32)
-    blocks, error = (
-        rows.float().unflatten(-1, (-1, 16)),
-        (read - rows.float()).unflatten(-1, (-1, 16)).abs(),
-    )
-    assert (
-        error <= blocks.abs().amax(-1, keepdim=True) / 3
-    ).all()  # at most half of the widest gap, 4 to 6, of 3
+    blocks = rows.float().unflatten(-1, (-1, 16))
+    error = (read - rows.float()).unflatten(-1, (-1, 16)).abs()
+    # at most half of the widest gap, 4 to 6, of 3
+    assert (error <= blocks.abs().amax(-1, keepdim=True) / 3).all()
     assert error.square().mean().sqrt() < 0.15 * rows.float().std()
 
 
@@ -521,9 +512,8 @@ def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     for impl in IMPLS:
         widths = (k_dim // 2, k_dim // 16, v_dim // 2, v_dim // 16)
         wide = [poisoned(slots, heads, w + 8) for w in widths]
-        parts = [
-            t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)
-        ]  # rows inside of wider ones
+        # rows inside of wider ones
+        parts = [t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)]
         kv_write.set_kv_buffer_fp4(k, v, parts[:2], parts[2:], loc, impl)
         for t, w in zip(wide, widths, strict=True):
             assert (t[..., :4] == POISON).all() and (t[..., 4 + w :] == POISON).all()

@@ -5,19 +5,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcache import (
+from kvcache import KVCacheConfig
+from kvcache.config import FP4_DTYPE
+from kvcache.ops import quant
+from kvcache.pools import (
     DoubleSparseTokenToKVPool,
     HostCopy,
     HybridLinearKVPool,
-    KVCacheConfig,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
     SWAKVPool,
 )
-from kvcache.config import FP4_DTYPE
-from kvcache.ops import quant
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE
 from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, rows_for, stored

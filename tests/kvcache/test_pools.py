@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import MHATokenToKVPool
+from kvcache.pools import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks, make_pool
 from tests.helpers.kvcache.pools import (
@@ -41,9 +41,8 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
     assert saver.tags == ["kv_cache"] and report.content == "discard"
     assert expected <= report.live_bytes <= expected + 4096
     page = saver.backend.granularity
-    assert (
-        report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"
-    )  # in whole extents there
+    # in whole extents there
+    assert report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"
     for part in stored(pool):
         assert 0 <= saver.offset_of(part) < report.committed_bytes
         part.zero_()
@@ -82,9 +81,8 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
         assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "what was given is modified"
     for view, old in zip(pool.get_kv_buffer(1), before, strict=True):
         assert view.dtype == dtype and torch.equal(view.view(torch.uint8), old[1])
-        assert (
-            view.stride()[1:] == view[0].contiguous().stride()
-        )  # kernels take the stride between slots
+        # kernels take the stride between slots
+        assert view.stride()[1:] == view[0].contiguous().stride()
     other = make_pool(size=8, page_size=2, **fields | {"slot_major": not slot_major})
     assert pool.get_cpu_copy(at(2)).format == other.get_cpu_copy(at(2)).format
 

@@ -211,7 +211,7 @@ def test_backward_raises_in_python(device: str) -> None:
 
 
 class _Deeper(torch.autograd.Function):
-    """Goes backward inside backward; from a depth of 60 autograd does that on a thread of its own."""
+    """Goes backward inside backward; from a depth of 60 autograd does that on its own thread."""
 
     @staticmethod
     def forward(

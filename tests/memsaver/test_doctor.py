@@ -43,8 +43,14 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return 0;
 }
 int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) { *handle = (void *)uuid; return uuid[4] == 'a'; }
-int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) { memory[1] = 3ull << 30; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    *handle = (void *)uuid;
+    return uuid[4] == 'a';
+}
+int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) {
+    memory[1] = 3ull << 30;
+    return 0;
+}
 """
 
 
@@ -95,9 +101,8 @@ def test_this_machine_is_told_as_it_is() -> None:
     examine("cpu")  # what is loaded once, is loaded
     before = process_bytes("cpu"), settled_fds()
     checks = named(examine("cpu"))
-    until(
-        lambda: (process_bytes("cpu"), open_fds()) == before
-    )  # connections are closed by their own threads
+    # connections are closed by their own threads
+    until(lambda: (process_bytes("cpu"), open_fds()) == before)
     assert list(checks) == [row.name for row in CHECKS]
     assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
     must_work = [
@@ -212,17 +217,13 @@ def drop_descriptors(connection: socket.socket, text: list[bytes], fds: list[int
 
 BINDING, ALLOCATOR = "CUDA binding for Python", "torch's allocator settings"
 EITHER = (HERE, "warn"), (GPU, "fail")
-VERSION, IMPORT, LIMITS = (
-    "importlib.metadata.version",
-    "importlib.import_module",
-    "resource.getrlimit",
-)
+VERSION = "importlib.metadata.version"
+IMPORT = "importlib.import_module"
+LIMITS = "resource.getrlimit"
 NONE = resource.RLIM_INFINITY
-CUDA_CONF, CONF, UNCACHED = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)
+CUDA_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+CONF = "PYTORCH_ALLOC_CONF"
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 UNSET = {CUDA_CONF: None, CONF: None, UNCACHED: None}
 SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
@@ -230,10 +231,8 @@ UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
 REFILL = "memsaver.tag.refill.Refill.fill"
 HOOK = "memsaver.native.cpu_hook.allocate_from"
-MISSING, REFUSED = (
-    raises(ModuleNotFoundError("no such module")),
-    raises(PermissionError("not permitted")),
-)
+MISSING = raises(ModuleNotFoundError("no such module"))
+REFUSED = raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
 NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
 NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
@@ -548,9 +547,8 @@ def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> N
     )
     lines = look("GPUs", GPU).found.splitlines()
     assert lines[0] == "cuda:0 NVIDIA H100, 3.00 GiB free of 80.00 GiB, GPU-00"
-    assert (
-        lines[2] == "cuda:2 NVIDIA H100, 80.00 GiB, GPU-aaaa"
-    )  # NVML does not know it, and torch is not asked
+    # NVML does not know it, and torch is not asked
+    assert lines[2] == "cuda:2 NVIDIA H100, 80.00 GiB, GPU-aaaa"
     assert not asked
     monkeypatch.setattr(gpu, "LIBNVML", "libno-such-library.so")
     lines = look("GPUs", SECOND_GPU).found.splitlines()

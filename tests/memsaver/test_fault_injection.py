@@ -195,9 +195,8 @@ def test_one_call_after_the_other(name: str, device: str, fds: int) -> None:
         world.receiver.close()
         world.saver.close()
         del world
-        until(
-            lambda: connections() <= open_before
-        )  # the next fault is not for the threads that close them
+        # the next fault is not for the threads that close them
+        until(lambda: connections() <= open_before)
     assert (raised > 0 or name == "trim") and fault.call >= 2
     gc.collect()
     until(lambda: device != "cpu" or (process_bytes(device) <= floor and open_fds() <= fds))

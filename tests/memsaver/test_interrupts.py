@@ -194,11 +194,10 @@ def test_an_interrupt_at_any_moment(operation: str, device: str, tmp_path: Path)
         durations.append(time.perf_counter() - started)
         end(world)
     longest = 1.3 * statistics.median(durations)
-    held, fds, hits = (
-        family_bytes(device),
-        settled_fds(),
-        0,
-    )  # with what a process opens once, for CUDA above all
+    # with what a process opens once, for CUDA above all
+    held = family_bytes(device)
+    fds = settled_fds()
+    hits = 0
     for _ in range(rounds(60, 4000)):
         if hits == rounds(25, 1000):
             break

@@ -144,9 +144,8 @@ def test_one_in_use_is_waited_for_and_then_ends(
             world.saver.pause("weights")
         assert not world.saver.is_paused("weights")
         lease.tensor((SIZE,), torch.uint8).fill_(7)
-        with world.kept.use(
-            world.ticket
-        ) as again:  # the owner has given up, and may be asked for another
+        # the owner has given up, and may be asked for another
+        with world.kept.use(world.ticket) as again:
             assert again is not lease and int(again.tensor((1,), torch.uint8)) == 7
     assert lease.closed and not again.closed and world.leases == 1
 
@@ -214,10 +213,8 @@ def test_a_recall_that_overtakes_the_lease_is_repeated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner grants a lease, and pauses before it is mapped."""
-    original, pausing = (
-        memsaver.sharing.lease.import_all,
-        threading.Thread(target=world.saver.pause),
-    )
+    original = memsaver.sharing.lease.import_all
+    pausing = threading.Thread(target=world.saver.pause)
 
     def import_all(*arguments: Any) -> None:
         pausing.start()
@@ -320,10 +317,8 @@ def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
 
     def use() -> None:
         while not stop.is_set():
-            with (
-                contextlib.suppress(LeaseError),
-                world.kept.use(world.ticket) as lease,
-            ):  # paused now
+            # paused now
+            with contextlib.suppress(LeaseError), world.kept.use(world.ticket) as lease:
                 ends = lease.tensor((SIZE,), torch.uint8)[:: SIZE - 1].tolist()
                 assert ends[0] == ends[1] or 0 in ends, ends
                 seen.add(ends[0])

@@ -169,25 +169,16 @@ def test_processes_have_names(install: Install, other: subprocess.Popen[bytes]) 
 
 
 ONE, TWO = f"process {2**22 + 1}", f"process {2**22 + 2}"  # gone, or another user's
-HOLDERS: list[
-    tuple[list[Entry], int, int, dict[str, int]]
-] = [  # listed, GiB unaccounted and accounted
+# listed, GiB unaccounted and accounted
+HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [
     ([(OWN, 10 * GIB)], 1, 9, {nvml.OWN: 1}),
     ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
     ([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
     ([(OWN, 2 * GIB), (2**22 + 2, None)], 3, 1, {nvml.OWN: 1, nvml.HIDDEN: 2}),
-    (
-        [(1, 2 * GIB), (2, GIB)],
-        3,
-        1,
-        {nvml.UNKNOWN: 3},
-    ),  # ids of the host: this process is not among them
-    (
-        [(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)],
-        3,
-        40,
-        {ONE: 2, TWO: 1},
-    ),  # a tag that is leased
+    # ids of the host: this process is not among them
+    ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),
+    # a tag that is leased
+    ([(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)], 3, 40, {ONE: 2, TWO: 1}),
 ]
 
 

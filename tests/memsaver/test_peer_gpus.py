@@ -25,13 +25,12 @@ from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer
 
 SIZE = 8 * MIB
-CONTEXT = (
-    64 * MIB
-)  # less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
+# less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
+CONTEXT = 64 * MIB
 
 
 def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
-    """Read, hash and write the pages from the other GPU: with a kernel, and with copies both ways."""
+    """Reads, hashes and writes the pages from the other GPU: by a kernel, by copies both ways."""
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible  # CUDA has not started in this process
         assert torch.cuda.device_count() == 1
@@ -143,7 +142,7 @@ def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
 
 
 def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stood in for by the host, under another device's key, whose calls fail one after the other."""
+    """Stood in for by the host, under another device's key: its calls fail one by one."""
     saver, tensor, ticket = shared("cpu")
     backend: Any = HostBackend()
     backend.device_key = "GPU-here"

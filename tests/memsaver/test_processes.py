@@ -38,11 +38,8 @@ from tests.helpers.memsaver.savers import at_once, not_in_vain, until
 from tests.helpers.peers import Address, Gone, Peer
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
-SIZES = (
-    1 << 20,
-    1 << 19,
-    150_000,
-)  # of each tag's tensors; the first, at the start of the tag, stays where it is
+# of each tag's tensors; the first, at the start of the tag, stays where it is
+SIZES = (1 << 20, 1 << 19, 150_000)
 LIMIT = 28 << 20  # for the tags with their holes, and for some of what the others hand over
 # Bytes: glibc keeps the stack of an ended thread (8 MiB), the CUDA driver takes and returns 32 MiB
 # now and then: seen after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450
@@ -205,9 +202,8 @@ class Actor:
 
 
 def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -> None:
-    ctypes.CDLL(None).mallopt(
-        M_ARENA_MAX, 1
-    )  # else glibc reserves 64 MiB for one thread more, sooner or later
+    # else glibc reserves 64 MiB for one thread more, sooner or later
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     actor = Actor(device, seed)
     pipe.send(actor.address)
     if die_at is not None:
@@ -314,9 +310,8 @@ class Survivor:
         at_once(lambda: self._work(stop), lambda: self._kill(victims, stop))
         self._ask("rest")
         self.actor.let_go()
-        until(
-            lambda: not any(tag.leases for tag in self.actor.saver.report().tags.values())
-        )  # of the dead
+        # of the dead
+        until(lambda: not any(tag.leases for tag in self.actor.saver.report().tags.values()))
         self.actor.rest()
         self._ask("rest")  # again, for the survivor had memory of theirs, and they had its
         pids = [os.getpid(), *(peer.pid for peer in self.peers)]

@@ -126,11 +126,9 @@ def test_a_giver_dies_while_its_imports_are_taken_over(
 ) -> None:
     """Those of it that have been taken by then are not lost."""
     memsaver.attach(peer.ticket).close()
-    owner, missing, calls = (
-        lease.owner_of(peer.pool.socket_name),
-        imports.missing,
-        itertools.count(1),
-    )
+    owner = lease.owner_of(peer.pool.socket_name)
+    missing = imports.missing
+    calls = itertools.count(1)
     dropping = threading.Thread(target=imports.drop_owner, args=[owner])
 
     def then_drop(ids: list[int]) -> list[int]:
@@ -211,9 +209,8 @@ def test_a_lease_that_comes_too_late_is_given_back(
     with busy(saver), pytest.raises(memsaver.LeaseError, match=r"gave no answer for 0.1 s"):
         memsaver.attach(ticket)
     monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
-    monkeypatch.setattr(
-        "memsaver.sharing.server.BUSY_SECONDS", 0.1
-    )  # it refuses before its peer gives up
+    # it refuses before its peer gives up
+    monkeypatch.setattr("memsaver.sharing.server.BUSY_SECONDS", 0.1)
     with (
         busy(saver),
         pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"),

@@ -22,7 +22,7 @@ ROWS = 24
 
 
 def make(device: str, limit: int | None = None) -> tuple[MemorySaver, torch.Tensor]:
-    """A tensor of 24 rows of 2 MiB, alone on its tag, in pieces that can be given back one by one."""
+    """A tensor of 24 rows of 2 MiB, alone on its tag, in pieces that can go back one by one."""
     saver = MemorySaver(device, limit_bytes=limit)
     return saver, saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", elastic=True).fill_(1)
 

@@ -177,9 +177,8 @@ def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
         del scratch
     tag = saver.report().tags["weights"]
     assert tag.live_bytes == sum(p.nbytes for layer in layers for p in layer.parameters())
-    slack = (
-        1.02 if device == "cpu" else 1.3
-    )  # torch's 2 and 20 MiB segments round up a model this small
+    # torch's 2 and 20 MiB segments round up a model this small
+    slack = 1.02 if device == "cpu" else 1.3
     assert tag.committed_bytes <= tag.live_bytes * slack
 
 
@@ -294,14 +293,7 @@ def test_failures_are_counted_and_logged_and_their_bytes_are_not(
 
 @pytest.mark.parametrize("unit", [1, 3, 64, 4096, 2 << 20])
 def test_the_least_multiple_that_is_not_below(unit: int) -> None:
-    for nbytes in {
-        0,
-        1,
-        unit - 1,
-        unit,
-        unit + 1,
-        5 * unit - 1,
-        (1 << 62) + 1,
-    }:  # the last: beyond what a float holds
+    # the last: beyond what a float holds
+    for nbytes in {0, 1, unit - 1, unit, unit + 1, 5 * unit - 1, (1 << 62) + 1}:
         got = round_up(nbytes, unit)
         assert type(got) is int and got % unit == 0 and nbytes <= got < nbytes + unit

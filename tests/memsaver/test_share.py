@@ -58,9 +58,8 @@ def test_a_dead_peer_ends_its_lease(device: str) -> None:
         peer.kill()
         until(lambda: not saver.report().tags["t"].leases)
         saver.pause("t")
-        until(
-            lambda: before - process_bytes(device) == committed
-        )  # the driver clears up behind it, a while
+        # the driver clears up behind it, a while
+        until(lambda: before - process_bytes(device) == committed)
 
 
 def test_refusals_name_the_reason(device: str) -> None:
@@ -152,7 +151,8 @@ def test_another_user_gets_nothing_and_costs_nothing(device: str) -> None:
         before = settled_fds(), threading.active_count()
         stranger.tell("begin")
         assert stranger.hear() == (
-            f"no lease of tag 't': its saver is user {os.getuid()}'s, this process is user {NOBODY}'s"
+            f"no lease of tag 't': its saver is user {os.getuid()}'s, "
+            f"this process is user {NOBODY}'s"
         )
         assert stranger.hear() == [(None, 0), (None, 0)]
         assert stranger.hear() == "all closed"

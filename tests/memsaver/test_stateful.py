@@ -43,9 +43,8 @@ class SaverMachine(RuleBasedStateMachine):
     def start(self, begun: bool) -> None:
         """begun: all tags are there, with a tensor that stays."""
         self.limit = self.scale << 20
-        assert bool(
-            (torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all()
-        )  # loads the kernels
+        # loads the kernels
+        assert bool((torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all())
         self.floor = self._used()
         self.saver = memsaver.MemorySaver(self.device, limit_bytes=self.limit)
         self.peer = memsaver.MemorySaver(self.device, limit_bytes=self.limit // 2)
@@ -70,9 +69,8 @@ class SaverMachine(RuleBasedStateMachine):
             del self.theirs
             self.peer.close()
             switch.LEASE_GRACE_SECONDS = self.grace
-            until(
-                lambda: self._used() == self.floor
-            )  # imports of a closed saver are let go of by a thread
+            # imports of a closed saver are let go of by a thread
+            until(lambda: self._used() == self.floor)
 
     def _used(self) -> int:
         gc.collect()
@@ -309,7 +307,7 @@ class SaverMachine(RuleBasedStateMachine):
 
 
 class CudaMachine(SaverMachine):
-    """Without regions: torch makes segments of 2 and 20 MiB there, which the model does not know."""
+    """Without regions: torch makes segments of 2 and 20 MiB there, unknown to the model."""
 
     device, page, scale, regions = "cuda:0", 2 << 20, 128, False
 

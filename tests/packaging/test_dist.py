@@ -99,17 +99,10 @@ def test_the_sdist_holds_the_sources_and_no_tests(sdist: Path, tracked: list[str
         names = {
             member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
         }
-    assert names >= sources(tracked) | {
-        "setup.py",
-        "pyproject.toml",
-        "README.md",
-        "constraints.txt",
-    }
-    assert not [
-        name
-        for name in names
-        if name.startswith(("tests/", "docs/", "examples/")) or name.endswith(".so")
-    ]
+    beside = {"setup.py", "pyproject.toml", "README.md", "constraints.txt"}
+    assert names >= sources(tracked) | beside
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/"))]
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: list[str]) -> None:
@@ -118,11 +111,8 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     (shim,) = names - sources(tracked)
     assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
     assert names >= sources(tracked)
-    assert {
-        "recipes/tiny.yaml",
-        "recipes/recipe/shapes.yaml",
-        "memsaver/native/cpu_hook.cpp",
-    } <= names
+    assert {"recipes/tiny.yaml", "recipes/recipe/shapes.yaml"} <= names
+    assert "memsaver/native/cpu_hook.cpp" in names
 
 
 def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path) -> None:
@@ -132,13 +122,8 @@ def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path)
 
 
 def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:
-    words = [
-        "tiny",
-        "steps=1",
-        "grpo.prompts_per_step=8",
-        "grpo.samples_per_prompt=4",
-        "eval.every=0",
-    ]
+    words = ["tiny", "steps=1", "eval.every=0"]
+    words += ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4"]
     run(environment / "bin" / "memsaver", "run", *words, "--run-dir", "run", cwd=tmp_path)
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["gap_max"] < 5e-5

@@ -146,11 +146,8 @@ def test_the_tokenizer_gets_the_end_that_the_model_emits() -> None:
     tokenizer.eos_token = "<|im_start|>"  # as GGUF metadata has it
     tokenizer.pad_token = None
     repair_tokenizer(tokenizer, generation_config([end, 0]))
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token) == (
-        "<|im_end|>",
-        end,
-        "<|im_end|>",
-    )
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == end
     repair_tokenizer(tokenizer, generation_config(end, pad=0))
     assert tokenizer.pad_token == "<pad>"
     with pytest.raises(RunError, match="never writes <unk>"):

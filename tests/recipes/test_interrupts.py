@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from memsaver import StateError
-from recipes.cli import main
-from recipes.interrupts import interrupts
+from recipes.cli import interrupts, main
 
 BAD = ["run", "tiny", "stepz=3"]
 BOTH = (signal.SIGINT, signal.SIGTERM)

@@ -4,6 +4,7 @@ needs.
 
 from __future__ import annotations
 
+import itertools
 import types
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from recipes import run
 from recipes.recipe import Recipe
 from recipes.recipe.loading import PACKAGE, load, recipe_text
 from recipes.recipe.schema import leaves
-from recipes.recipe.shapes import shapes
+from recipes.recipe.sides import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS
@@ -35,11 +36,8 @@ HAVE_RUN = {
     "qwen2.5-1.5b",
     "qwen2.5-7b",
 }
-GPU_BYTES = {
-    "h100-80gb": 79.6 * GIB,
-    "h200-141gb": 140.4 * GIB,
-    "b200-192gb": 179 * GIB,
-}  # what the driver calls total
+# What the driver calls total.
+GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}
 PUBLISHED = {  # parameters, and bytes of a token in the KV cache in bf16
     "smollm2-135m": (134_515_008, 23_040),
     "qwen2.5-0.5b": (494_032_768, 12_288),
@@ -77,17 +75,14 @@ def test_a_shape_is_the_published_one(name: str, described: Path) -> None:
     config = AutoConfig.from_pretrained(described / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    biases = [
-        each for key, each in model.named_buffers() if key.endswith("e_score_correction_bias")
-    ]  # DeepSeek-V3's
+    own = "e_score_correction_bias"  # DeepSeek-V3's
+    biases = [each for key, each in model.named_buffers() if key.endswith(own)]
     assert sum(each.numel() for each in [*model.parameters(), *biases]) == parameters
     assert layout(config, dtype=torch.bfloat16).bytes_per_token == kv_bytes
     if name not in MOE:
         groups = parameter_groups(load_model_config(described / name))
-        assert (
-            sum(torch.Size(each.shape).numel() for group in groups for each in group.params)
-            == parameters
-        )
+        params = itertools.chain.from_iterable(group.params for group in groups)
+        assert sum(torch.Size(each.shape).numel() for each in params) == parameters
 
 
 def test_every_shape_has_its_figures_and_what_was_never_run_says_so(
@@ -155,27 +150,27 @@ def test_a_gpu_holds_what_no_plan_can_do_without(packaged: dict[str, Recipe]) ->
 def test_the_pool_holds_all_requests_that_run_at_once(
     packaged: dict[str, Recipe], described: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs of the size it names; what the rollout does not compute is refused by one line.
-    Nothing is fetched.
-    """
+    """On GPUs of the size it names. Nothing is fetched."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("recipes.setup.preparation.find_model", lambda name: described / name)
     for name, recipe in packaged.items():
         gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
-        if recipe.model.shape in MOE:
-            with pytest.raises(
-                recipes.RecipeError,
-                match=f"shape={recipe.model.shape}: is no model that the rollout",
-            ):
-                prepare(recipe, tmp_path)
-        else:
-            setup = prepare(recipe, tmp_path)
-            request = round_up(setup.max_request_tokens, recipe.engine.page_size)
-            assert setup.kv_tokens >= recipe.engine.max_running * request, name
-            if recipe.cluster.size == 1 and recipe.model.config is None:
-                samples = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
-                assert recipe.engine.max_running == samples, name
+        setup = prepare(recipe, tmp_path)
+        request = round_up(setup.max_request_tokens, recipe.engine.page_size)
+        assert setup.kv_tokens >= recipe.engine.max_running * request, name
+        if recipe.cluster.size == 1 and recipe.model.config is None:
+            samples = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+            assert recipe.engine.max_running == samples, name
+
+
+@pytest.mark.parametrize("shape", MOE)
+def test_a_model_that_the_rollout_does_not_compute_is_refused_by_one_line(
+    shape: str, tmp_path: Path
+) -> None:
+    recipe = load("qwen2.5-0.5b", [f"model.shape={shape}"])
+    with pytest.raises(recipes.RecipeError, match=f"shape={shape}: is no model that the rollout"):
+        prepare(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("status", ["run", "planned"])

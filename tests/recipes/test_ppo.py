@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -28,9 +29,8 @@ from trainer_bridge import SequenceBatch
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
-answers = st.lists(
-    st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5
-)  # (reward, value) a token
+# (reward, value) a token.
+answers = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5)
 
 
 def by_definition(
@@ -69,9 +69,7 @@ def test_advantages_are_the_weighted_n_step_ones(
         )
 
 
-def test_with_lambda_one_the_return_is_what_was_earned_and_an_answer_that_was_cut_off_earns_no_more() -> (
-    None
-):
+def test_with_lambda_one_the_return_is_what_was_earned_and_a_cut_answer_earns_no_more() -> None:
     _, returns = compute_advantages([[1.0, 2.0, 4.0]], [[0.3, -5.0, 7.0]], 0.5, 1.0)
     assert returns == [pytest.approx([3.0, 4.0, 4.0])]
 
@@ -127,10 +125,8 @@ def test_the_order_is_a_function_of_seed_and_step() -> None:
     first = mini_batches(30, 2, 3, 0, 1)
     assert first == mini_batches(30, 2, 3, 0, 1)
     assert first[:3] != first[3:]
-    assert (
-        len({str(mini_batches(30, 1, 1, seed, step)) for seed in range(3) for step in range(3)})
-        == 9
-    )
+    places = itertools.product(range(3), repeat=2)
+    assert len({str(mini_batches(30, 1, 1, seed, step)) for seed, step in places}) == 9
 
 
 def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
@@ -166,24 +162,16 @@ def test_explained_variance() -> None:
 
 
 def test_what_the_algorithms_ask_of_the_trainer() -> None:
-    words = [
-        "ppo.epochs=2",
-        "ppo.mini_batches=3",
-        "ppo.critic_warmup_steps=4",
-        "steps=10",
-        "ppo.value_clip=0.5",
-    ]
+    words = ["steps=10", "ppo.epochs=2", "ppo.mini_batches=3"]
+    words += ["ppo.critic_warmup_steps=4", "ppo.value_clip=0.5"]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))
     assert fields["decay_steps"] == 6 * 6 and fields["critic"].decay_steps == 10 * 6
     assert (
         fields["critic"].value_clip == 0.5 and fields["reference"] and "kl_loss_coef" not in fields
     )
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", ["ppo.kl_coef=0"]))
-    assert (fields["decay_steps"], fields["critic"].decay_steps, fields["reference"]) == (
-        None,
-        None,
-        False,
-    )
+    assert fields["decay_steps"] is fields["critic"].decay_steps is None
+    assert fields["reference"] is False
     fields = GrpoLoop.trainer_fields(recipes.load("tiny", ["grpo.kl_coef=0.1"]))
     assert (fields["kl_loss_coef"], fields["reference"]) == (0.1, True) and "critic" not in fields
     assert not GrpoLoop.trainer_fields(recipes.load("tiny"))["reference"]

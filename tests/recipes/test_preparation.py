@@ -38,18 +38,12 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     setup = prepare(recipes.load("tiny"), tmp_path / "run")
     assert setup.model_dir == tmp_path / "run" / "model"
     names = {file.name for file in setup.model_dir.iterdir()}
-    assert {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    } <= names
+    assert {"config.json", "generation_config.json"} <= names
+    assert {"tokenizer.json", "tokenizer_config.json"} <= names
     assert not [name for name in names if "safetensors" in name]
     config = json.loads((setup.model_dir / "config.json").read_text())
-    assert (config["architectures"], config["vocab_size"]) == (
-        ["Qwen3ForCausalLM"],
-        len(setup.tokenizer),
-    )
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["vocab_size"] == len(setup.tokenizer)
     assert load_model_config(setup.model_dir).stop_token_ids == {setup.tokenizer.eos_token_id}
     again = prepare(recipes.load("tiny"), tmp_path / "run")
     assert again.model_dir == setup.model_dir
@@ -61,23 +55,15 @@ def test_the_recipe_reaches_trainer_and_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of one engine preempt alike."""
-    words = [
-        "trainer.dtype=bfloat16",
-        "model.dtype=bfloat16",
-        "engine.cuda_graphs=false",
-        "device=cpu",
-        "driver=ray",
-    ]
+    words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
+    words += ["engine.cuda_graphs=false", "device=cpu", "driver=ray"]
     words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]
     two = ["engine.tensor_parallel_size=2", "cluster.n_gpus_per_node=2"]
     for more, preemption in ([], "cheapest"), (two, "swap"):
         setup = prepare(recipes.load("tiny", [*words, *more]), tmp_path)
         config, engine = trainer_config(setup), engine_arguments(setup)
-        assert (config.dtype, config.param_dtype, config.random_init) == (
-            "bfloat16",
-            "bfloat16",
-            True,
-        )
+        assert config.dtype == config.param_dtype == "bfloat16"
+        assert config.random_init is True
         assert engine["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
         assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
         assert engine["tensor_parallel_size"] == (2 if more else 1)
@@ -94,7 +80,8 @@ def test_the_recipe_reaches_trainer_and_engine(
     assert trainer_config(prepare(adapted, tmp_path)).lora == expected
 
 
-LINEAR = "model.config={model_type: qwen3_next, num_experts: 0, layer_types: [linear_attention, full_attention]}"
+LAYERS = "layer_types: [linear_attention, full_attention]"
+LINEAR = f"model.config={{model_type: qwen3_next, num_experts: 0, {LAYERS}}}"
 TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 
 
@@ -124,15 +111,10 @@ def check_share(setup: Setup) -> None:
     recipe, model = setup.recipe, load_model_config(setup.model_dir)
     dtype, ranks = getattr(torch, recipe.model.dtype), recipe.engine.tensor_parallel_size
     kept = layout(model.hf_config, dtype=dtype)
-    token = (
-        kept.bytes_per_token
-        // ranks
-        // (1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize)
-    )
-    used = (
-        arena_nbytes(rank_groups(model, 0, ranks), dtype)
-        + (recipe.engine.max_running + 1) * kept.state_bytes
-    )
+    smaller = 1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize
+    token = kept.bytes_per_token // ranks // smaller
+    used = arena_nbytes(rank_groups(model, 0, ranks), dtype)
+    used += (recipe.engine.max_running + 1) * kept.state_bytes
     used += (setup.kv_tokens + 16) * token
     assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0

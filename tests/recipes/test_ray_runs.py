@@ -32,10 +32,8 @@ from tests.helpers.recipes.runs import (
 )
 from trainer_bridge import open_ray
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.timeout(600),
-]  # a busy machine, and up to four processes that import torch
+# A busy machine, and up to four processes that import torch.
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 TWO = ["tiny", *SMALL, "driver=ray", "cluster.n_gpus_per_node=2"]
 
@@ -104,19 +102,14 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     ray_cluster.wait_free()
     alone = rows(make_run("tiny", *SMALL, "steps=5"))
     found = rows(tmp_path)
-    assert [(row["kind"], row["step"]) for row in found] == [
-        ("eval", 0),
-        ("train", 1),
-        ("train", 2),
-    ]
+    kinds = [(row["kind"], row["step"]) for row in found]
+    assert kinds == [("eval", 0), ("train", 1), ("train", 2)]
     for row, single in zip(found, alone, strict=False):
         assert_same(row, single)
         if row["kind"] == "train":
             assert_shared(row, single)
-            part, whole = (
-                row["memory"]["rollout"]["weights"],
-                single["memory"]["rollout"]["weights"],
-            )
+            part = row["memory"]["rollout"]["weights"]
+            whole = single["memory"]["rollout"]["weights"]
             assert part == whole if size == 1 else 0 < part < 0.7 * whole
     assert owners(tmp_path) == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
     assert has_pictures(tmp_path)
@@ -130,13 +123,8 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
     it leaves status 143, trace and pictures, and no actor.
     """
     folder = tmp_path / "run"
-    overrides = [
-        *SMALL,
-        "driver=ray",
-        "steps=100000",
-        "checkpoint.every=2",
-        "checkpoint.max_restarts=1",
-    ]
+    overrides = [*SMALL, "driver=ray", "steps=100000"]
+    overrides += ["checkpoint.every=2", "checkpoint.max_restarts=1"]
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
@@ -182,26 +170,16 @@ def marked(mark: str) -> list[str]:
 def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path) -> None:
     """Agents of Ray that read their parent's number too late would live on for ever."""
     mark = f"MEMSAVER_TEST={tmp_path}"
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.cli",
-        "run",
-        "tiny",
-        "driver=ray",
-        "device=cpu",
-        "--run-dir",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "driver=ray", "device=cpu"]
+    command += ["--run-dir", str(tmp_path)]
     environment = {**os.environ, "MEMSAVER_TEST": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        until(
-            lambda: any("runtime_env/agent" in line for line in marked(mark))
-        )  # it has just begun
+        # It has just begun.
+        until(lambda: any("runtime_env/agent" in line for line in marked(mark)))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)
     finally:

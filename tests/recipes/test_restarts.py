@@ -48,24 +48,17 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
     """
     straight = make_run("tiny", *SMALL, "steps=5")
     lose_trainer(monkeypatch, 2, 5)  # attempts: 1, lost; 1, 2, lost; 3, 4, 5
-    start_run(
-        "tiny",
-        [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"],
-        tmp_path / "run",
-    )
+    words = [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"]
+    start_run("tiny", words, tmp_path / "run")
     assert same_rows(tmp_path / "run", straight)
     out = capsys.readouterr().out.splitlines()
-    assert (
-        f"restart 1 of 2 from the start: {LOSS}" in out
-        and f"restart 2 of 2 from step 2: {LOSS}" in out
-    )
+    assert f"restart 1 of 2 from the start: {LOSS}" in out
+    assert f"restart 2 of 2 from step 2: {LOSS}" in out
     restarts = [
         json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()
     ]
-    assert [(row["restart"], row["after_step"], row["cause"]) for row in restarts] == [
-        (1, 0, LOSS),
-        (2, 2, LOSS),
-    ]
+    found = [(row["restart"], row["after_step"], row["cause"]) for row in restarts]
+    assert found == [(1, 0, LOSS), (2, 2, LOSS)]
     traces = {"trace.json", "trace-until-step-0-1.json", "trace-until-step-2-1.json"}
     assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == traces
 

@@ -63,11 +63,8 @@ def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path: Path) -> None:
     assert not path.exists(), "nothing came into it"
     with claimed(path):
         RunFolder.create(path, RECIPE)
-    assert {entry.name for entry in path.iterdir()} == {
-        "recipe.yaml",
-        "environment.json",
-        "metrics.jsonl",
-    }
+    written = {entry.name for entry in path.iterdir()}
+    assert written == {"recipe.yaml", "environment.json", "metrics.jsonl"}
     mine = tmp_path / "mine"
     mine.mkdir()
     with claimed(mine):
@@ -117,10 +114,8 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
 
     at_once(*(partial(run, size) for size in sizes))
     folders = sorted((tmp_path / "runs").iterdir())
-    assert {folder.name for folder in folders} == {
-        "tiny-now",
-        *(f"tiny-now-{n}" for n in range(2, 9)),
-    }
+    later = {f"tiny-now-{n}" for n in range(2, 9)}
+    assert {folder.name for folder in folders} == {"tiny-now"} | later
     asked = [recipes.load(folder / "recipe.yaml").model.config["hidden_size"] for folder in folders]
     assert sorted(asked) == sizes
     assert asked == [
@@ -195,10 +190,8 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
     assert (folder.last_checkpoint() / "state").read_text() == "x"
     for step in (4, 10, 12):  # what the failed one left behind is in nobody's way
         folder.save_checkpoint(step, 2, fill)
-    assert {path.name for path in folder.last_checkpoint().parent.glob("step_*[0-9]")} == {
-        "step_10",
-        "step_12",
-    }
+    kept = folder.last_checkpoint().parent.glob("step_*[0-9]")
+    assert {path.name for path in kept} == {"step_10", "step_12"}
     assert folder.last_checkpoint_step() == 12
 
 

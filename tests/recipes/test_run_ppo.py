@@ -84,7 +84,7 @@ def test_every_stage_takes_place_in_turn_and_no_memory_is_held_beside(tiny: Path
 def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(
     make_run: MakeRun, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also with several passes and mini-batches, a step of the critic alone, and other tags kept."""
+    """Also with several passes and mini-batches, a step of the critic alone, other tags kept."""
     words = [*SMALL_PPO, "ppo.epochs=2", "ppo.mini_batches=2", "ppo.critic_warmup_steps=1"]
     straight, halves = make_run("tiny-ppo", *words, "steps=3"), tmp_path / "halves"
     shutil.copytree(make_run("tiny-ppo", *words, "steps=2"), halves)
@@ -106,23 +106,14 @@ def test_grpo_with_a_reference_pays_for_the_distance(make_run: MakeRun) -> None:
     assert difference == pytest.approx(0.5 * held[1]["kl_to_reference"], rel=1e-3, abs=1e-6)
     assert held[1]["kl_to_reference"] > 1e-3
     assert "kl_to_reference" not in free[0] and "compute_ref_log_prob" not in free[0]["stages"]
-    assert (
-        held[0]["memory"]["train"]["reference"] == 0
-        and "reference" not in free[0]["memory"]["train"]
-    )
+    assert held[0]["memory"]["train"]["reference"] == 0
+    assert "reference" not in free[0]["memory"]["train"]
     assert "value_loss" not in held[0]
 
 
-ADAPTERS = [
-    *(
-        "grpo.prompts_per_step=24",
-        "steps=14",
-        "eval.every=0",
-        "checkpoint.every=0",
-        "cycle.keep=[weights]",
-    ),
-    *("lora.rank=8", "trainer.learning_rate=5e-3", "grpo.kl_coef=1e-3"),
-]
+ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "grpo.kl_coef=1e-3"]
+ADAPTERS += ["grpo.prompts_per_step=24", "steps=14"]
+ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.keep=[weights]"]
 
 
 def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(

@@ -75,9 +75,8 @@ def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(
         assert intro == "State the final answer to the following arithmetic problem"
         found[sum_.removesuffix(" =")] = int(problem.answer)
         assert is_held_out(signed_terms(problem.question), 0.2) == (problem in chain_sum.held_out)
-    assert (
-        found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
-    )  # no question twice
+    # No question twice.
+    assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
     assert 30 <= len(chain_sum.held_out) <= 50
     assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
     assert set(chain_sum.held_out) < set(
@@ -113,13 +112,8 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     assert len(first_numbers) > 20, (
         "the first that are held out are no fair sample: all begin alike"
     )
-    assert set(task.problems()) == {
-        *own,
-        *other,
-        *task.held_out,
-        *task.beside["2_digits"],
-        *task.beside["3_digits"],
-    }
+    beside = {*task.beside["2_digits"], *task.beside["3_digits"]}
+    assert set(task.problems()) == {*own, *other, *task.held_out} | beside
 
 
 def test_toy_split_is_disjoint_and_complete(toy: Task) -> None:
@@ -290,7 +284,5 @@ def test_a_random_model_needs_the_words_of_the_task(
 ) -> None:
     words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
-    assert (
-        "task.name=own_tasks:echo: a random model has no tokenizer for it; give"
-        in capsys.readouterr().err
-    )
+    rule = "task.name=own_tasks:echo: a random model has no tokenizer for it; give"
+    assert rule in capsys.readouterr().err

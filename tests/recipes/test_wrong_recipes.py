@@ -185,9 +185,8 @@ def test_a_contradiction(case: Wrong, folder: Path, model_dir: Path) -> None:
         for texts in (case.overrides, case.words)
     ]
     case = Wrong(*there, case.base)
-    where = (
-        None if outcome(case.base, case.overrides, None) else folder
-    )  # preparing takes far longer than loading
+    # Preparing takes far longer than loading.
+    where = None if outcome(case.base, case.overrides, None) else folder
     line = refused(case, where)
     assert not folder.exists()
     if case.overrides != ["model.path=/nowhere"]:  # which only the user can correct

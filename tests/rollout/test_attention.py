@@ -15,9 +15,8 @@ from rollout.ops.attention_plan import BatchShape, TritonPlan
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim"
-)  # Triton's interpreter, `tl.range`
+# Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
 
 
 @dataclass
@@ -92,35 +91,20 @@ def plain(
 
 LONG = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64], 3
 CASES: list[tuple[Any, ...]] = some(
-    (
-        (9, 3),
-        (64, 64),
-        [1, 1, 5, 1],
-        [300, 3, 33, 9],
-        2,
-    ),  # chunks with a prefix, one of a single token
+    # chunks with a prefix, one of a single token
+    ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),
     ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim no power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
     ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two
     ((2, 1), (16, 16), [1] * 2, [16 * 256, 16 * 256 + 1], 2),  # sixteen, then fewer and longer ones
-    (
-        (2, 1),
-        (16, 16),
-        [32, 64, 33, 65, 1],
-        [32, 64, 161, 128, 64],
-        0,
-    ),  # chunks that start and end at a block's edge
+    # chunks that start and end at a block's edge
+    ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),
     whole=[((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3), ((4, 4), (16, 16), [7], [7], 0)],
 )
 LATENT = some(
     ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
-    (
-        (20, 1),
-        (40, 24),
-        [1, 1, 1, 9],
-        [70, 256, 600, 20],
-        3,
-    ),  # two blocks of heads, a width that is no power of two
+    # two blocks of heads, a width that is no power of two
+    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 600, 20], 3),
     ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
     whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # as DeepSeek's
 )
@@ -137,9 +121,8 @@ WINDOWS = some(
     ("case", "fields"),
     [
         *((case, {}) for case in CASES),
-        *(
-            (case, {"latent": True}) for case in LATENT
-        ),  # one KV head whose values are a view of its keys
+        # one KV head whose values are a view of its keys
+        *((case, {"latent": True}) for case in LATENT),
         *(
             (((4, 2), (16, 16), *LONG), {"window": window, "mapped": mapped})
             for window, mapped in WINDOWS
@@ -188,10 +171,8 @@ def test_real_widths(
     made = make_case(heads, dims, q_lens, kv_lens, decode, "cuda:0", latent=latent)
     q, k = made.q.to(dtype), made.k.to(dtype)
     v = k[..., : dims[1]] if latent else made.v.to(dtype)
-    scale, reference = (
-        (192 if latent else dims[0]) ** -0.5,
-        plan_attention(made.shape, made.table, "torch"),
-    )
+    scale = (192 if latent else dims[0]) ** -0.5
+    reference = plan_attention(made.shape, made.table, "torch")
     exact = paged_attention(q.float(), k.float(), v.float(), reference, scale)
     out = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), scale)
     tolerance = (
@@ -285,21 +266,16 @@ def test_plan_from_device_tensors_is_the_plan_of_the_lengths(triton_device: str)
     rows, positions = torch.tensor([[4, 0, 2], [8, 0, 29]], device=triton_device)
     expected, plan = plan_attention(shape, table, "triton"), plan_decode(rows, positions, table)
     assert isinstance(expected, TritonPlan) and torch.equal(plan.meta, expected.meta)
-    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (
-        3,
-        0,
-        0,
-    ) and plan.meta.dtype == torch.int32
+    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (3, 0, 0)
+    assert plan.meta.dtype == torch.int32
 
 
 @pytest.mark.gpu
 def test_graph_replay_follows_refilled_tensors() -> None:
     made = make_case((8, 2), (64, 64), [1] * 3, [700, 1500, 90], 3, "cuda:0")
     scale = 64**-0.5
-    q, (rows, positions) = (
-        torch.zeros_like(made.q),
-        torch.zeros((2, 3), dtype=torch.int64, device="cuda:0"),
-    )
+    q = torch.zeros_like(made.q)
+    rows, positions = torch.zeros((2, 3), dtype=torch.int64, device="cuda:0")
 
     def compute() -> torch.Tensor:
         return paged_attention(q, made.k, made.v, plan_decode(rows, positions, made.table), scale)

@@ -36,9 +36,8 @@ def test_early_stopping(early: bool | str, steps: int) -> None:
     beams = search(2, {0}, early_stopping=early, length_penalty=0.0)
     far = [(6, -9.0), (7, -9.0)]
     beams.advance([[(1, -1.0), (0, -3.0), (2, -4.0), (3, -9.0)]] * 2, 0)  # -3 has ended
-    beams.advance(
-        [[(0, -0.2), (5, -0.5), *far], [(5, -9.0), (4, -9.0), *far]], 0
-    )  # and -1.2; -1.5 goes on
+    # -1.2 has ended, too; -1.5 goes on
+    beams.advance([[(0, -0.2), (5, -0.5), *far], [(5, -9.0), (4, -9.0), *far]], 0)
     if steps == 3:
         assert not beams.done
         beams.advance([[(5, -9.0)] * 4, [(5, -9.0)] * 4], 0)

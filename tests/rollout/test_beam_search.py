@@ -1,4 +1,4 @@
-"""Beam search in the engine against transformers, token for token; what it shares and gives back."""
+"""Beam search in the engine against transformers, token by token; what it shares and returns."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -137,9 +137,8 @@ def test_end_tokens_penalties_and_early_stopping(
     for prompt, got in zip(prompts, out, strict=True):
         check(model, prompt, params, got)
     lengths = {len(each.token_ids) for got in out for each in got}
-    assert (
-        penalty > 1 or ends == 1 or len(lengths) > 1
-    )  # some did end; a large penalty prefers the longest
+    # some did end; a large penalty prefers the longest
+    assert penalty > 1 or ends == 1 or len(lengths) > 1
 
 
 @pytest.mark.parametrize(
@@ -215,12 +214,10 @@ def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: 
         after = engine.stats
         assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
         assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
-    assert (
-        engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3
-    )  # each branch has the pages of 10 tokens alone
-    assert (
-        engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40
-    )  # dead branches left nothing
+    # each branch has the pages of 10 tokens alone
+    assert engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3
+    # dead branches left nothing
+    assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40
 
 
 def test_refused_by_the_engine(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The gated delta rule and its convolution against transformers' functions, in one go and in parts."""
+"""The gated delta rule and its convolution against transformers', in one go and in parts."""
 
 import pytest
 import torch

@@ -63,10 +63,8 @@ class Case:
         total = sum(self.lens)
         slots = torch.randperm(100, generator=generator)[:total]
         k, v = torch.full((101, 2, 16), float("nan")), torch.full((101, 2, 8), float("nan"))
-        k[slots], v[slots] = (
-            torch.randn(total, 2, 16, generator=generator),
-            torch.randn(total, 2, 8, generator=generator),
-        )
+        k[slots] = torch.randn(total, 2, 16, generator=generator)
+        v[slots] = torch.randn(total, 2, 8, generator=generator)
         table = torch.full((4, 70), 100, dtype=torch.int32)
         for row, mine in enumerate(slots.split(self.lens), start=1):
             table[row, : len(mine)] = mine.int()
@@ -114,17 +112,13 @@ def test_attends_exactly_over_the_best_and_the_newest(
 def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
     """They are NaN; the labels choose position 3 and the last one."""
     case = Case(device)
-    labels, q = (
-        torch.zeros_like(case.labels),
-        case.q.abs(),
-    )  # every score of a label of ones is positive
+    # every score of a label of ones is positive
+    labels, q = torch.zeros_like(case.labels), case.q.abs()
     labels[case.bucket.slots[:, 3]] = 1.0
     lens = [case.lens[token] for token in case.bucket.tokens.tolist()]
     slots = torch.stack([case.bucket.slots[i, [3, length - 1]] for i, length in enumerate(lens)])
-    k, v = (
-        torch.full_like(case.stored.k, float("nan")),
-        torch.full_like(case.stored.v, float("nan")),
-    )
+    k = torch.full_like(case.stored.k, float("nan"))
+    v = torch.full_like(case.stored.v, float("nan"))
     k[slots], v[slots] = case.stored.k[slots], case.stored.v[slots]
     stored = StoredKV(k=k, v=v)
     out = decode_sparse(stored, labels, case.channels, 2, 1, q, case.bucket, 0.3)
@@ -201,12 +195,10 @@ def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
 
 def test_heavy_channels_are_the_largest_on_average() -> None:
     keys = torch.zeros(5, 2, 6)
-    keys[:, 0, 4], keys[:, 0, 1], keys[:, 1, 0], keys[:, 1, 3] = (
-        -3,
-        2,
-        1,
-        torch.tensor([9.0, -9, 9, -9, 9]),
-    )
+    keys[:, 0, 4] = -3
+    keys[:, 0, 1] = 2
+    keys[:, 1, 0] = 1
+    keys[:, 1, 3] = torch.tensor([9.0, -9, 9, -9, 9])
     assert heavy_channels([keys, -keys], 2) == (((1, 4), (0, 3)),) * 2
 
 

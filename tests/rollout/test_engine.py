@@ -52,9 +52,8 @@ def test_stop_token_ids_and_ignore_eos(
     stop = free[5]
     params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
     completion = engine.generate(prompts, params)[0][0]
-    assert (
-        completion.token_ids == free[: free.index(stop) + 1] and completion.finish_reason == "stop"
-    )
+    assert completion.token_ids == free[: free.index(stop) + 1]
+    assert completion.finish_reason == "stop"
     shutil.copytree(path, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": free[3]})
@@ -109,9 +108,8 @@ def test_progress_counts_samples_and_tokens(make: Callable[..., Engine]) -> None
         SamplingParams(max_tokens=5, n=2),
         on_progress=lambda *now: seen.append(now),
     )
-    assert (
-        seen[-1] == (6, 6, 30) and seen == sorted(seen) and all(total == 6 for _, total, _ in seen)
-    )
+    assert seen[-1] == (6, 6, 30) and seen == sorted(seen)
+    assert all(total == 6 for _, total, _ in seen)
 
 
 def test_a_failure_leaves_no_request_behind(
@@ -147,10 +145,8 @@ def test_bf16_generates(path: Path) -> None:
     )[0]
     full = Engine.from_pretrained(path, kv_tokens=256)
     (exact,) = full.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
-    assert (
-        abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2
-        and completion.token_ids[0] == exact.token_ids[0]
-    )
+    assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2
+    assert completion.token_ids[0] == exact.token_ids[0]
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -176,7 +172,6 @@ def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bo
     assert computed == [300, 8 * 5] and engine.stats.prefix_hit_tokens == 0
     engine.generate([prompt] * 8, SamplingParams(max_tokens=1, temperature=0))
     hit = 8 * (299 // 16 * 16) if prefix_cache else 0
-    assert (
-        computed == [300 + 8 * 300 - hit, 8 * 5] and sum(computed) == engine.stats.computed_tokens
-    )
+    assert computed == [300 + 8 * 300 - hit, 8 * 5]
+    assert sum(computed) == engine.stats.computed_tokens
     assert engine.stats.prefix_hit_tokens == hit

@@ -37,33 +37,36 @@ from kvcache.ops import rotary_triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import activation_triton, attention_blocks as blocks, attention_kernels_triton as kernels
-from rollout.ops import norm_triton, sample_triton
+from rollout.ops import activation_triton, norm_triton, sample_triton
+from rollout.ops import attention_blocks as blocks, attention_kernels_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 def compiled(kernel, constants, types, options, aligned=()):
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    sixteens = [i for i, (n, t) in enumerate(signature.items()) if n in aligned or aligned and t[0] == "*"]
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    pointers = [n for n in names if aligned and signature[n][0] == "*"]
+    sixteens = [i for i, n in enumerate(names) if n in aligned or n in pointers]
     attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    source = ASTSource(kernel, signature, constants, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 def spilled(binary):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
         tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        return re.search(r"STACK:(\\d+)", subprocess.run(tool, capture_output=True, text=True).stdout)[1]
+        said = subprocess.run(tool, capture_output=True, text=True).stdout
+        return re.search(r"STACK:(\\d+)", said)[1]
 
 def attention(kernel, dtype, fp8, settings):
     options = {name: value for name, value in settings.items() if name in OPTIONS}
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
     constants |= {name: None for name in ("scales",) if name in kernel.arg_names and not fp8}
-    types = {"scale": "fp32", "scales": "*fp32", "part": "*fp32", "lse": "*fp32", "table": "*i32", "meta": "*i32",
-             "mapping": "*i64",
-             **dict.fromkeys(["q", "out"], dtype), **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
+    types = {"scale": "fp32", "table": "*i32", "meta": "*i32", "mapping": "*i64",
+             **dict.fromkeys(["scales", "part", "lse"], "*fp32"),
+             **dict.fromkeys(["q", "out"], dtype),
+             **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     strides = [n for n in kernel.arg_names if "stride" in n and n != "stride_meta"]
     made = compiled(kernel, constants, types, options, strides)
     print("attention", kernel.__name__, made.metadata.shared, spilled(made.asm["cubin"]))
@@ -74,33 +77,35 @@ for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
     attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape) | dict(mapping=None))
     attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape) | dict(mapping=None))
     if not fp8:
-        settings = dict(BLOCK_V=value_dim, BLOCK_SPLITS=16, num_warps=blocks.combine_warps(value_dim))
-        attention(kernels.decode_combine, dtype, fp8, dict(VALUE_DIM=value_dim, **settings))
+        settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16)
+        settings["num_warps"] = blocks.combine_warps(value_dim)
+        attention(kernels.decode_combine, dtype, fp8, settings)
     if not latent and not fp8:
         attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape))
         attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape, windowed=True))
 
 FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs"]
 INT64 = ["positions", "slots", "counters", "tokens"]
-ELEMENTS = ["x", "residual", "weight", "out", "total", "gate_up", "q", "k", "v", "k_cache", "v_cache", "logits"]
-KEYS_ONLY = dict(VALUE_DIM=0, BLOCK_V=0)
+ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".split()
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
+KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
 FUSED = [
     (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
     (norm_triton._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
     (activation_triton._silu_mul, dict(BLOCK=1024)),
     (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
     (rotary_triton._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
-    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | HEADS | KEYS_ONLY),
+    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
     (rotary_triton._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
     (sample_triton._reduce_blocks, dict(BLOCK=2048)),
     (sample_triton._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
 ]
 for kernel, constants in FUSED:
     for element in DTYPES:
-        types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(INT64, "*i64"),
-                 **dict.fromkeys(ELEMENTS, element)}
-        options = {} if kernel.__module__ == "rollout.ops.sample_triton" else {"enable_fp_fusion": False}
+        types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"),
+                 **dict.fromkeys(INT64, "*i64"), **dict.fromkeys(ELEMENTS, element)}
+        sampler = kernel.__module__ == "rollout.ops.sample_triton"
+        options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
 """
 
@@ -122,10 +127,8 @@ def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -
     """
     lines = [line for line in printed if line[0] == "attention"]
     assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
-    assert (
-        max(int(line[2]) for line in lines) < 110 * 1024
-        and max(int(line[3]) for line in lines) <= 64
-    )
+    assert max(int(line[2]) for line in lines) < 110 * 1024
+    assert max(int(line[3]) for line in lines) <= 64
 
 
 def test_fused_kernels_fit(printed: list[list[str]]) -> None:

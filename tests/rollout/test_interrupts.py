@@ -43,9 +43,8 @@ def goes_on(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
     if engine.config.tiers is not None:
-        assert (
-            blocks_of(engine).swapped_pages() == 0 and blocks_of(engine).tiers.protected_size == 0
-        )
+        assert blocks_of(engine).swapped_pages() == 0
+        assert blocks_of(engine).tiers.protected_size == 0
 
 
 def answers_are_right(engine: Engine) -> None:

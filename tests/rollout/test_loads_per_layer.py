@@ -53,10 +53,8 @@ class LateCopies:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host: HostKVCache = blocks_of(engine).tiers.lower.host
         self.loads: list[Late] = []
-        self._load_now, self._backup = (
-            self.host.load_to_device,
-            self.host.backup_from_device_all_layer,
-        )
+        self._load_now = self.host.load_to_device
+        self._backup = self.host.backup_from_device_all_layer
         monkeypatch.setattr(self.host, "load_to_device", self._load)
         monkeypatch.setattr(self.host, "backup_from_device_all_layer", self._after_loads)
 

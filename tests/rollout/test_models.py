@@ -20,9 +20,8 @@ from tests.helpers.rollout.answers import LLAMA3, check, ids, random_prompts
 from tests.helpers.rollout.poison import check_idle, poison
 from tests.helpers.rollout.saved import Saved
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim"
-)  # Triton's interpreter, `tl.range`
+# Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
 V3, V2, NEXT = "deepseek_v3", "deepseek_v2", "qwen3_next"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 MIXED, FIVE = [FULL, SLIDING, SLIDING, FULL], [LINEAR, LINEAR, FULL, LINEAR, FULL]
@@ -156,15 +155,13 @@ def test_equals_transformers(
         max_context_len=520,
     )
     poison(engine)
-    prompts = random_prompts(
-        LENGTHS if kind != NEXT else (*LENGTHS[:-2], 150)
-    )  # a state goes through every token
+    # a state goes through every token
+    prompts = random_prompts(LENGTHS if kind != NEXT else (*LENGTHS[:-2], 150))
     out = answer(engine, prompts)
     check(model, prompts, out)
     for (each,) in out:
-        assert (each.finish_reason, each.score) == ("length", None) and each.weight_versions == [
-            0
-        ] * GREEDY.max_tokens
+        assert (each.finish_reason, each.score) == ("length", None)
+        assert each.weight_versions == [0] * GREEDY.max_tokens
     linear = kind == NEXT and overrides.get("layer_types") != [FULL, FULL]
     assert (
         (engine.graphs is not None) == engine.runner.capturable == (device != "cpu" and not linear)
@@ -386,9 +383,8 @@ def test_new_weights_are_used_in_place(saved: Saved, make: Make, device: str) ->
 def test_all_bytes_of_the_cache_are_on_its_tag(make: Make, name: str, device: str) -> None:
     engine, _ = make(name, device=device, kv_tokens=512, page_size=16, max_running=5)
     cache, tag = engine.cache, engine.report().tags["kv_cache"]
-    assert (
-        cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token
-    )  # of states: the full layer's only
+    # beside states: the full layer's only
+    assert cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token
     wanted = cache.pool.nbytes
     if cache.states is not None:
         assert cache.states.nbytes == (5 + 1) * cache.layout.state_bytes

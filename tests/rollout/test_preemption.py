@@ -63,10 +63,8 @@ def test_the_cheaper_one_is_chosen_and_a_tie_computes(factor: float, swaps: bool
 
 
 def test_a_fixed_choice_asks_nobody() -> None:
-    free, dear = (
-        Victim(tokens=10**9, bytes_out=0, bytes_in=0),
-        Victim(tokens=0, bytes_out=1 << 40, bytes_in=1 << 40),
-    )
+    free = Victim(tokens=10**9, bytes_out=0, bytes_in=0)
+    dear = Victim(tokens=0, bytes_out=1 << 40, bytes_in=1 << 40)
     assert not PreemptionCost("recompute").swaps(free) and PreemptionCost("swap").swaps(dear)
     with pytest.raises(
         ValueError, match="preemption='never' must be one of cheapest, recompute, swap"

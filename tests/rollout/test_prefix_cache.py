@@ -72,9 +72,8 @@ def test_answers_are_those_without_the_cache(
     prompts = conversations()
     expected = run(plain, prompts)
     for _ in range(2):
-        for alone in (
-            random_prompts((100, 90), seed=5) if policy else ()
-        ):  # nothing of the prompts stays on the device
+        # nothing of the prompts stays on the device
+        for alone in random_prompts((100, 90), seed=5) if policy else ():
             run(engine, [alone])
         assert_same(run(engine, prompts), expected)
     assert_same([run(engine, [prompt])[0] for prompt in prompts], expected)
@@ -281,9 +280,8 @@ def test_fp8_rows_of_other_scales_are_not_hit(saved: Saved, kind: Callable[..., 
     assert engine.stats.prefix_hit_tokens == 0
     if kind is tiered:
         run(engine, random_prompts((120,), seed=9))
-    assert spent(engine, prompts)[1] == 48 + 56 and (engine.stats.loaded_tokens > 0) == (
-        kind is tiered
-    )
+    assert spent(engine, prompts)[1] == 48 + 56
+    assert (engine.stats.loaded_tokens > 0) == (kind is tiered)
 
 
 # ---------------------------------------------------------------- everything at once

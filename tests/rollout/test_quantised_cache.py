@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4, layout
+from kvcache import KVCacheConfig, layout
 from kvcache.config import FP4_DTYPE, kv_dtype
 from kvcache.ops.rotary import rotate
+from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from rollout import Completion, Engine, SamplingParams
 from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV
 from rollout.ops.attention import paged_attention, plan_attention
@@ -23,9 +24,8 @@ from tests.helpers.rollout.poison import fill, poison
 from tests.helpers.rollout.saved import Saved
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
-KERNELS = some(
-    "fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"]
-)  # fp8 is one kernel, and every byte of both is decoded below
+# fp8 is one kernel, and every byte of both is decoded below
+KERNELS = some("fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"])
 FLIP = 2e-2
 """Of log-probabilities, where kernels or shapes differ: what they store may differ by 2**-23, and
 then, one element in a million, is rounded to the next number, a quarter (or with FP4 a third) away.
@@ -38,9 +38,8 @@ MLA: dict[str, Any] = {  # latent rows of whole FP4 blocks
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
 }  # fmt: skip
 PROMPTS = random_prompts((3, 50, 20))
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim"
-)  # Triton's interpreter, `tl.range`
+# Triton's interpreter, `tl.range`
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
 
 
 @pytest.fixture
@@ -162,9 +161,8 @@ def rounded(make: Make) -> Make:
     def rounded(
         device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any
     ) -> Engine:
-        engine = make(
-            device, "auto", kind, cuda_graphs=False, **config
-        )  # graphs keep what they call
+        # graphs keep what they call
+        engine = make(device, "auto", kind, cuda_graphs=False, **config)
         plain: Any = engine.kv_pool
         kept = layout(engine.model.hf_config, dtype, torch.float32)
         pool: Any = kept.build(size=512, page_size=16, device=plain.device)
@@ -200,7 +198,7 @@ def rounded(make: Make) -> Make:
 def test_equals_a_plain_engine_with_rounded_rows(
     make: Make, rounded: Make, kind: str, dtype: str, device: str
 ) -> None:
-    """Prefill in chunks, which read their own tokens from the pool, beside decode: token for token."""
+    """Prefill in chunks, which read their own tokens from the pool, beside decode."""
     engine = make(device, dtype, kind, max_prefill_tokens=16)
     plain = rounded(device, dtype, kind, max_prefill_tokens=16)
     assert engine.kv_pool.bytes_per_token < plain.kv_pool.bytes_per_token / 3
@@ -215,7 +213,7 @@ def test_equals_a_plain_engine_with_rounded_rows(
 def test_triton_equals_a_plain_engine_with_rounded_rows(
     make: Make, rounded: Make, kind: str, dtype: str
 ) -> None:
-    """Interpreted here, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
+    """Interpreted, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     engine = make(device, dtype, kind, attention="triton", max_prefill_tokens=24)
     assert (engine.graphs is not None) == (device != "cpu" and dtype != "fp4_e2m1")
@@ -241,10 +239,8 @@ def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dty
     engine.kv_pool.move_kv_cache = count  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=12, n=4, seed=5)
     (mine,), (its,) = (each.generate([PROMPTS[1]], params) for each in (engine, plain))
-    assert (
-        copied == [3 * (len(PROMPTS[1]) % 16)]
-        and len({tuple(each.token_ids) for each in mine}) == 4
-    )
+    assert copied == [3 * (len(PROMPTS[1]) % 16)]
+    assert len({tuple(each.token_ids) for each in mine}) == 4
     assert_same(mine, its)
     engine.check_integrity()
 

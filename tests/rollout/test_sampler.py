@@ -56,9 +56,8 @@ def _uniform_of_rows(counters, out):  # type: ignore[no-untyped-def]
     tl.store(out + row, sample_triton.uniform(counters + 3 * row, 3))
 
 
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # NumPy's remark on wrapping products of scalars
+# NumPy's remark on wrapping products of scalars
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
     extremes = torch.tensor([[0, 0, 0], [-1, -1, -1], [2**63 - 1, 1, 2**40], [-(2**63), 5, 0]])
     random = torch.randint(-(2**62), 2**62, (30, 3), generator=torch.Generator().manual_seed(1))
@@ -81,9 +80,8 @@ def test_build_gives_every_tensor_its_values(device: str) -> None:
     )
     assert torch.equal(made.temperature.cpu(), torch.tensor([[1.0], [0.7], [1.5]]))
     assert made.greedy.tolist() == [True, False, False] and made.top_k.tolist() == [5, 0, 0]
-    assert made.top_p.tolist() == [0.5, 0.3, 1.0] and made.counters.tolist() == [
-        list(row[3]) for row in rows
-    ]
+    assert made.top_p.tolist() == [0.5, 0.3, 1.0]
+    assert made.counters.tolist() == [list(row[3]) for row in rows]
     assert made.any_random and made.filtered_rows is not None and made.filtered_rows.tolist() == [1]
     assert plain([1.0], device).filtered_rows is None and not plain([0.0, 0.0], device).any_random
 
@@ -107,14 +105,9 @@ def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, devic
 def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
     """A filtered neighbour does not send the other rows another way."""
     filters = [
-        (1, 0, 1.0),
-        (0.7, 9, 1.0),
-        (0, 0, 1.0),
-        (2, 0, 1.0),
-        (5, 1000, 0.5),
-        (0.3, 3, 0.99),
-        (0, 1, 0.01),
-    ]
+        (1, 0, 1.0), (0.7, 9, 1.0), (0, 0, 1.0), (2, 0, 1.0),
+        (5, 1000, 0.5), (0.3, 3, 0.99), (0, 1, 0.01),
+    ]  # fmt: skip
     x = logits(len(filters), 3000).to(device)
     rows: list[Row] = [(*each, (3, i, 0)) for i, each in enumerate(filters)]
     together, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
@@ -242,6 +235,5 @@ def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(
     tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
     assert ((tokens >= 0) & (tokens < 4096)).all()
     expected, expected_logprobs = sample(clean, made, impl)  # type: ignore[arg-type]
-    assert torch.equal(tokens[6:], expected[6:]) and torch.equal(
-        logprobs[6:], expected_logprobs[6:]
-    )
+    assert torch.equal(tokens[6:], expected[6:])
+    assert torch.equal(logprobs[6:], expected_logprobs[6:])

@@ -7,14 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import (
-    BlockManager,
-    KVCacheConfig,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
-    RadixCache,
-    ReqToTokenPool,
-)
+from kvcache import BlockManager, KVCacheConfig, RadixCache, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.pools import MHATokenToKVPool
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
 from rollout.serving.scheduler import Scheduler
@@ -36,10 +31,8 @@ def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
         dtype=torch.float32,
         device="cpu",
     )
-    table, allocator = (
-        ReqToTokenPool(max_running, size, "cpu"),
-        PagedTokenToKVPoolAllocator(size, PAGE, "cpu"),
-    )
+    table = ReqToTokenPool(max_running, size, "cpu")
+    allocator = PagedTokenToKVPoolAllocator(size, PAGE, "cpu")
     return schedule(BlockManager(table, allocator, MHATokenToKVPool(config)), chunk)
 
 
@@ -110,13 +103,8 @@ def test_long_prompts_come_in_chunks_beside_decoding() -> None:
     scheduler.add(long)
     steps = drain(scheduler)
     chunks = [(c.start, c.length) for s in steps for c in s.chunks if c.sample is long[0]]
-    assert chunks == [
-        (0, 5),
-        (5, 8),
-        (13, 8),
-        (21, 8),
-        (29, 1),
-    ]  # 3 of the first 8 went to the short prompt
+    # 3 of the first 8 went to the short prompt
+    assert chunks == [(0, 5), (5, 8), (13, 8), (21, 8), (29, 1)]
     assert all(s.decode == short for s in steps[1:5])
     assert all(sum(c.length for c in s.chunks) <= 8 for s in steps)
 
@@ -239,9 +227,8 @@ def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
 
 def test_what_never_fits_is_refused_by_name() -> None:
     scheduler = make(pages=4)
-    scheduler.check_fits(
-        "prompt 3", 10, SamplingParams(max_tokens=7)
-    )  # the last token's keys are never stored
+    # the last token's keys are never stored
+    scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=7))
     with pytest.raises(
         ValueError, match="prompt 3 needs 20 KV tokens .*the pool has 16; raise kv_tokens"
     ):
@@ -335,9 +322,8 @@ def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
     prefixes.release(handles[0], tokens)
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 5  # the kept ones are nobody's now
-    assert (
-        prefixes.extend(handles[1:], [32]) is not None
-    )  # the whole pool: the kept ones are evicted
+    # the whole pool: the kept ones are evicted
+    assert prefixes.extend(handles[1:], [32]) is not None
     prefixes.release(handles[1], list(range(31)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8

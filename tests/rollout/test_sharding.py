@@ -104,10 +104,8 @@ def test_one_rank_stores_the_whole_model() -> None:
 def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
     found = layout("mlp.experts.gate_up_proj", (5, 8, 3), 1, 2)
     gate, up = (s for s in found.slices if s.name == "mlp.experts.gate_up_proj")
-    assert gate.strides == up.strides == (12, 3, 1) and (gate.offset, up.offset) == (
-        256,
-        256 + 2 * 3 * 2,
-    )
+    assert gate.strides == up.strides == (12, 3, 1)
+    assert (gate.offset, up.offset) == (256, 256 + 2 * 3 * 2)
     stored = found.modules["mlp.experts.gate_up_proj"]
     assert (stored.offset, stored.shape) == (256, (5, 4, 3))
     assert found.slices[-1].index_base == 7 + 5 * 8 * 3, "numbers count whole parameters"

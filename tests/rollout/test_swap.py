@@ -1,4 +1,4 @@
-"""Preemption by recompute and by swap: answers as if nothing had happened, and nothing left behind."""
+"""Preemption by recompute and by swap: answers as if nothing had happened, nothing left behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Swapped ones go on where they were: the model sees every token once, as without preemption."""
+    """Swapped ones go on where they were: the model sees every token once."""
     engine = tiered(
         path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way
     )
@@ -78,9 +78,8 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
 
 
 def test_a_host_without_room_means_recompute(path: Path) -> None:
-    engine = tiered(
-        path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4
-    )  # two pages
+    # two pages
+    engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4)
     check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
     assert engine.stats.preempted_recompute > 0
 

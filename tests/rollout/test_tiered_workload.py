@@ -107,10 +107,8 @@ def test_weights_that_change_at_every_step(
         world.step()
         world.check_ledgers()
     assert world.seen["found"] == 0 and world.seen["nothing found"] > 100
-    assert (
-        world.scheduler.stats.preempted_recompute > 0
-        and world.scheduler.stats.prefix_hit_tokens == 0
-    )
+    assert world.scheduler.stats.preempted_recompute > 0
+    assert world.scheduler.stats.prefix_hit_tokens == 0
 
 
 # ---------------------------------------------------------------- one sequence

@@ -17,7 +17,8 @@ from rollout import (
 )
 
 PIECE: dict[str, Any] = {
-    "name": "w", "offset": 0, "shape": (2,), "dtype": "float32", "global_shape": (4,), "start": (2,), "index_base": 0,
+    "name": "w", "offset": 0, "shape": (2,), "dtype": "float32",
+    "global_shape": (4,), "start": (2,), "index_base": 0,
 }  # fmt: skip
 RECEIPT: dict[str, Any] = {"version": 1, "layout_hash": "", "nbytes": 0}
 TIERS = KVTiers(host_ratio=1.0)
@@ -140,7 +141,6 @@ def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
     )
     first, second = (pickle.loads(pickle.dumps(manifest)) for _ in range(2))
     assert first == manifest and second is first
-    other = dataclasses.replace(
-        first, layout_hash="two"
-    )  # carries no bytes of the one it was made from
+    # carries no bytes of the one it was made from
+    other = dataclasses.replace(first, layout_hash="two")
     assert pickle.loads(pickle.dumps(other)) == other != manifest

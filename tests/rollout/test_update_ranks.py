@@ -15,11 +15,9 @@ from rollout.types import WeightOffer, WriteReceipt
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
 
-EMBED, DOWN, NORM = (
-    "model.embed_tokens.weight",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.norm.weight",
-)
+EMBED = "model.embed_tokens.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
 SHAPES = {EMBED: (5, 3), DOWN: (3, 8), NORM: (3,)}
 SIZE = 4
 

@@ -205,7 +205,7 @@ class UpdateMachine(RuleBasedStateMachine):
         self.content, self.version = Content(0, 0), 0
 
     def close(self) -> None:
-        """What is left of an update that ends without a commit, or of an engine that is poisoned."""
+        """What is left of an update that ends without a commit, or of a poisoned engine."""
         self.spared = self.under is not None and self.under.offer.shadow
         if not self.spared:
             self.content, self.borrowed = None, False
@@ -222,9 +222,8 @@ class UpdateMachine(RuleBasedStateMachine):
             return
         assert self.content is not None
         [[out]] = self.engine.generate([PROMPT], params)
-        assert out.token_ids == expected(self.content) and set(out.weight_versions) == {
-            self.version
-        }
+        assert out.token_ids == expected(self.content)
+        assert set(out.weight_versions) == {self.version}
 
     @invariant()
     def pages_are_lent_as_long_as_they_are_served(self) -> None:
@@ -235,9 +234,8 @@ class UpdateMachine(RuleBasedStateMachine):
     def shadow_pages_are_there_when_needed_only(self) -> None:
         needed = self.under is not None and self.under.offer.shadow
         assert shadow_bytes(self.engine) == (self.size if needed else 0)
-        assert (
-            self.engine.weights_version == self.version and addresses(self.engine) == self.pointers
-        )
+        assert self.engine.weights_version == self.version
+        assert addresses(self.engine) == self.pointers
         self.engine.saver.check_integrity()
 
 

@@ -18,7 +18,7 @@ import torch
 from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, attach
 from rollout import Engine, PackedBox, WeightUpdateError
 from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
-from rollout.weights.message_writer import write_boxes
+from rollout.weights.update import write_boxes
 from tests.helpers.memory import family_bytes
 from tests.helpers.rollout.answers import GREEDY, ids
 from tests.helpers.rollout.updates import (
@@ -41,9 +41,8 @@ NOT_OPEN = "no weight update is open"
 
 @pytest.fixture
 def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(
-        "memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3
-    )  # what is refused waits for so long
+    # what is refused waits for so long
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3)
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 
@@ -102,12 +101,8 @@ def end_update(engine: Engine, how: str) -> None:
 
 @pytest.mark.alone
 def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, device: str) -> None:
-    for how in (
-        "commit",
-        "abort",
-        "refused",
-        "sleep",
-    ):  # what is taken once: tables, a lease's thread
+    # what is taken once: tables, a lease's thread
+    for how in ("commit", "abort", "refused", "sleep"):
         end_update(engine, how)
     answers(engine)
     report, counted = engine.report(), family_bytes(device)
@@ -154,9 +149,8 @@ def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
         with pytest.raises(OutOfMemory, match="weights_shadow"):
             engine.begin_update(1, shadow=True)
         engine.abort_update("one engine had no room")
-        assert (
-            answers(engine) == before and engine.report().committed_bytes == report.committed_bytes
-        )
+        assert answers(engine) == before
+        assert engine.report().committed_bytes == report.committed_bytes
         saver.limit_bytes = None
         if again == 1:
             engine.begin_update(1, shadow=True)

@@ -49,11 +49,9 @@ def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_t
     end, index = 0, 0
     for piece in store.manifest.slices:
         assert piece.offset >= end and piece.index_base == index
-        assert (
-            piece.shape == piece.global_shape
-            and set(piece.start) == {0}
-            and piece.dtype == "float32"
-        )
+        assert piece.shape == piece.global_shape
+        assert set(piece.start) == {0}
+        assert piece.dtype == "float32"
         end = piece.offset + 4 * math.prod(piece.shape)
         index += math.prod(piece.shape)
         assert torch.equal(store.tensor(piece.name), parameters[piece.name])
@@ -70,11 +68,9 @@ def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_t
         short = name.split(".")[-2]
         stacked = torch.cat([store.tensor(name.replace(short, part)) for part in parts[short]])
         fused = store.tensor(name)
-        assert (
-            module.offset % ALIGNMENT == 0
-            and fused.shape == module.shape
-            and torch.equal(fused, stacked)
-        )
+        assert module.offset % ALIGNMENT == 0
+        assert fused.shape == module.shape
+        assert torch.equal(fused, stacked)
         assert fused.data_ptr() == store.tensor(name.replace(short, parts[short][0])).data_ptr()
     tied = overrides.get("tie_word_embeddings")
     assert store.manifest.aliases == (

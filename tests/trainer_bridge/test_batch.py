@@ -96,12 +96,7 @@ def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
     assert (micro.first, micro.last) == (0, 2)
     assert list(
         zip(micro.row.tolist(), micro.column.tolist(), micro.target.tolist(), strict=True)
-    ) == [
-        (0, 2, 7),
-        (1, 0, 8),
-        (1, 1, 9),
-        (1, 2, 10),
-    ]
+    ) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
     micro = pad(
         SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]]), [0, 1], CPU
@@ -132,9 +127,8 @@ def test_log_probabilities_and_entropy() -> None:
     target = torch.arange(700) % 11
     chosen, entropy = token_logprobs(logits, target, 0.7)
     distribution = torch.distributions.Categorical(logits=logits.double() / 0.7)
-    allowed = rounding(
-        2 * 11, 9.0
-    )  # sums of 11 terms, of logits and their exponents; no logarithm is below -9
+    # Sums of 11 terms, of logits and their exponents; no logarithm is below -9.
+    allowed = rounding(2 * 11, 9.0)
     assert_within(chosen, distribution.log_prob(target), allowed, "chosen")
     assert_within(entropy, distribution.entropy(), allowed, "entropy")
 
@@ -164,13 +158,8 @@ def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: 
     ("value", "old", "wanted", "loss", "slope"),
     [
         (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # inside: plain
-        (
-            2.0,
-            1.0,
-            3.0,
-            1.8**2 / 2,
-            0.0,
-        ),  # too far towards the return: held at 1.2, which is the worse
+        # Too far towards the return: held at 1.2, which is the worse.
+        (2.0, 1.0, 3.0, 1.8**2 / 2, 0.0),
         (0.0, 1.0, 3.0, 3.0**2 / 2, -3.0),  # too far away from it: free, so that it comes back
         (4.0, 1.0, 1.0, 3.0**2 / 2, 3.0),
     ],

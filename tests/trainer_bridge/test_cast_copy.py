@@ -75,11 +75,9 @@ def test_a_hook_hears_of_what_is_written_and_no_more_and_stops_the_rest(
     impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cast_copy_module, "PART_BYTES", 7000)
-    given, target, seen = (
-        placements(SIZES, torch.float32, torch.bfloat16, device),
-        target_on(device),
-        list[int](),
-    )
+    given = placements(SIZES, torch.float32, torch.bfloat16, device)
+    target = target_on(device)
+    seen = list[int]()
 
     def look(done: int, total: int) -> None:
         written = [bool((target[p.offset : p.offset + p.nbytes] != UNTOUCHED).any()) for p in given]
@@ -167,13 +165,8 @@ def test_boxes_of_any_shape_are_written_like_slices(
     end = offset + math.prod(out) * dtype.itemsize
     to = tuple(slice(before, before + n) for n, _, before in dims)
     expected[offset:end].view(dtype).view(out)[to] = source[box].to(dtype)
-    bits = (
-        source[box]
-        .to(dtype)
-        .flatten()
-        .view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
-        .tolist()
-    )
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    bits = source[box].to(dtype).flatten().view(integers).tolist()
     numbers = torch.arange(source.numel()).view(shape)[box].flatten().tolist()
     total = sum(
         element(1000 + i, b & (1 << 8 * dtype.itemsize) - 1)

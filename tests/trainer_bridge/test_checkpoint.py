@@ -121,7 +121,10 @@ def test_what_is_raised_while_it_writes_comes_out_as_it_is(
 
 LOUDER = dataclasses.replace(LORA, alpha=9.0)
 SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}
-MISFIT = r"another model, nothing was loaded.*layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
+MISFIT = (
+    r"another model, nothing was loaded.*"
+    r"layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
+)
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,9 @@ def test_parking_what_has_not_changed_copies_nothing(
 
 
 def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
-    plain, trainer, batch = (
-        make_trainer(model_path),
-        make_trainer(model_path, **BOTH),
-        value_batch(2),
-    )
+    plain = make_trainer(model_path)
+    trainer = make_trainer(model_path, **BOTH)
+    batch = value_batch(2)
     for call, missing in (
         (plain.compute_values, "critic"),
         (plain.compute_ref_log_prob, "reference"),

@@ -131,28 +131,29 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
 
 
 MODELS, LENT = {"critic": True, "reference": True}, {"alias": True}
-GO, LENDING = (
-    "wake_weights sync_weights park_params wake_kv_cache sleep",
-    "sync_weights wake_kv_cache sleep",
-)
+GO = "wake_weights sync_weights park_params wake_kv_cache sleep"
+LENDING = "sync_weights wake_kv_cache sleep"
 KEEPING = "wake_weights sync_weights wake_kv_cache sleep"  # params
 ROUNDS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "params", f"park_optim {GO} restore_params restore_optim"),
     (
         MODELS,
         "reference critic params params",
-        f"park_optim park_critic park_critic_optim {GO} restore_reference park_reference restore_critic park_critic "
-        "restore_params restore_optim restore_critic restore_critic_optim",
+        f"park_optim park_critic park_critic_optim {GO} restore_reference park_reference "
+        "restore_critic park_critic restore_params restore_optim restore_critic "
+        "restore_critic_optim",
     ),
     (
         {"reference": True},
         "params reference",
-        f"park_optim {GO} restore_params park_params restore_reference park_reference restore_params restore_optim",
+        f"park_optim {GO} restore_params park_params restore_reference park_reference "
+        "restore_params restore_optim",
     ),
     (
         {**MODELS, "keep": ("reference", "critic", "params")},
         "reference critic params",
-        f"park_optim park_critic_optim {KEEPING} restore_reference restore_optim restore_critic_optim",
+        f"park_optim park_critic_optim {KEEPING} restore_reference restore_optim "
+        "restore_critic_optim",
     ),
     ({"keep": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
     ({"keep": ("params",)}, "", f"park_optim {KEEPING} restore_optim"),
@@ -184,11 +185,8 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
         assert world.held | kept == served | kept and world.held >= kept & trained
         for model in models.split():
             cycle.to_score(model)
-            assert (
-                world.held | kept == {model} | kept
-                and world.held >= kept & trained
-                and cycle.state == "score"
-            )
+            assert world.held | kept == {model} | kept
+            assert world.held >= kept & trained and cycle.state == "score"
         cycle.to_train()
         assert world.held == trained | kept
         assert seen[begun:] == [
@@ -239,11 +237,8 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
     assert caught.value.cause is world.error
     assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
     assert stage not in seen
-    serving = (
-        (alias or "weights" in world.held)
-        and "kv_cache" in world.held
-        and world.version is not None
-    )
+    there = "kv_cache" in world.held and (alias or "weights" in world.held)
+    serving = there and world.version is not None
     assert not serving or stage == "sleep", (
         "only a rollout that could not be put to sleep still serves"
     )
@@ -286,7 +281,7 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 
 class Walk(RuleBasedStateMachine):
-    """Any order of calls: what is held agrees with the state, and the versions with what was asked."""
+    """Any order of calls: what is held agrees with the state, versions with what was asked."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The handles on actors have what both protocols ask for, with the contracts of the real objects."""
+"""The handles on actors have what both protocols ask for, with the real objects' contracts."""
 
 from __future__ import annotations
 

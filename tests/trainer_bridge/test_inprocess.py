@@ -1,4 +1,4 @@
-"""Real trainer, real engine, real memory, one process: by copies, and by the trainer's own pages."""
+"""Real trainer, real engine, real memory, one process: by copies, by the trainer's own pages."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> lis
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
         assert receipt.version == engine.weights_version == version
-        assert (receipt.nbytes == 0) == alias and len(receipt.digests) == (
-            not alias or version == 1
-        )
+        assert (receipt.nbytes == 0) == alias
+        assert len(receipt.digests) == (not alias or version == 1)
         seen.append(tokens_of(engine))
         cycle.to_train()
         trainer.update_actor(make_batch(4, seed=version))
@@ -174,11 +173,8 @@ def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: 
         assert isinstance(cause, OutOfMemory)
         assert cause.holders["torch's tensors"] >= hog.nbytes and cause.requested_bytes >= 512 << 20
         tags = engine.report().tags
-        assert [tags[tag].state for tag in ("weights", "kv_cache", "cuda_graph")] == [
-            "active",
-            "paused",
-            "paused",
-        ]
+        assert tags["weights"].state == "active"
+        assert tags["kv_cache"].state == tags["cuda_graph"].state == "paused"
         del hog
         torch.cuda.empty_cache()
         engine.wake_up()
@@ -221,15 +217,11 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
                 )
             ours = trainer.compute_log_prob(make_batch(2))  # reading is allowed
             cycle.to_score()
-            assert (
-                committed(trainer) == {"params": full["params"], "optim": 0}
-                and committed(engine) == asleep
-            )
+            assert committed(trainer) == {"params": full["params"], "optim": 0}
+            assert committed(engine) == asleep
             assert engine.report().tags["weights"].borrowed_bytes == 0 and trainer.saver is not None
-            assert (
-                trainer.saver.leases("params") == 0
-                and trainer.compute_log_prob(make_batch(2)) == ours
-            )
+            assert trainer.saver.leases("params") == 0
+            assert trainer.compute_log_prob(make_batch(2)) == ours
             cycle.to_train()
             assert committed(trainer) == full
         assert device != "cpu" or family_bytes(device) == held
@@ -248,9 +240,8 @@ def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
             if version in (9, 59):
                 resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
         first, last = resting
-        assert (
-            last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
-        )  # one a round would be 50
+        # One a round would be 50.
+        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
 
 
 def test_lent_parameters_are_neither_changed_nor_parked(
@@ -381,10 +372,8 @@ def test_what_needs_a_layout_says_so(
 
 
 def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str) -> None:
-    engine, saver = (
-        Engine.from_pretrained(model_path, load_weights=False, **ENGINE),
-        MemorySaver("cpu"),
-    )
+    engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
+    saver = MemorySaver("cpu")
     other = saver.empty((64,), tag="params", content="host")
     trainer = Trainer(config(model_path), saver, layout=engine.manifest)
     try:
@@ -463,10 +452,11 @@ def test_everything_that_does_not_agree_is_listed() -> None:
     with pytest.raises(ValueError) as caught:
         byte_offsets(layout, params)
     assert str(caught.value) == (
-        "the trainer's parameters cannot lie as the rollout's do: ours is not in the rollout's layout; theirs is not "
-        "in the trainer; the rollout's layout has padding, as of one rank of several; wide: torch.float32 in the "
-        "trainer, torch.bfloat16 in the rollout; strided: its elements are not adjacent in the rollout; half: the "
-        "rollout has it in parts; half: the rollout has it in parts; part: the rollout has a part (2, 2) of (4, 2); "
+        "the trainer's parameters cannot lie as the rollout's do: ours is not in the rollout's "
+        "layout; theirs is not in the trainer; the rollout's layout has padding, as of one rank of "
+        "several; wide: torch.float32 in the trainer, torch.bfloat16 in the rollout; strided: its "
+        "elements are not adjacent in the rollout; half: the rollout has it in parts; half: the "
+        "rollout has it in parts; part: the rollout has a part (2, 2) of (4, 2); "
         "leave layout away, and sync by copies"
     )
 

@@ -133,10 +133,8 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
     ) as caught:
         cycle.to_rollout(5)
     cause: Any = caught.value.cause
-    assert isinstance(cause, ActorDied) and (cause.actor, cause.method) == (
-        "trainer",
-        "sync_weights",
-    )
+    assert isinstance(cause, ActorDied)
+    assert (cause.actor, cause.method) == ("trainer", "sync_weights")
     assert not getattr(caught.value, "__notes__", []), "the rollout could not be told"
     rollout.wake_up(["kv_cache"])
     with pytest.raises(StateError, match="sync_weights.*trainer actor died"):

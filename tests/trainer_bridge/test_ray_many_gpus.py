@@ -60,10 +60,8 @@ def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list
         assert all(tags["weights"] and tags["kv_cache"] for tags in committed(rollout))
         seen.append(tokens(rollout))
         cycle.to_train()
-        assert (
-            all(not any(tags.values()) for tags in committed(rollout))
-            and committed(trainer) == full
-        )
+        assert all(not any(tags.values()) for tags in committed(rollout))
+        assert committed(trainer) == full
         if version == 1:
             trainer.update_actor(make_batch(6))
     return seen

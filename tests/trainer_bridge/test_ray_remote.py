@@ -17,9 +17,8 @@ from rollout.actor_base import ActorBase
 from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.errors import SyncError
-from trainer_bridge.remote.actor import RemoteRollout
+from trainer_bridge.remote.actor import RemoteRollout, deal_prompts
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup
-from trainer_bridge.remote.load_balance import deal_prompts
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

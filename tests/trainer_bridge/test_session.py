@@ -68,9 +68,8 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     sync = alone(target)
     for version in (1, 2):
         receipt = sync.sync(version)
-        assert target.version == receipt.version == version and receipt.digests == (
-            target.digest(),
-        )
+        assert target.version == receipt.version == version
+        assert receipt.digests == (target.digest(),)
         assert (receipt.nbytes, receipt.link_bytes) == (2 * sum(map(math.prod, SHAPES.values())), 0)
         assert target.leases() == 1
     assert list(receipt.stages) == ["prepare", "open", "map", "write", "verify", "commit"]
@@ -93,16 +92,15 @@ def test_all_targets_that_were_opened_hear_of_one_that_fails(stage: str, make_ta
     with pytest.raises(OSError, match=f"cosmic ray in {stage}"):
         alone(first, second).sync(1)
     assert first.version is None and "cosmic ray" in first.reason
-    assert (second.version, second.untouched()) == (
-        (0, True) if stage == "begin" else (None, False)
-    )
+    expected = (0, True) if stage == "begin" else (None, False)
+    assert (second.version, second.untouched()) == expected
 
 
 @pytest.mark.parametrize("scratch", [16, 80, 1 << 20])
 def test_derived_weights_are_written_in_pieces_of_any_size(
     scratch: int, device: str, make_target: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row, five rows or all at once, from one shard into two tensor-parallel slices of columns."""
+    """One row, five rows or all at once, from one shard into two tensor-parallel column slices."""
     monkeypatch.setattr(
         "trainer_bridge.sync.rank_copies.DerivedCopies",
         partial(DerivedCopies, scratch_bytes=scratch),

@@ -171,10 +171,8 @@ class Killing:
             assert isinstance(result, SyncReceipt) and result.version == self.version
             return
         assert isinstance(result, SyncError) and result.stage == case.fails_in, result
-        assert (
-            f"rank {1 - case.victim} waited {KILL_PATIENCE:g} s for rank {case.victim}, in vain"
-            in str(result)
-        )
+        waited = f"rank {1 - case.victim} waited {KILL_PATIENCE:g} s for rank {case.victim}"
+        assert f"{waited}, in vain" in str(result)
         if case.survivors_version(0) is None:
             assert str(result) in str(self.pair.engines[1 - case.victim].unavailable_reason())
 

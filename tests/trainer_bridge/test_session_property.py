@@ -126,9 +126,8 @@ class World:
         outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedConsensus)
         for problem in (*problems, *outcomes):
             if problem is not None:
-                traceback.clear_frames(
-                    problem.__traceback__
-                )  # they hold tensors, and those hold savers
+                # They hold tensors, and those hold savers.
+                traceback.clear_frames(problem.__traceback__)
                 raise problem
 
     def possible(self, step: Step) -> Step:
@@ -197,9 +196,8 @@ class World:
 
     def loses(self, engine: Engine, step: Step, fault: Fault) -> bool:
         """Is the engine poisoned by the fault?"""
-        went = fault.moment == "done" or engine.rank != self.struck(
-            fault
-        )  # its step of the stage was made
+        # Its step of the stage was made.
+        went = fault.moment == "done" or engine.rank != self.struck(fault)
         if fault.stage == "prepare" or (fault.stage == "open" and not went):
             return False
         return not step.shadow or (fault.stage == "commit" and went)
@@ -217,17 +215,14 @@ class World:
         nbytes = sum(sum(self.nbytes(engine, names)) for engine in self.engines)
         for result in results:
             assert isinstance(result, SyncReceipt), result
-            assert (result.version, result.nbytes, result.link_bytes) == (
-                self.version,
-                nbytes,
-                link,
-            )
+            assert result.version == self.version
+            assert (result.nbytes, result.link_bytes) == (nbytes, link)
             assert result.digests == digests
         if step.some is None:
             assert (nbytes, link) == (sum(sync.plan.nbytes), sum(sync.plan.link_bytes.values()))
 
     def far(self, engine: Engine, piece: ParamSlice) -> int:
-        """Bytes of a slice that no rank on its device holds: the least that has to come over links."""
+        """Bytes of a slice that no rank on its device holds: the least that comes over links."""
         name = self.layout.stored[piece.name]
         held = torch.zeros(self.layout.shapes[name], dtype=torch.bool)
         for shard in self.layout.shards:
@@ -244,7 +239,7 @@ class World:
         ]
 
     def digest(self, engine: Engine, step: Step, names: set[str]) -> int:
-        """Of whole parameters, as the target's dtype has them; of derived ones, as they lie there."""
+        """Of whole parameters, in the target's dtype; of derived ones, as they lie there."""
         values, total = whole(self.layout, step.seed, step.lora), 0
         for piece in self.pieces(engine, names):
             name, found = self.layout.stored[piece.name], engine.target.read(piece)

@@ -28,13 +28,8 @@ SHAPES = {
     "experts": (3, 8, 4),
 }
 LAYOUTS = ["fsdp", "fsdp dims", "hsdp", "tp rows + fsdp", "tp columns + fsdp", "tp + fsdp dims"]
-WHOLE = {
-    "fsdp",
-    "fsdp dims",
-    "hsdp",
-    "tp columns + fsdp",
-    "tp + fsdp dims",
-}  # full_tensor() works for uneven sizes, too
+# full_tensor() works for uneven sizes, too.
+WHOLE = {"fsdp", "fsdp dims", "hsdp", "tp columns + fsdp", "tp + fsdp dims"}
 
 
 class Held(NamedTuple):
@@ -63,19 +58,14 @@ def model(layout: str) -> nn.Module:
             continue  # FSDP2 shares other dimensions than 0 evenly only
         tensor = full(name)
         if layout.startswith("tp"):
-            dim = (
-                0
-                if "rows" in layout or len(shape) == 1
-                else 1
-                if "columns" in layout
-                else len(shape) - 1
-            )
+            dim = 1 if "columns" in layout else len(shape) - 1
+            if "rows" in layout or len(shape) == 1:
+                dim = 0
             tensor = distribute_tensor(tensor, mesh["tp"], [Shard(dim)])
         module.register_parameter(name, nn.Parameter(tensor))
     if layout.startswith("tp"):
-        module.register_parameter(
-            "norm", nn.Parameter(torch.arange(5.0))
-        )  # whole on each tensor-parallel rank
+        # Whole on each tensor-parallel rank.
+        module.register_parameter("norm", nn.Parameter(torch.arange(5.0)))
     meshes = {"fsdp": init_device_mesh("cpu", (WORLD,)), "hsdp": mesh}
     fully_shard(
         module,
@@ -125,11 +115,8 @@ def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
                 "ranks disagree"
             )
             box = box_of(shard)
-            assert (shard.global_shape, shard.dtype, shard.shape) == (
-                whole.shape,
-                "float32",
-                local.shape,
-            )
+            assert (shard.global_shape, shard.shape) == (whole.shape, local.shape)
+            assert shard.dtype == "float32"
             assert torch.equal(whole[box], local), (name, rank)
             holders[box] += 1
         replicas = 2 if layout == "hsdp" or name == "norm" else 1

@@ -105,20 +105,14 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     elements = sum(param.numel() for param in trainer.model.parameters())
     tags = saver.report().tags
     for tag, expected in (("params", 4 * elements), ("optim", 8 * elements)):
-        assert (
-            expected
-            <= tags[tag].live_bytes
-            <= tags[tag].committed_bytes
-            <= tags[tag].live_bytes * 1.02
-        )
+        live, there = tags[tag].live_bytes, tags[tag].committed_bytes
+        assert expected <= live <= there <= live * 1.02
         assert tags[tag].live_bytes <= expected * 1.001 and tags[tag].content == "host"
     for name, param in trainer.model.named_parameters():
         assert saver.offset_of(shards[name]) < tags["params"].live_bytes
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert (
-                saver.offset_of(trainer.optimizer.state[param][moment].to_local())
-                < tags["optim"].live_bytes
-            )
+            offset = saver.offset_of(trainer.optimizer.state[param][moment].to_local())
+            assert offset < tags["optim"].live_bytes
     addresses = {name: shard.data_ptr() for name, shard in shards.items()}
     trainer.update_actor(make_batch(4, seed=1))
     assert addresses == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
@@ -181,18 +175,14 @@ def test_mixed_precision_keeps_full_precision_masters(model_path: str, make_trai
 def test_parking_keeps_every_bit_and_every_address(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
-    trainer, twin = (
-        make_trainer(model_path, device=device),
-        make_trainer(model_path, saver=False, device=device),
-    )
+    trainer = make_trainer(model_path, device=device)
+    twin = make_trainer(model_path, saver=False, device=device)
     batches = [make_batch(5, seed=seed) for seed in range(3)]
     for side in (trainer, twin):
         side.update_actor(batches[0])
         side.compute_log_prob(batches[1])  # leaves the root unsharded, if nobody drops it
-    before, addresses = (
-        bits(trainer),
-        {name: shard.data_ptr() for name, shard in trainer.shards().items()},
-    )
+    before = bits(trainer)
+    addresses = {name: shard.data_ptr() for name, shard in trainer.shards().items()}
     assert trainer.saver is not None
     live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
     trainer.park("optim")

@@ -133,8 +133,7 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
 
 def drawn(path: str) -> dict[str, Any]:
     """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is
-    sharded by columns.
-    boxes: of the shards.
+    sharded by columns. boxes: of the shards.
     """
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
     once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
@@ -158,9 +157,8 @@ def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[st
     learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
     values = trainer.compute_values(make_batch(COUNTS[0]))
     trainer.park()
-    torch.full(
-        (1 << 20,), 0xFF, dtype=torch.uint8
-    )  # takes what was freed; a rank can have no process of its own
+    # Takes what was freed; a rank can have no process of its own.
+    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     trainer.restore()
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
     assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
@@ -189,9 +187,8 @@ def worker(rank: int, path: str, out: str) -> None:
     }
     before = bits(trainer)
     trainer.park()
-    torch.full(
-        (1 << 20,), 0xFF, dtype=torch.uint8
-    )  # takes what was freed; a rank can have no process of its own
+    # Takes what was freed; a rank can have no process of its own.
+    torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     trainer.restore()
     assert_same_bits(bits(trainer), before)
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
@@ -209,9 +206,8 @@ def worker(rank: int, path: str, out: str) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    describe(
-        out / "described", pad=60, **UNEVEN
-    )  # the padding row is the second rank's: shards of 49 and 48 rows
+    # The padding row is the second rank's: shards of 49 and 48 rows.
+    describe(out / "described", pad=60, **UNEVEN)
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -295,10 +291,8 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
     for result in two_ranks[2]:
         columns = result["columns"]
         assert set(columns["shapes"]) == {(33, 15)}
-        assert (
-            "down_proj.weight: FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts"
-            in columns["refused"]
-        )
+        rule = "FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts"
+        assert f"down_proj.weight: {rule}" in columns["refused"]
         assert "lm_head is no parameter" in columns["refused"]
         assert_learning(columns, result["metrics"], result["learned"])
     first, second = (result["columns"] for result in two_ranks[2])
@@ -333,11 +327,8 @@ def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:
     assert len(changed) == 6
     for name in synced.keys() - changed:
         assert torch.equal(synced[name], first["weights"][name]), name
-    assert (
-        first["second"].nbytes
-        == sum(synced[name].nbytes for name in changed)
-        < first["first"].nbytes
-    )
+    expected = sum(synced[name].nbytes for name in changed)
+    assert first["second"].nbytes == expected < first["first"].nbytes
 
 
 def test_padded_adapters_lie_on_their_own_tag(two_ranks: Ranks) -> None:

@@ -18,11 +18,10 @@ from rollout import Engine
 from rollout.actor_base import ActorBase
 from rollout.protocols import Progress
 from rollout.rendezvous import Seat
-from rollout.serving.intake import for_each
+from rollout.serving import for_each
 from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
-from trainer_bridge.remote.load_balance import deal_prompts
 from trainer_bridge.sync.consensus import group_consensus
 from trainer_bridge.trainer import Trainer
 
@@ -64,9 +63,7 @@ class RemoteTrainer(RemoteGroup):
     """
 
     def build(
-        self,
-        layout: Manifest | None = None,
-        shard_dims: Mapping[str, int] | None = None,
+        self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
     ) -> None:
         """Make the trainer of every rank, all at the same time."""
         self.call_each("build", [(layout, shard_dims, seat) for seat in seats(self)])
@@ -155,9 +152,8 @@ class RemoteRollout(RemoteGroup):
         """
         each = for_each(prompts, params)
         if on_progress is not None and len(self._engines) > 1:
-            raise ValueError(
-                f"on_progress is for one engine, these are {len(self._engines)} replicas; leave it away"
-            )
+            text = f"on_progress is for one engine, these are {len(self._engines)} replicas"
+            raise ValueError(f"{text}; leave it away")
         dealt = deal_prompts(prompts, each, len(self._engines))
         args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
         for engine, numbers in zip(self._engines, dealt, strict=True):
@@ -169,6 +165,25 @@ class RemoteRollout(RemoteGroup):
         for engine, numbers in zip(self._engines, dealt, strict=True):
             found |= zip(numbers, answers[engine.start] or (), strict=True)
         return [found[number] for number in range(len(prompts))]
+
+
+def deal_prompts(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
+) -> list[list[int]]:
+    """Numbers of the prompts of every replica, ascending; the same for the same requests.
+
+    The longest go first, each to the replica that has the least to do: so much at most as the
+    tokens of the prompt and of all its answers.
+    """
+    requests = zip(prompts, params, strict=True)
+    work = [len(ids) + max(each.n, each.beam_width) * each.max_tokens for ids, each in requests]
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    load = [0] * replicas
+    for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
+        least = load.index(min(load))
+        dealt[least].append(number)
+        load[least] += work[number]
+    return [sorted(numbers) for numbers in dealt]
 
 
 def seats(ranks: RemoteGroup) -> list[Seat | None]:

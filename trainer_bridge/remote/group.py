@@ -13,9 +13,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, RankFailed, SyncError
 
-_GRACE_SECONDS = (
-    5.0  # for the other ranks to answer, too, when one has failed: it may be by another's fault
-)
+# For the other ranks to answer, too, when one has failed: it may be by another's fault.
+_GRACE_SECONDS = 5.0
 _ECHOES = (SyncError, RankError)  # what a rank raises because of another
 
 
@@ -35,7 +34,7 @@ class RemoteActor:
         return self.handle.call.remote(method, *args, **kwargs)
 
     def answer(self, reference: Any, method: str) -> Any:
-        """The answer, or what the method raised; ActorDied where there will be none. Waits for it."""
+        """Wait for the answer, or what the method raised; ActorDied where there will be none."""
         import ray
 
         try:

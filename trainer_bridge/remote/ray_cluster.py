@@ -9,15 +9,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product, starmap
 from typing import Any
 
 from memsaver.common.signals import held
 
 START_SECONDS = 60.0  # for Ray to find room
 _NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
-_STORE_BYTES = (
-    256 << 20
-)  # of Ray's object store: batches and messages only, weights never pass through it
+# Of Ray's object store: batches and messages only, weights never pass through it.
+_STORE_BYTES = 256 << 20
 _ACTORS = 2  # a device: a trainer rank and an engine rank
 
 Place = dict[str, Any]
@@ -54,10 +54,8 @@ def _sigterm_kept() -> Iterator[None]:
     """ray.init puts a handler of its own in the place of the caller's."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
-    if threading.current_thread() is threading.main_thread() and handler not in (
-        signal.SIG_DFL,
-        None,
-    ):
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and handler not in (signal.SIG_DFL, None):
         signal.signal(signal.SIGTERM, handler)
 
 
@@ -115,32 +113,24 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
                     f"the Ray cluster has no room for {wanted} (free: {free}); end what runs there"
                 ) from error
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
-        yield [
-            {
-                **half,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-            }
-            for group in groups
-            for index in range(devices)
-        ]
+        bundles = product(groups, range(devices))
+        strategies = starmap(PlacementGroupSchedulingStrategy, bundles)
+        yield [{**half, "scheduling_strategy": strategy} for strategy in strategies]
 
 
 def _check_nodes(count: int, needed: dict[str, float]) -> None:
     """So that nobody waits for what will never be there."""
     import ray
 
+    def suffices(node: dict[str, float]) -> bool:
+        return all(node.get(name, 0) >= amount for name, amount in needed.items())
+
     there = [_named(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    large = [
-        node
-        for node in there
-        if all(node.get(name, 0) >= amount for name, amount in needed.items())
-    ]
+    large = list(filter(suffices, there))
     if len(large) < count:
         raise ValueError(
-            f"the Ray cluster has {len(large)} nodes with {needed}, {count} are needed (its nodes: {there}); "
-            "use fewer devices, or a larger cluster"
+            f"the Ray cluster has {len(large)} nodes with {needed}, {count} are needed "
+            f"(its nodes: {there}); use fewer devices, or a larger cluster"
         )
 
 

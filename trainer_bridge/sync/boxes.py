@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
@@ -40,12 +41,8 @@ class Box(NamedTuple):
         for dim, (first, size) in enumerate(zip(*common, strict=True)):
             for low, high in ((start[dim], first), (first + size, start[dim] + shape[dim])):
                 if low < high:
-                    rest.append(
-                        Box(
-                            (*start[:dim], low, *start[dim + 1 :]),
-                            (*shape[:dim], high - low, *shape[dim + 1 :]),
-                        )
-                    )
+                    corner = (*start[:dim], low, *start[dim + 1 :])
+                    rest.append(Box(corner, (*shape[:dim], high - low, *shape[dim + 1 :])))
             start[dim], shape[dim] = first, size
         return rest
 
@@ -58,7 +55,7 @@ def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
     """Disjoint boxes with the elements of `box` that are in none of `parts`."""
     rest = [box] if box.volume else []
     for part in parts:
-        rest = [left for each in rest for left in each.minus(part)]
+        rest = list(chain.from_iterable(each.minus(part) for each in rest))
     return rest
 
 

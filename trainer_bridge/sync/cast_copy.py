@@ -184,9 +184,8 @@ def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
         flat[first : first + CHUNK_CUDA].to(dtype or source.dtype)
         for first in range(0, flat.numel(), CHUNK_CUDA)
     )
-    readable = (
-        chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks
-    )  # isfinite knows no fp8
+    # isfinite knows no fp8.
+    readable = (chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks)
     return all(bool(torch.isfinite(chunk).all()) for chunk in readable)
 
 
@@ -221,14 +220,11 @@ def _check(each: Placement) -> None:
     if min(numbers) < 0:
         raise ValueError(f"cast_copy: rows, count and pitches must not be negative, got {numbers}")
     if each.rows > 1 and each.width > each.target_pitch:
-        raise ValueError(
-            f"cast_copy: rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}"
-        )
+        text = f"rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}"
+        raise ValueError(f"cast_copy: {text}")
     if _span(each, each.source_pitch) > each.source.numel():
-        raise ValueError(
-            f"cast_copy: {each.rows} rows of {each.width} elements, {each.source_pitch} apart, reach beyond the end of "
-            f"source {tuple(each.source.shape)}"
-        )
+        text = f"{each.rows} rows of {each.width} elements, {each.source_pitch} apart, reach beyond"
+        raise ValueError(f"cast_copy: {text} the end of source {tuple(each.source.shape)}")
 
 
 def _by_torch(target: Tensor, each: Placement) -> int:

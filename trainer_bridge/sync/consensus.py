@@ -192,11 +192,8 @@ def group_consensus(
 
 
 def _told_key(group: dist.ProcessGroup) -> bytes:
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend(group) == "nccl"
-        else "cpu"
-    )
+    on_gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     key = torch.frombuffer(bytearray(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8).to(device)
     dist.broadcast(key, group_src=0, group=group)
     return bytes(key.tolist())

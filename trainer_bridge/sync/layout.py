@@ -33,23 +33,22 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
     for piece in layout.slices:
         if (name := stored.get(piece.name)) is None:
             continue
-        problem = (
-            "the rollout has it in parts" if count[piece.name] > 1 else _misfit(piece, params[name])
-        )
+        in_parts = "the rollout has it in parts"
+        problem = in_parts if count[piece.name] > 1 else _misfit(piece, params[name])
         if problem is not None:
             problems.append(f"{piece.name}: {problem}")
         offsets[name] = piece.offset
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
-            f"the trainer's parameters cannot lie as the rollout's do: {'; '.join(problems[:20])}{more}; leave layout "
-            "away, and sync by copies"
+            f"the trainer's parameters cannot lie as the rollout's do: {'; '.join(problems[:20])}"
+            f"{more}; leave layout away, and sync by copies"
         )
     return offsets
 
 
 def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """(parameter, number of its first element) of each: what `memsaver.common.digest.Digest` takes."""
+    """What `memsaver.common.digest.Digest` takes: parameters, numbers of their first elements."""
     numbers = {piece.name: piece.index_base for piece in layout.slices}
     return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_bridge.sync.cast_copy import CastCopy, all_finite
+from trainer_bridge.sync.cast_copy import CastCopy, Placement, all_finite
 from trainer_bridge.sync.plan import Copy
 from trainer_bridge.sync.rows import placements
 
@@ -48,7 +48,8 @@ class LowRank:
             and len(self.a) == self.b.shape[1]
         ):
             return None
-        return f"{name}: b {tuple(self.b.shape)} @ a {tuple(self.a.shape)} does not fit the shard {tuple(base.shape)}"
+        product = f"b {tuple(self.b.shape)} @ a {tuple(self.a.shape)}"
+        return f"{name}: {product} does not fit the shard {tuple(base.shape)}"
 
 
 @contextlib.contextmanager
@@ -87,10 +88,9 @@ class DerivedCopies:
     ) -> None:
         """copies: of derived names only. sources: the shards of their bases."""
         self._sources = sources
-        named = {
-            name: [copy for copy in copies if copy.name == name]
-            for name in dict.fromkeys(c.name for c in copies)
-        }
+        named: dict[str, list[Copy]] = {}
+        for copy in copies:
+            named.setdefault(copy.name, []).append(copy)
         rows = {
             name: max(1, scratch_bytes // 4 // max(1, sources[name].shape[1])) for name in named
         }
@@ -100,12 +100,13 @@ class DerivedCopies:
         )
         device = next((sources[name].device for name in named), None)
         self._scratch = torch.empty(wanted, dtype=torch.float32, device=device)
-        pieces = (
-            self._piece(name, first, min(first + rows[name], len(sources[name])), named[name])
-            for name in named
-            for first in range(0, len(sources[name]), rows[name])
-        )
-        self._pieces = [piece for piece in pieces if piece.casts]
+        self._pieces: list[_Piece] = []
+        for name, mine in named.items():
+            count, step = len(sources[name]), rows[name]
+            for first in range(0, count, step):
+                piece = self._piece(name, first, min(first + step, count), mine)
+                if piece.casts:
+                    self._pieces.append(piece)
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
         """On the current stream, which orders the pieces: each uses the scratch after the one
@@ -140,14 +141,11 @@ class DerivedCopies:
 
     def _piece(self, name: str, first: int, last: int, copies: Sequence[Copy]) -> _Piece:
         source = self._rows(first, last, self._sources[name])
-        parts: dict[int, list[Copy]] = {}
+        parts: dict[int, list[Placement]] = {}
         for copy in copies:
             if (part := _rows_of(copy, first, last)) is not None:
-                parts.setdefault(copy.target, []).append(part)
-        casts = {
-            target: CastCopy([place for copy in mine for place in placements(copy, source)])
-            for target, mine in parts.items()
-        }
+                parts.setdefault(copy.target, []).extend(placements(part, source))
+        casts = {target: CastCopy(places) for target, places in parts.items()}
         return _Piece(name=name, first=first, last=last, casts=casts)
 
     def _rows(self, first: int, last: int, base: Tensor) -> Tensor:

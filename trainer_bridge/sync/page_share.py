@@ -1,6 +1,7 @@
 """A sync that moves nothing: engines on the trainer's device serve the trainer's own pages.
 
-    prepare   newer? the shards where they were?    waits for the step that made the weights, perhaps digests them
+    prepare   newer? the shards where they were?    waits for the step that made the weights,
+                                                    perhaps digests them
     adopt     every engine maps the pages           and reads them back, if there is a digest
 
 Between the two the ranks agree, as for a sync by copies (`weight_sync.py`). A stage that fails ends
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,16 +86,16 @@ class PageShare:
         seconds = time.perf_counter() - started
         stages["adopt"] = seconds - stages["prepare"]
         self._version, self._verified = version, self._verified or thorough
+        receipts = chain.from_iterable(made)
         return SyncReceipt(
             version=version,
-            digests=tuple(each for each in digests if each is not None for _ in self._targets),
+            digests=tuple(each for each, _ in product(digests, self._targets) if each is not None),
             nbytes=0,
             link_bytes=0,
             seconds=seconds,
             copy_seconds=0.0,
             verify_seconds=max(
-                (each.seconds for rank in made for each in rank if each.digest is not None),
-                default=0.0,
+                (each.seconds for each in receipts if each.digest is not None), default=0.0
             ),
             stages=stages,
         )
@@ -101,9 +103,8 @@ class PageShare:
     def _prepare(self, version: int, thorough: bool) -> int | None:
         """The digest of this rank's parameters, if it is wanted. Their last writes have ended."""
         if self._version is not None and version < self._version:
-            raise ValueError(
-                f"version {version} is stale: version {self._version} has been shared; use a higher one"
-            )
+            text = f"version {version} is stale: version {self._version} has been shared"
+            raise ValueError(f"{text}; use a higher one")
         if (sources := self._sources()) is not self._of:
             self._check_places(sources)
             self._of, self._digest, self._verified = sources, None, False
@@ -121,8 +122,8 @@ class PageShare:
             wanted = offsets[self._layout.aliases.get(name, name)]
             if (found := self._saver.offset_of(tensor)) != wanted:
                 raise ValueError(
-                    f"{name} lies at byte {found} of tag {self._tag!r}, the layout says {wanted}; allocate nothing on "
-                    "the tag before the trainer does"
+                    f"{name} lies at byte {found} of tag {self._tag!r}, the layout says {wanted}; "
+                    "allocate nothing on the tag before the trainer does"
                 )
 
     def _adopt(

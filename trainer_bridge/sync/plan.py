@@ -13,6 +13,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from memsaver.common.strided import row_major
@@ -42,8 +44,7 @@ class Copy:
     target number `target`.
 
     offset: byte of the first element, from the start of the tag's arena; strides: of the others, in
-    elements.
-    index_base: number of the first element in the digest; index_strides: of the others.
+    elements. index_base: number of the first element in the digest; index_strides: of the others.
     """
 
     rank: int
@@ -94,9 +95,8 @@ class Plan:
     once.
 
     layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
-    the same plan.
-    nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes written to
-    another device.
+    the same plan. nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes
+    written to another device.
     """
 
     def __init__(
@@ -132,9 +132,8 @@ class Plan:
         order = sorted(
             found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count)
         )
-        return [
-            copy for target in order for copy in sorted(found[target], key=lambda copy: copy.offset)
-        ]
+        by_offset = (sorted(found[target], key=attrgetter("offset")) for target in order)
+        return list(chain.from_iterable(by_offset))
 
 
 class Planner:
@@ -192,21 +191,22 @@ class _Planning:
         for i, target in enumerate(targets):
             self._like[target.manifest.layout_hash].append(i)
         self._manifests = [targets[like[0]].manifest for like in self._like.values()]
-        self._anywhere = {piece.name for manifest in self._manifests for piece in manifest.slices}
+        slices = chain.from_iterable(manifest.slices for manifest in self._manifests)
+        self._anywhere = {piece.name for piece in slices}
 
     def plan(self, layout_hash: str) -> Plan:
         slices: dict[tuple[str, Box], list[tuple[ParamSlice, str]]] = defaultdict(list)
         for manifest in self._manifests:
             for name, piece in self._named_slices(manifest):
                 if self._fits(name, piece):
-                    slices[name, Box(piece.start, piece.shape)].append(
-                        (piece, manifest.layout_hash)
-                    )
+                    box = Box(piece.start, piece.shape)
+                    slices[name, box].append((piece, manifest.layout_hash))
         refuse(self._problems)
         kinds: Counter[tuple[int, Box, Ints]] = Counter()
         for (name, box), pieces in slices.items():
             spread = self._sources.spreads[name]
-            targets = tuple(sorted(target for _, layout in pieces for target in self._like[layout]))
+            like = (self._like[layout] for _, layout in pieces)
+            targets = tuple(sorted(chain.from_iterable(like)))
             kind = (id(spread), box, targets)
             dealt = self._deal(spread, box, targets, kinds[kind] % spread.replicas)
             kinds[kind] += 1
@@ -235,9 +235,8 @@ class _Planning:
         self._problems += name_problems(sources, manifest, self._anywhere, wanted)
         self._problems += byte_problems(manifest)
         if wanted is not None:
-            known = (
-                {piece.name for piece in manifest.slices} | manifest.modules.keys() | sources.keys()
-            )
+            known = {piece.name for piece in manifest.slices}
+            known |= manifest.modules.keys() | sources.keys()
             self._problems += [f"unknown to both sides: {name}" for name in sorted(wanted - known)]
         pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
         return [

@@ -32,13 +32,11 @@ def name_problems(
     wanted: Collection[str] | None,
 ) -> list[str]:
     """sources: stored name -> the trainer's names for it. anywhere: what any target stores. wanted:
-    stored names, or
-    None: all.
+    stored names, or None: all.
     """
     stored = {piece.name for piece in manifest.slices if wanted is None or piece.name in wanted}
-    known = stored | (
-        manifest.modules.keys() & anywhere
-    )  # a module alone: all of it is padding on this rank
+    # A module alone: all of it is padding on this rank.
+    known = stored | (manifest.modules.keys() & anywhere)
     problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
     problems += [
         f"unknown to the rollout: {', '.join(sources[name])}"
@@ -46,9 +44,8 @@ def name_problems(
     ]
     for _, several in sorted(sources.items()):
         if len(several) > 1:
-            problems.append(
-                f"{' and '.join(sorted(several))} are one parameter in the rollout (tied), not in the trainer"
-            )
+            text = "are one parameter in the rollout (tied), not in the trainer"
+            problems.append(f"{' and '.join(sorted(several))} {text}")
     return problems
 
 
@@ -95,7 +92,7 @@ def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
     )
     if key in checked:
         return []
-    runs = sorted(run for piece in cluster for run in _runs(piece))
+    runs = sorted(itertools.chain.from_iterable(map(_runs, cluster)))
     for (_, end, name), (start, _, other) in itertools.pairwise(runs):
         if start < end:
             return [f"{name} and {other} overlap at byte {start}"]

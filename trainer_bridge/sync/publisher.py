@@ -88,9 +88,8 @@ class Publisher:
         self, version: int, *, shadow: bool, check_finite: bool, on_part: OnPart | None
     ) -> SyncReceipt:
         if self._sync is None:
-            raise StateError(
-                "sync_weights() has no rollout to write to; call connect([engine]) first, on every rank"
-            )
+            rule = "sync_weights() has no rollout to write to"
+            raise StateError(f"{rule}; call connect([engine]) first, on every rank")
         names = None
         if self._adapters is not None:
             names = self._adapters.names if self._sync.holds() else None
@@ -104,10 +103,9 @@ class Publisher:
 
     def share(self, version: int, verify: bool | None) -> SyncReceipt:
         if self._share is None:
-            raise StateError(
-                "share_weights() needs parameters that lie as the rollout's weights do; make the trainer with "
-                "layout=engine.manifest, and call connect([engine])"
-            )
+            rule = "share_weights() needs parameters that lie as the rollout's weights do"
+            remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
+            raise StateError(f"{rule}; {remedy}")
         return self._share.share(version, verify=verify)
 
     def shards(self) -> dict[str, Tensor]:

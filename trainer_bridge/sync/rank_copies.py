@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -67,9 +68,8 @@ class RankCopies:
             mine = [copy for copy in copies if copy.target == target]
             self._nbytes[target] = sum(copy.nbytes for copy in mine)
             plain = [copy for copy in mine if copy.name not in derived]
-            self._casts[target] = CastCopy(
-                [place for copy in plain for place in placements(copy, sources[copy.name])]
-            )
+            places = (placements(copy, sources[copy.name]) for copy in plain)
+            self._casts[target] = CastCopy(list(chain.from_iterable(places)))
         self._derived = DerivedCopies([copy for copy in copies if copy.name in derived], sources)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._remote = [
@@ -149,9 +149,8 @@ class RankCopies:
             if target not in self._streams:
                 self._streams[target] = torch.cuda.Stream()
             stream = self._streams[target]
-            stream.wait_stream(
-                torch.cuda.current_stream()
-            )  # the step that made the weights may be queued
+            # The step that made the weights may be queued.
+            stream.wait_stream(torch.cuda.current_stream())
             programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
             with torch.cuda.stream(stream):
                 cast.start(pages[target], on_part, programs=programs)

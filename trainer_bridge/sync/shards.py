@@ -68,8 +68,8 @@ def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
         local, box = tuple(param._local_tensor.shape), boxes[_flat(at, mesh_shape)]
         if local != box.shape:
             raise ValueError(
-                f"{name}: this rank holds a tensor of {local}, but {param.placements} on a mesh of {mesh_shape} gives "
-                f"it {box.shape}; shard it by fully_shard or distribute_tensor"
+                f"{name}: this rank holds a tensor of {local}, but {param.placements} on a mesh of "
+                f"{mesh_shape} gives it {box.shape}; shard it by fully_shard or distribute_tensor"
             )
     dtype = str(param.dtype).removeprefix("torch.")
     return [
@@ -109,7 +109,7 @@ class _Split(NamedTuple):
 
 
 def _split(placement: Placement, ndim: int) -> _Split | None:
-    """None: replicated. Plain data, because torch's versions differ in which placements are equal."""
+    """None: replicated. Plain data: torch's versions differ in which placements are equal."""
     if isinstance(placement, Replicate):
         return None
     if isinstance(placement, _StridedShard):
@@ -145,7 +145,7 @@ def _local_box(
 
 @lru_cache(maxsize=1024)
 def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[int, int], ...]:
-    """(mesh dimension, the tensor's dimension that it shares), in the order in which they share it."""
+    """Mesh dimensions, each with the tensor's that it shares, in the order in which they share."""
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(len(splits))):
         if (split := splits[mesh_dim]) is not None:
@@ -165,8 +165,9 @@ def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints)
     if made == split.parts:
         return len(order)
     raise ValueError(
-        f"_StridedShard({split.dim}, split_factor={split.parts}) on a mesh of {mesh_shape}: no mesh dimension further "
-        f"right makes {split.parts} parts of dimension {split.dim}, so a rank's tensor is no box"
+        f"_StridedShard({split.dim}, split_factor={split.parts}) on a mesh of {mesh_shape}: no "
+        f"mesh dimension further right makes {split.parts} parts of dimension {split.dim}, so a "
+        "rank's tensor is no box"
     )
 
 

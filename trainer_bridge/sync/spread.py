@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from memsaver.common.strided import row_major
@@ -120,15 +121,10 @@ class Sources:
         parts: dict[str, set[_Held]] = defaultdict(set)
         for shard in shards:
             parts[shard.name].add(_Held(shard.global_shape, shard.start, shard.shape, shard.rank))
-        if missing := {
-            part.rank
-            for each in parts.values()
-            for part in each
-            if not 0 <= part.rank < len(places)
-        }:
-            raise ValueError(
-                f"ranks {sorted(missing)} hold shards, but places lists {len(places)}; one a rank is needed"
-            )
+        held = chain.from_iterable(parts.values())
+        if missing := {part.rank for part in held if not 0 <= part.rank < len(places)}:
+            text = f"ranks {sorted(missing)} hold shards, but places lists {len(places)}"
+            raise ValueError(f"{text}; one a rank is needed")
         self.places = tuple(places)
         self.spreads: dict[str, Spread] = {}
         digest = hashlib.sha256(repr(self.places).encode())
@@ -174,10 +170,8 @@ def _overlap(held: Sequence[tuple[Box, list[int]]]) -> str:
     for i, (box, ranks) in enumerate(held):
         for other, others in held[i + 1 :]:
             if common := box.intersect(other):
-                return (
-                    f"element {common.start} is held by ranks {ranks[0]} and {others[0]}, in different parts; replicas "
-                    "must hold the same part"
-                )
+                text = f"element {common.start} is held by ranks {ranks[0]} and {others[0]}"
+                return f"{text}, in different parts; replicas must hold the same part"
     raise AssertionError(held)
 
 

@@ -1,12 +1,12 @@
 """One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody
 serves.
 
-    prepare   finite? newer? the shards where they were?            nothing is touched yet
-    open      every target offers its pages                         without shadow pages: undefined from here on
-    map       every rank maps the pages that it writes into         from here on ranks may wait for each other
-    write     every rank writes its copies into all targets         both sides know digests
-    verify    every target reads its pages back                     digests are the same, or the sync ends
-    commit    every target serves the version                       only now may the trainer give its shards away
+    prepare  finite? newer? the shards where they were?  nothing is touched yet
+    open     every target offers its pages               without shadow pages: undefined from now on
+    map      every rank maps the pages it writes into    from here on ranks may wait for each other
+    write    every rank writes its copies                both sides know digests
+    verify   every target reads its pages back           digests are the same, or the sync ends
+    commit   every target serves the version             only now may the trainer give up its shards
 
 Bytes for targets whose pages a rank cannot map go by way of others (`transport/`).
 
@@ -21,6 +21,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -49,10 +50,8 @@ class SyncReceipt:
     """A version that all targets serve. The same on every rank, but for the seconds.
 
     digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one
-    device to another.
-    seconds: of the whole sync; stages: of each stage, waiting included; copy_seconds: of this
-    rank's copies;
-    verify_seconds: of the slowest target's reading back.
+    device to another. seconds: of the whole sync; stages: of each stage, waiting included;
+    copy_seconds: of this rank's copies; verify_seconds: of the slowest target's reading back.
     """
 
     version: int
@@ -93,8 +92,8 @@ class WeightSync:
     tables are made once.
 
     All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that
-    this rank speaks
-    for: each is one rank's, and in the order of the ranks they are the plan's targets 0, 1, ...
+    this rank speaks for: each is one rank's, and in the order of the ranks they are the plan's
+    targets 0, 1, ...
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class WeightSync:
         self._message_bytes = message_bytes
         self._connection = connect(
             self.plan,
-            [rank for rank, each in enumerate(said) for _ in each.layouts],
+            list(chain.from_iterable([rank] * len(each.layouts) for rank, each in enumerate(said))),
             blocked,
             mode=transport,
             rank=self._consensus.rank,
@@ -150,12 +149,9 @@ class WeightSync:
         """Every rank makes its own: they are the same, and too large to be exchanged. Returns what
         it cannot map.
         """
-        shards = [shard for rank in said for shard in rank.shards]
-        self._planned = [
-            Target(manifest=each.manifest, place=each.place)
-            for rank in said
-            for each in rank.layouts
-        ]
+        shards = chain.from_iterable(rank.shards for rank in said)
+        layouts = chain.from_iterable(rank.layouts for rank in said)
+        self._planned = [Target(manifest=each.manifest, place=each.place) for each in layouts]
         self._planner = Planner(shards, [rank.place for rank in said])
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
@@ -184,16 +180,16 @@ class WeightSync:
 
         shadow: targets take pages for a second copy, and serve their old version until the commit.
         names: write these parameters only, by either side's names, over weights that are defined
-        (`LowRank`, after a whole sync).
-        check_finite: refuse NaN and infinity in shards, at the cost of reading them twice. Raises
-        what went wrong here, or a `SyncError` that names the stage, the rank and its error.
+        (`LowRank`, after a whole sync). check_finite: refuse NaN and infinity in shards, at the
+        cost of reading them twice. Raises what went wrong here, or a `SyncError` that names the
+        stage, the rank and its error.
         """
         started, state = time.perf_counter(), _Round(version)
         chosen = None if names is None else tuple(sorted(names))
         self._agree(state, "prepare", lambda: self._prepare(state, chosen, check_finite))
         try:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
-            offers = [offer for each in offered for offer in each]
+            offers = list(chain.from_iterable(offered))
             self._agree(state, "map", lambda: self._map(state, offers))
             written = self._agree(state, "write", lambda: self._write(state, on_part))
             receipts = [
@@ -207,14 +203,16 @@ class WeightSync:
             _abort(state, error)
             raise
         self._version = version
+        results = chain.from_iterable(rank.values() for rank in written)
+        checks = chain.from_iterable(verified)
         return SyncReceipt(
             version=version,
             digests=tuple(receipt.digest for receipt in receipts),
             nbytes=sum(receipt.nbytes for receipt in receipts),
-            link_bytes=sum(each.link_bytes for rank in written for each in rank.values()),
+            link_bytes=sum(each.link_bytes for each in results),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
-            verify_seconds=max((each.seconds for rank in verified for each in rank), default=0.0),
+            verify_seconds=max((each.seconds for each in checks), default=0.0),
             stages=state.stages,
         )
 
@@ -232,9 +230,8 @@ class WeightSync:
 
     def _prepare(self, state: _Round, names: tuple[str, ...] | None, check_finite: bool) -> None:
         if self._version is not None and state.version < self._version:
-            raise ValueError(
-                f"version {state.version} is stale: version {self._version} has been written; use a higher one"
-            )
+            text = f"version {state.version} is stale: version {self._version} has been written"
+            raise ValueError(f"{text}; use a higher one")
         sources, state.derived = self._sources(), self._derived()
         key = (names, frozenset(state.derived))
         if key not in self._copies or self._copies[key][0].sources is not sources:
@@ -269,15 +266,11 @@ class WeightSync:
         for number, target in enumerate(self._targets, start=self._first):
             offers.append(target.begin_update(state.version, shadow=shadow, names=names))
             state.opened.append(target)
-            made, now = (
-                self.plan.targets[number].manifest.layout_hash,
-                offers[-1].manifest.layout_hash,
-            )
+            made = self.plan.targets[number].manifest.layout_hash
+            now = offers[-1].manifest.layout_hash
             if made != now:
-                raise ValueError(
-                    f"stale plan for version {state.version}: made for layout {made}, the rollout offers {now}; "
-                    "connect anew"
-                )
+                text = f"made for layout {made}, the rollout offers {now}; connect anew"
+                raise ValueError(f"stale plan for version {state.version}: {text}")
         return offers
 
     def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
@@ -320,11 +313,9 @@ class WeightSync:
 def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
     """Makes the shards' GPU the current one, for which pages are mapped."""
     shard = next(iter(shards.values()), None)
-    return (
-        torch.cuda.device(shard.device)
-        if shard is not None and shard.is_cuda
-        else contextlib.nullcontext()
-    )
+    if shard is None or not shard.is_cuda:
+        return contextlib.nullcontext()
+    return torch.cuda.device(shard.device)
 
 
 def _abort(state: _Round, error: BaseException) -> None:

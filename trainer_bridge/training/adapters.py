@@ -34,9 +34,8 @@ class Adapters:
         self._layers = adapted_layers(model)
         self._base = base_params(model)
         self._digest: int | None = None
-        self.names = tuple(
-            f"{path}.weight" for path in self._layers
-        )  # of the parameters that are adapted
+        # Of the parameters that are adapted.
+        self.names = tuple(f"{path}.weight" for path in self._layers)
 
     def factors(self) -> dict[str, LowRank]:
         """By parameter, for this rank's shard of it.

@@ -23,11 +23,10 @@ class SequenceBatch:
 
     One number a response token: old_logprobs, of the policy that generated it; ref_logprobs, of the
     reference; values, of the critic before its update, of what is to come when the token is chosen;
-    returns, what the critic learns.
-    advantages: one number a token, or one a sequence that is given to each of its tokens.
-    `update_actor` needs old_logprobs and advantages (ref_logprobs with `kl_loss_coef`),
-    `update_critic` values and returns, a score none.
-    temperature: of the sampling; it divides the logits.
+    returns, what the critic learns. advantages: one number a token, or one a sequence that is given
+    to each of its tokens. `update_actor` needs old_logprobs and advantages (ref_logprobs with
+    `kl_loss_coef`), `update_critic` values and returns, a score none. temperature: of the sampling;
+    it divides the logits.
     """
 
     prompt_ids: list[list[int]]
@@ -63,9 +62,8 @@ class SequenceBatch:
         lists = [isinstance(entry, list) for entry in entries]
         if name in PER_TOKEN or any(lists):
             if not all(lists):
-                raise ValueError(
-                    f"{name} {lists.index(False)} is no list; give every sequence one number a token"
-                )
+                text = f"{name} {lists.index(False)} is no list"
+                raise ValueError(f"{text}; give every sequence one number a token")
             for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
                 if len(entry) != len(response):
                     got, want = len(entry), len(response)
@@ -88,10 +86,10 @@ class SequenceBatch:
     def select(self, rows: Sequence[int]) -> SequenceBatch:
         """A batch of these sequences, in this order."""
         fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
-        held = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        chosen: dict[str, Any] = {
-            name: [value[row] for row in rows] for name, value in held.items()
-        }
+        chosen: dict[str, Any] = {}
+        for name in fields:
+            if (value := getattr(self, name)) is not None:
+                chosen[name] = [value[row] for row in rows]
         return dataclasses.replace(self, **chosen)
 
     def __len__(self) -> int:
@@ -176,14 +174,15 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
     scored = [i for i, response in enumerate(responses) if response]
     first = min((len(prompts[i]) - 1 for i in scored), default=0)
     last = max((lengths[i] - 2 for i in scored), default=0)
-    counts = [len(response) for response in responses]
-    row = [place for place, count in enumerate(counts) for _ in range(count)]
-    starts = [len(prompts[i]) - 1 - first for i in scored]
-    column = [start + j for start, i in zip(starts, scored, strict=True) for j in range(counts[i])]
-    target = [token for response in responses for token in response]
+    row, column, target = list[int](), list[int](), list[int]()
+    for i in scored:
+        start, count = len(prompts[i]) - 1 - first, len(responses[i])
+        row += [i] * count
+        column += range(start, start + count)
+        target += responses[i]
     return MicroBatch(
         rows=tuple(rows),
-        counts=tuple(counts),
+        counts=tuple(map(len, responses)),
         input_ids=ids.to(device),
         first=first,
         last=last,
@@ -201,9 +200,8 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
     """
     limit = model.max_position_embeddings
     if batch.max_length > limit:
-        raise ValueError(
-            f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions; shorten it"
-        )
+        text = f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions"
+        raise ValueError(f"{text}; shorten it")
     for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
         if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
             raise ValueError(

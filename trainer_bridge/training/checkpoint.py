@@ -100,7 +100,7 @@ def load(
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """torch wraps what a rank raises, an interrupt among it, into something that is no Exception."""
+    """torch wraps what a rank raises, also an interrupt, into something that is no Exception."""
     try:
         yield
     except dcp.CheckpointException as wrapped:
@@ -113,7 +113,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Which file of a rank's, from 1 on, each tensor is in: a file is put together in host memory."""
+    """Which file of a rank's, from 1 on, each tensor is in: a file is made in host memory."""
     size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
     total = 0
     for name, tensor in tensors.items():
@@ -130,8 +130,8 @@ def _complete(directory: str) -> str:
         if os.path.isfile(os.path.join(place, _VALUES)):
             if os.path.exists(os.path.join(place, _PICKLED)):
                 raise ValueError(
-                    f"{directory!r} was saved by an older memsaver, in a format that runs code when it is read; "
-                    f"start from the model, or from a newer checkpoint"
+                    f"{directory!r} was saved by an older memsaver, in a format that runs code "
+                    "when it is read; start from the model, or from a newer checkpoint"
                 )
             return place
     raise ValueError(
@@ -145,9 +145,9 @@ def _check_adapters(
     if stored == own:
         return
     if stored is None or own is None:
-        what, this = (
-            ("all parameters", "adapters") if stored is None else ("adapters", "all parameters")
-        )
+        what, this = "adapters", "all parameters"
+        if stored is None:
+            what, this = this, what
         raise ValueError(
             f"checkpoint {directory!r} holds {what}, this trainer trains {this}; nothing was loaded"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.model.loading import checkpoint_files
+from rollout.model import checkpoint_files
 
 _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
@@ -16,9 +16,8 @@ _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model com
 def check_directory(path: str) -> None:
     """A ValueError unless `path` holds a config.json."""
     if not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(
-            f"model_path={path!r} is no Hugging Face model directory: no config.json; check the path"
-        )
+        rule = "is no Hugging Face model directory: no config.json"
+        raise ValueError(f"model_path={path!r} {rule}; check the path")
 
 
 class CheckpointFiles:
@@ -37,7 +36,7 @@ class CheckpointFiles:
             self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()) -> None:
-        """Raise a ValueError that lists every name that is missing, unknown, or of another shape."""
+        """Raise a ValueError that lists every name that is missing, unknown or of another shape."""
         problems = [f"missing {name}" for name in shapes if name not in self._files]
         problems += [
             f"unknown {name}" for name in self._files if name not in shapes and name not in ignore
@@ -47,9 +46,8 @@ class CheckpointFiles:
             if found != shapes[name]:
                 problems.append(f"{name} has shape {found}, the model {shapes[name]}")
         if problems:
-            raise ValueError(
-                f"weights in {self.path!r} do not fit its config.json: {'; '.join(sorted(problems)[:20])}"
-            )
+            text = "; ".join(sorted(problems)[:20])
+            raise ValueError(f"weights in {self.path!r} do not fit its config.json: {text}")
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The elements from `start` to `start + shape` of a tensor, on the CPU, in the file's

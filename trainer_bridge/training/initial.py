@@ -1,4 +1,4 @@
-"""What a model begins with where no checkpoint says it: random weights, and buffers computed anew."""
+"""What a model begins with where no checkpoint says it: random weights, buffers computed anew."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from trainer_bridge.sync.boxes import Box
 from trainer_bridge.training.lora import base_params
 from trainer_bridge.training.shards import local_shard, shard_box
 
-BLOCK_ELEMENTS = (
-    1 << 22
-)  # random numbers of one generator; a rank that needs some of them draws all
+# Random numbers of one generator; a rank that needs some of them draws all.
+BLOCK_ELEMENTS = 1 << 22
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -26,9 +25,8 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         if not names:
             continue
         if not hasattr(module, "config") or any(True for _ in module.parameters()):
-            raise ValueError(
-                f"{path} ({type(module).__name__}) has buffers {names} that this trainer cannot make anew"
-            )
+            text = f"has buffers {names} that this trainer cannot make anew"
+            raise ValueError(f"{path} ({type(module).__name__}) {text}")
         fresh = dict(type(module)(module.config).named_buffers())
         for name in names:
             setattr(module, name, fresh[name].to(device))
@@ -50,10 +48,8 @@ def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None 
             local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            shard, row = (
-                local_shard(module.weight),
-                module.padding_idx - shard_box(module.weight)[0][0],
-            )
+            shard = local_shard(module.weight)
+            row = module.padding_idx - shard_box(module.weight)[0][0]
             if 0 <= row < shard.shape[0]:
                 shard[row] = 0.0
 

@@ -43,11 +43,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        return (
-            torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
-            if self.adapted
-            else y
-        )
+        if not self.adapted:
+            return y
+        return torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -58,18 +56,16 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
     """
     if unknown := sorted(set(config.target_modules) - linear_names(model)):
         known = ", ".join(sorted(linear_names(model)))
-        raise ValueError(
-            f"LoraConfig.target_modules: no linear layer is called {', '.join(unknown)}; there are: {known}"
-        )
+        text = f"no linear layer is called {', '.join(unknown)}; there are: {known}"
+        raise ValueError(f"LoraConfig.target_modules: {text}")
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)
     for path, layer in _linear_layers(model).items():
         if _last(path) not in config.target_modules:
             continue
         if uses[id(layer.weight)] > 1:
-            raise ValueError(
-                f"LoraConfig.target_modules: {path} shares its weight with another layer; leave it out"
-            )
+            text = f"{path} shares its weight with another layer; leave it out"
+            raise ValueError(f"LoraConfig.target_modules: {text}")
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, _last(path), LoraLinear(layer, config, dtype))
 

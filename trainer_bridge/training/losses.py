@@ -82,7 +82,6 @@ def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> Va
     free, moved = (values - returns).square(), values - old
     held = (old + moved.clamp(-limit, limit) - returns).square()
     with torch.no_grad():
-        clipped = (
-            ((held > free) & (moved.abs() > limit)).sum().float()
-        )  # within the limit they differ by a rounding
+        # Within the limit they differ by a rounding.
+        clipped = ((held > free) & (moved.abs() > limit)).sum().float()
     return ValueLoss(loss=torch.maximum(free, held).sum() / 2, clipped=clipped)

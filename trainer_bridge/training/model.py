@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,9 +110,8 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
     if getattr(hf_config, "attention_dropout", 0.0):
-        hf_config.attention_dropout = (
-            0.0  # scores must not be random: the ratio of an unchanged policy is 1
-        )
+        # Scores must not be random: the ratio of an unchanged policy is 1.
+        hf_config.attention_dropout = 0.0
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=config.torch_model_dtype, attn_implementation=attention
@@ -175,9 +175,8 @@ def _check_dims(
         if not 0 <= dim < len(shape):
             problems.append(f"{name}: {shape} has no dimension {dim}")
         elif dim and shape[dim] % world:
-            problems.append(
-                f"{name}: FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only"
-            )
+            text = f"FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only"
+            problems.append(f"{name}: {text}")
     if problems:
         raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
 
@@ -251,9 +250,8 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
         if isinstance(module, FSDPModule)
     ]
     with _region(saver, ADAPTERS):
-        for param in (
-            param for group in groups if group is not None for param in group.fsdp_params
-        ):
+        held = (group.fsdp_params for group in groups if group is not None)
+        for param in chain.from_iterable(held):
             if param._module_info.param_name in NAMES:
                 param.reset_sharded_param()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from memsaver.errors import StateError
@@ -63,7 +64,7 @@ class Parking:
                 )
 
     def _memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
-        return (*tags, *(other for tag in tags for other in self._beside[tag]))
+        return (*tags, *chain.from_iterable(self._beside[tag] for tag in tags))
 
     def _chosen(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:

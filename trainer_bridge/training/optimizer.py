@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done
     A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
     Gradients are dropped.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
     norm = torch.nn.utils.clip_grad_norm_(params, limit)
     grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -70,8 +71,9 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    specs = [(tuple(local_shard(param).shape), param.dtype) for param in params for _ in range(2)]
-    moments = side_by_side(specs, device, saver, tag)
+    specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]
+    pairs = zip(specs, specs, strict=True)
+    moments = side_by_side(list(chain.from_iterable(pairs)), device, saver, tag)
     for param, first, second in zip(params, moments[0::2], moments[1::2], strict=True):
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=device),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memsaver.vmm.torch_usage import empty_torch_cache
+from memsaver.vmm import empty_torch_cache
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
 
 
@@ -99,7 +99,6 @@ def _ensure_process_group(device: torch.device) -> bool:
         )
         return True
     if backend not in str(dist.get_backend_config()):
-        raise ValueError(
-            f"device {device} needs a process group with {backend}, this process has {dist.get_backend()}"
-        )
+        text = f"device {device} needs a process group with {backend}"
+        raise ValueError(f"{text}, this process has {dist.get_backend()}")
     return False

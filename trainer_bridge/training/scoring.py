@@ -41,8 +41,7 @@ def score_tokens(
             micro = pad(batch, rows, runtime.device)
             mine |= micro.split(runtime.numbers(score(micro)))
     reshard(model)
-    shares: list[dict[int, list[float]]] = [mine]
-    if runtime.world > 1:
-        shares = all_gather_plain(mine)
-    together = {row: values for share in shares for row, values in share.items()}
+    together = dict[int, list[float]]()
+    for share in all_gather_plain(mine) if runtime.world > 1 else [mine]:
+        together |= share
     return [together[row] for row in range(len(batch))]

@@ -38,7 +38,8 @@ class AttentionConfig(MixerConfig):
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
@@ -69,11 +70,8 @@ class AttentionConfig(MixerConfig):
             )
         ]
         if self.qkv_bias:
-            groups.append(
-                stack(
-                    attn + "qkv_proj.bias", [(f"{attn}{name}.bias", (rows,)) for name, rows in qkv]
-                )
-            )
+            biases = [(f"{attn}{name}.bias", (rows,)) for name, rows in qkv]
+            groups.append(stack(attn + "qkv_proj.bias", biases))
         if self.qk_norm:
             groups += [
                 one(attn + "q_norm.weight", self.head_dim),
@@ -121,9 +119,8 @@ class Attention:
         out = self._attend(q, k, v, batch)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
-        return self._ranks.sum(
-            F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias), self._stage
-        )
+        out = F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
+        return self._ranks.sum(out, self._stage)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcache import KVLayout, KVPool, ReqToTokenPool
-from kvcache.ops.rotary import RotaryTables
+from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from rollout.model.params import Group
 from rollout.model.rotary import RopeConfig

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache import HybridReqToTokenPool
+from kvcache.pools import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
 from rollout.ops.attention_plan import BatchShape
@@ -81,15 +81,11 @@ class DeltaNet:
     def __init__(self, config: DeltaNetConfig, index: int, parts: Parts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.linear_attn.", parts.store
-        self._in, self._conv = (
-            store.tensor(name + "in_proj.weight"),
-            store.tensor(name + "conv1d.weight"),
-        )
+        self._in = store.tensor(name + "in_proj.weight")
+        self._conv = store.tensor(name + "conv1d.weight")
         self._dt_bias, self._a_log = store.tensor(name + "dt_bias"), store.tensor(name + "A_log")
-        self._norm, self._out = (
-            store.tensor(name + "norm.weight"),
-            store.tensor(name + "out_proj.weight"),
-        )
+        self._norm = store.tensor(name + "norm.weight")
+        self._out = store.tensor(name + "out_proj.weight")
         self._eps = parts.norm_eps
         table = parts.table
         assert isinstance(table, HybridReqToTokenPool), (
@@ -125,9 +121,8 @@ class DeltaNet:
         values = config.shared * config.value_dim
         by_key_head = qkvz.unflatten(1, (config.num_key_heads, -1))
         *qkv, z = by_key_head.split((config.key_dim, config.key_dim, values, values), dim=2)
-        b, a = (
-            each.flatten(1) for each in ba.unflatten(1, (config.num_key_heads, -1)).chunk(2, dim=2)
-        )
+        halves = ba.unflatten(1, (config.num_key_heads, -1)).chunk(2, dim=2)
+        b, a = (each.flatten(1) for each in halves)
         decay = -self._a_log.float().exp() * F.softplus(a.float() + self._dt_bias)
         gate = z.reshape(len(x), config.num_value_heads, config.value_dim)
         return torch.cat([each.flatten(1) for each in qkv], dim=1), gate, b.sigmoid(), decay

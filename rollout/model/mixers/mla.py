@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache import MLATokenToKVPool
-from kvcache.ops.rotary import rotate_heads
+from kvcache.ops import rotate_heads
+from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
@@ -93,9 +93,8 @@ class MLAConfig(MixerConfig):
             )
         ]
         if self.bias:
-            groups.append(
-                stack(attn + "qkv_a_proj.bias", [(f"{name}.bias", (n,)) for name, n in first])
-            )
+            biases = [(f"{name}.bias", (n,)) for name, n in first]
+            groups.append(stack(attn + "qkv_a_proj.bias", biases))
         if self.q_rank:
             groups.append(one(attn + "q_a_layernorm.weight", self.q_rank))
             groups.append(one(attn + "q_b_proj.weight", self.query_width, self.q_rank))
@@ -111,20 +110,19 @@ class MLAConfig(MixerConfig):
 
 
 def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
-    dense, layers, heads = (
-        config.first_k_dense_replace,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-    )
+    dense = config.first_k_dense_replace
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads
     if dense < layers:
         raise ValueError(
-            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of experts, which are not "
-            f"supported; use a model of dense layers alone: first_k_dense_replace={layers}"
+            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of "
+            f"experts, which are not supported; use a model of dense layers alone: "
+            f"first_k_dense_replace={layers}"
         )
     if config.num_key_value_heads != heads:
         raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} is not supported with latent attention; "
-            f"supported: as many as num_attention_heads={heads}"
+            f"num_key_value_heads={config.num_key_value_heads} is not supported with latent "
+            f"attention; supported: as many as num_attention_heads={heads}"
         )
     mscale = config.rope_parameters.get("mscale_all_dim")
     if mscale and rope.rope_type != "default":
@@ -153,9 +151,8 @@ class LatentAttention:
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        queries, latent, key = F.linear(x, self._first, self._first_bias).split(
-            self.config.widths, dim=1
-        )
+        first = F.linear(x, self._first, self._first_bias)
+        queries, latent, key = first.split(self.config.widths, dim=1)
         if self._q_norm is not None and self._q_b is not None:
             queries = F.linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
         key = self._rotate(key.unsqueeze(1), batch)

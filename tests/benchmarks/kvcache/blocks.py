@@ -6,7 +6,8 @@ import statistics
 
 import torch
 
-from kvcache import BlockManager, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from kvcache import BlockManager, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from tests.benchmarks.common import Figure, Figures, Scale, host_us, settle
 from tests.benchmarks.kvcache.pools import PAGE_SIZE, make_pool
 from tests.helpers.no_wait import check_no_wait

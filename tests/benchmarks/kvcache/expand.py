@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvcache import PagedTokenToKVPoolAllocator
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.allocators.base import Int64Array
 from kvcache.ops.expand import expand_pages
 from tests.benchmarks.common import Figure, Figures, Scale, device_us
@@ -70,10 +70,8 @@ class Growth:
 
 
 def _measure(scale: Scale, growth: Growth, target: str) -> Figures:
-    arguments, expected = (
-        growth.arguments(scale),
-        torch.from_numpy(growth.expected()).to(scale.device),
-    )
+    arguments = growth.arguments(scale)
+    expected = torch.from_numpy(growth.expected()).to(scale.device)
     for impl in ("triton", "torch"):
         assert torch.equal(expand_pages(*arguments, impl=impl), expected), impl  # type: ignore[arg-type]
     assert torch.equal(growth.alloc(), expected), "alloc"

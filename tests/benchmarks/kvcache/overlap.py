@@ -30,9 +30,8 @@ def overlap(scale: Scale) -> Figures:
     """A prefix on the host with new tokens behind it, answers compared with those of an engine
     without tiers.
     """
-    tiers = KVTiers(
-        host_ratio=1.5, write_policy="write_back"
-    )  # no copies out in the steps that are measured
+    # no copies out in the steps that are measured
+    tiers = KVTiers(host_ratio=1.5, write_policy="write_back")
     with _engine(scale, None) as plain:
         prefix, prompts = _prompts(scale, plain.model.vocab_size)
         first = next(prompts)

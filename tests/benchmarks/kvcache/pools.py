@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from kvcache import KVCacheConfig, MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache import KVCacheConfig
 from kvcache.config import FP4_DTYPE
+from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from memsaver import MemorySaver
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 28, 4, 128, 16

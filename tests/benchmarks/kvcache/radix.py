@@ -22,20 +22,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache import PagedTokenToKVPoolAllocator, RadixCache
+from kvcache import RadixCache
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from tests.benchmarks import rival_sglang
 from tests.benchmarks.common import Figures, Scale, figures
 
 VOCABULARY = 150_000
 TAIL = 64  # tokens of an answer
 BURST = 8  # calls in a row
-MATCH, WITH_SLOTS, WIDE, INSERT, EVICT = (
-    "match",
-    "match and its slots",
-    "match, array('q')",
-    "insert",
-    "evict",
-)
+MATCH = "match"
+WITH_SLOTS = "match and its slots"
+WIDE = "match, array('q')"
+INSERT = "insert"
+EVICT = "evict"
 Times = dict[str, list[float]]
 Ids = NDArray[np.int32]
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from kvcache import KVCacheConfig, KVPool, MLACacheConfig, MLATokenToKVPool
+from kvcache import KVCacheConfig, KVPool, MLACacheConfig
 from kvcache.config import FP4_DTYPE, TokenConfig
+from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import FP4KV, FP8KV
 from rollout.ops.attention import attend, plan_attention
 from rollout.ops.attention_plan import BatchShape, KVReader, StoredKV

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kvcache import MHATokenToKVPool
+from kvcache.pools import MHATokenToKVPool
 from memsaver import MemorySaver
 from tests.benchmarks.common import (
     GIB,
@@ -49,10 +49,9 @@ def _cycles(
     scale: Scale, saver: MemorySaver, pool: MHATokenToKVPool, nbytes: int
 ) -> tuple[dict[str, float], int]:
     """Median milliseconds of a resize to `nbytes` and back, and the bytes that came and went."""
-    full, half = (
-        pool.size,
-        nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE,
-    )  # and the padding page
+    full = pool.size
+    # and the padding page
+    half = nbytes // pool.bytes_per_token // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
     step = _Step(scale, pool)
     whole = saver.report().committed_bytes
     times = Times()

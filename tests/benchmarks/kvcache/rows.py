@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvcache import MHATokenToKVPool
 from kvcache.config import FP4_DTYPE
 from kvcache.ops.quant import dequantise_fp4, quantise_fp4, quantise_fp8
+from kvcache.pools import MHATokenToKVPool
 from tests.benchmarks.common import MIB, Figures, Scale, device_us, share
 from tests.benchmarks.kvcache.pools import DIM, PAGE_SIZE, make_pool, shuffled_slots
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvcache import BlockManager, PagedTokenToKVPoolAllocator, RadixCache, ReqToTokenPool
+from kvcache import BlockManager, RadixCache, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from rollout import Engine, SamplingParams
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample

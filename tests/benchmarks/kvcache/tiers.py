@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from kvcache import MHATokenToKVPool
+from kvcache.pools import MHATokenToKVPool
 from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, Transfer, page_hashes
 from kvcache.tiers.host import Layout
 from tests.benchmarks.common import GIB, MIB, Figures, Scale, Times, figures, timed
@@ -20,11 +20,8 @@ from tests.benchmarks.kvcache.pools import DIM, HEADS, LAYERS, PAGE_SIZE, make_p
 PAGE_BYTES = LAYERS * PAGE_SIZE * 2 * HEADS * DIM * 2
 DISK = "/var/tmp"  # /tmp may be in memory
 OUT, IN = "plain copy out", "plain copy in"
-WAYS = {
-    "back up": OUT,
-    "load": IN,
-    "load, a call a layer": IN,
-}  # ours -> the copy that it is measured by
+# ours -> the copy that it is measured by
+WAYS = {"back up": OUT, "load": IN, "load, a call a layer": IN}
 
 
 def host(scale: Scale) -> Figures:

@@ -32,10 +32,8 @@ def record(run: Callable[[], object], path: Path) -> None:
     """Profiles what `run` does on the GPU; Chrome's format."""
     from torch.profiler import ProfilerActivity, profile
 
-    for each in (
-        lambda: torch.zeros(1, device="cuda"),
-        run,
-    ):  # the first profile sets the profiler up
+    # the first profile sets the profiler up
+    for each in (lambda: torch.zeros(1, device="cuda"), run):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             each()
@@ -57,8 +55,8 @@ def read(path: Path, layers: int) -> tuple[list[Kernel], list[Kernel]]:
     if len(loads) != layers or len(norms) != 2 * layers + 1:
         names = sorted({each["name"][:40] for each in events})
         raise ValueError(
-            f"{path}: {len(loads)} kernels {LOAD} and {len(norms)} {NORM} are not those of one step of {layers} layers "
-            f"with one load; there are {names}"
+            f"{path}: {len(loads)} kernels {LOAD} and {len(norms)} {NORM} are not those of one "
+            f"step of {layers} layers with one load; there are {names}"
         )
 
     def kernel(event: dict[str, float], layer: int) -> Kernel:

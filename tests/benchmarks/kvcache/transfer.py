@@ -302,10 +302,8 @@ def read(me: Rank) -> Seen:
     writers = Writers.of([(part.dst_head_start, part.num_heads) for part in parts], me.device)
     ring_bytes = staged_bytes(me.k, me.v, plan.long, writers.total)
     ring, ticket = MappedReader().ring(ring_bytes, me.saver)
-    pool, offsets = (
-        me.saver.share("kv_cache", writable=True),
-        (me.saver.offset_of(me.k), me.saver.offset_of(me.v)),
-    )
+    pool = me.saver.share("kv_cache", writable=True)
+    offsets = (me.saver.offset_of(me.k), me.saver.offset_of(me.v))
     target = Target(
         ring=ticket,
         ring_bytes=ring_bytes,

@@ -25,10 +25,8 @@ from tests.helpers.ranks import start_ranks
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-_COLUMNS = (
-    "o_proj.weight",
-    "down_proj.weight",
-)  # split along dimension 1; norms are on every rank; the rest: 0
+# split along dimension 1; norms are on every rank; the rest: 0
+_COLUMNS = ("o_proj.weight", "down_proj.weight")
 TARGET = torch.bfloat16  # of every engine
 WARMUP, RANKS = 2, 2
 
@@ -149,9 +147,8 @@ def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
     norms, rows, columns = sizes.values()
     if needs == "replica":
         return (norms + rows + columns) // 2, (norms + rows + columns) // 2
-    linked = norms // 2 + (
-        0 if aligned else columns // 4
-    )  # of its columns the half that the other rank's rows hold
+    # of its columns the half that the other rank's rows hold
+    linked = norms // 2 + (0 if aligned else columns // 4)
     return norms + (rows + columns) // 2 - linked, linked
 
 
@@ -217,9 +214,8 @@ def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
 
 def _answer(pipe: Connection, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe.send(run(*args))
-    pipe.poll(
-        60
-    )  # until all were heard: who leaves first takes connections and shared memory along
+    # until all were heard: who leaves first takes connections and shared memory along
+    pipe.poll(60)
 
 
 def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:

@@ -82,7 +82,7 @@ def _trainer(scale: SyncScale, source: Source, folder: str) -> TrainerConfig:
 
 
 def _one_gpu(scale: SyncScale, source: Source) -> Figures:
-    """The write alone, and the whole sync: pages mapped, written, unmapped, read back and compared."""
+    """The write alone, and the whole sync: pages mapped, written, unmapped, read back, compared."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open_ray(_trainer(scale, source, folder), ENGINE) as (trainer, rollout),
@@ -172,7 +172,7 @@ class Case(NamedTuple):
 
 
 def two_gpus(scale: SyncScale) -> Figures:
-    """FSDP2 shards over two ranks into two replicas, and into two tensor-parallel ranks' weights."""
+    """FSDP2 shards of two ranks into two replicas, and into two tensor-parallel ranks' weights."""
     first = scale.sources[0]
     cases = [Case("2 replicas", source, "replica", False) for source in scale.sources]
     cases += [

@@ -83,9 +83,8 @@ def _start(port: int, scale: SyncScale) -> Any:
     from loguru import logger
 
     logger.disable("checkpoint_engine")  # some lines a bucket
-    ps.get_ip = lambda: (
-        "127.0.0.1"
-    )  # it asks the network, and a host without one may not know its own name
+    # it asks the network, and a host without one may not know its own name
+    ps.get_ip = lambda: "127.0.0.1"
     server = ParameterServer(
         rank=0, world_size=1, auto_pg=False, master_addr="127.0.0.1", master_port=port
     )

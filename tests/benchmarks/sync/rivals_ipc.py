@@ -31,7 +31,7 @@ END = b""
 
 
 def per_tensor(scale: SyncScale) -> Figures:
-    """`update_weights_from_tensor`: the engine maps every parameter of the trainer and copies it."""
+    """`update_weights_from_tensor`: the engine maps and copies every parameter of the trainer."""
     return _measure("a CUDA IPC handle a tensor", _send_each, scale)
 
 

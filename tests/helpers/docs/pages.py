@@ -8,9 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"^( *)```(?: \{\.)?(\w*)([^}`]*)\}?\s*$"
-)  # a file shown is "``` {.python}", which ruff leaves alone
+# a file shown is "``` {.python}", which ruff leaves alone
+FENCE = re.compile(r"^( *)```(?: \{\.)?(\w*)([^}`]*)\}?\s*$")
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 

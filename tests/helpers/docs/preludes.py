@@ -35,8 +35,10 @@ def _model(folder: Path) -> Iterator[Names]:
 
 
 def _kv_cache(folder: Path) -> Iterator[Names]:
-    """One cached prompt of three pages on the device, a pool, and numbers for what the blocks show."""
-    from kvcache import KVCacheConfig, MHATokenToKVPool, PagedTokenToKVPoolAllocator, RadixCache
+    """A cached prompt of three pages, a pool, and numbers for what the blocks show."""
+    from kvcache import KVCacheConfig, RadixCache
+    from kvcache.allocators import PagedTokenToKVPoolAllocator
+    from kvcache.pools import MHATokenToKVPool
     from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache
     from rollout import EngineConfig, KVTiers
 
@@ -109,6 +111,8 @@ PRELUDES: dict[str, Prelude] = {
     "docs/kv-cache.md": _kv_cache,
     "docs/weight-sync.md": _weight_sync,
     "docs/compat.md": _compat,
+    "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
     "docs/how-to/own-model.md": _model,
+    "docs/how-to/two-engines.md": _model,
 }

@@ -6,18 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache import (
-    BlockManager,
-    KVAllocator,
-    KVCacheConfig,
-    KVPool,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
-    ReqHandle,
-    ReqToTokenPool,
-    SWAKVPool,
-    SWATokenToKVPoolAllocator,
-)
+from kvcache import BlockManager, KVAllocator, KVCacheConfig, KVPool, ReqHandle, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
+from kvcache.pools import MHATokenToKVPool, SWAKVPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -112,7 +103,7 @@ class Blocks:
         return (row // self.allocator.page_size).tolist()
 
     def state(self, handles: Iterable[ReqHandle]) -> tuple[Any, ...]:
-        """All that a refused call must leave as it was, of these sequences and of what they share."""
+        """What a refused call must leave as it was, of these sequences and of what they share."""
         return (
             ledger_state(self.allocator),
             [

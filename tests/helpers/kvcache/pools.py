@@ -5,21 +5,19 @@ from typing import Any
 
 import torch
 
-from kvcache import (
+from kvcache import KVCacheConfig, KVPool, MLACacheConfig
+from kvcache.config import FP4_DTYPE
+from kvcache.pools import (
     DoubleSparseTokenToKVPool,
     HybridLinearKVPool,
-    KVCacheConfig,
-    KVPool,
     MambaConfig,
     MambaPool,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
-    MLACacheConfig,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
     SWAKVPool,
 )
-from kvcache.config import FP4_DTYPE
 from kvcache.pools.token import TokenPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE

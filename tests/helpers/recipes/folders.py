@@ -11,20 +11,11 @@ from recipes.watch.run_folder import RunFolder
 MIB = 2**20
 SESSION = 1000.0  # time.time() at which the first step begins
 STAGES = {  # seconds of each stage of every step
-    "park_optim": 0.01,
-    "wake_weights": 0.01,
-    "sync_weights": 0.04,
-    "park_params": 0.02,
-    "wake_kv_cache": 0.02,
-    "generate_sequences": 0.5,
-    "sleep": 0.01,
-    "restore_params": 0.01,
-    "compute_reward": 0.01,
-    "compute_log_prob": 0.1,
-    "restore_optim": 0.02,
-    "compute_advantages": 0.01,
-    "update_actor": 0.24,
-}
+    "park_optim": 0.01, "wake_weights": 0.01, "sync_weights": 0.04, "park_params": 0.02,
+    "wake_kv_cache": 0.02, "generate_sequences": 0.5, "sleep": 0.01, "restore_params": 0.01,
+    "compute_reward": 0.01, "compute_log_prob": 0.1, "restore_optim": 0.02,
+    "compute_advantages": 0.01, "update_actor": 0.24,
+}  # fmt: skip
 HELD = {  # after a stage: owner, tag, MiB on the device, MiB kept on the host
     "park_optim": ("trainer", "optim", 0, 8),
     "wake_weights": ("rollout", "weights", 4, 0),

@@ -32,24 +32,26 @@ class Range(NamedTuple):
 
 RANGES = [
     Range(
-        "ppo.critic_warmup_steps lora.rank sampling.top_k eval.every checkpoint.every checkpoint.max_restarts",
+        "ppo.critic_warmup_steps lora.rank sampling.top_k eval.every checkpoint.every "
+        "checkpoint.max_restarts",
         "must be at least 0",
         ("-1",),
         "0",
     ),
     Range(
-        "steps engine.page_size engine.max_running engine.max_prefill_tokens engine.tensor_parallel_size "
-        "trainer.micro_batch_size trainer.threads sampling.max_tokens grpo.prompts_per_step ppo.prompts_per_step "
-        "ppo.samples_per_prompt ppo.epochs ppo.mini_batches task.num_digits eval.problems checkpoint.keep "
-        "cluster.nnodes cluster.n_gpus_per_node",
+        "steps engine.page_size engine.max_running engine.max_prefill_tokens "
+        "engine.tensor_parallel_size trainer.micro_batch_size trainer.threads sampling.max_tokens "
+        "grpo.prompts_per_step ppo.prompts_per_step ppo.samples_per_prompt ppo.epochs "
+        "ppo.mini_batches task.num_digits eval.problems checkpoint.keep cluster.nnodes "
+        "cluster.n_gpus_per_node",
         "must be at least 1",
         ("0",),
         "1",
     ),
     Range("grpo.samples_per_prompt task.num_terms", "must be at least 2", ("1",), "2"),
     Range(
-        "trainer.learning_rate grpo.clip_low grpo.clip_high ppo.clip_low ppo.clip_high ppo.critic_learning_rate "
-        "task.held_out_fraction",
+        "trainer.learning_rate grpo.clip_low grpo.clip_high ppo.clip_low ppo.clip_high "
+        "ppo.critic_learning_rate task.held_out_fraction",
         "must lie between 0 and 1",
         ("0.0", "1.0"),
         "0.999",
@@ -130,8 +132,9 @@ WITHOUT_RANGE = [
 ]
 
 LATENT = " model.config.".join([
-    *("algorithm=grpo", "model_type=deepseek_v2", "num_key_value_heads=4", "first_k_dense_replace=2"),
-    *("kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8", "v_head_dim=10"),
+    "algorithm=grpo", "model_type=deepseek_v2", "num_key_value_heads=4", "first_k_dense_replace=2",
+    "kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8",
+    "v_head_dim=10",
 ])  # fmt: skip
 CONTRADICTIONS = [
     wrong(
@@ -163,7 +166,8 @@ CONTRADICTIONS = [
     Wrong(  # windows below a host tier
         [
             "engine.host_to_device_ratio=2",
-            "model.config={model_type: qwen3, use_sliding_window: true, sliding_window: 8, max_window_layers: 0}",
+            "model.config={model_type: qwen3, use_sliding_window: true, sliding_window: 8, "
+            "max_window_layers: 0}",
         ],
         ["engine.host_to_device_ratio=2.0: pages of this model"],
     ),

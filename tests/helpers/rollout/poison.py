@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcache import HybridReqToTokenPool, SWAKVPool
+from kvcache.pools import HybridReqToTokenPool, SWAKVPool
 from kvcache.pools.token import TokenPool
 from rollout import Engine
 

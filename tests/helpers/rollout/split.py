@@ -110,9 +110,8 @@ def generate(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
     if split.decode > 1:
-        dist.barrier(
-            group
-        )  # who connects later than the other may take longer than its patience with a rank's hello
+        # who connects later than the other may take longer than its patience with a rank's hello
+        dist.barrier(group)
     reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
     engine.connect(
         accept(address, split.prefill, KEY),
@@ -140,8 +139,9 @@ def generate(
     reason = engine.unavailable_reason()
     engine.close()
     return {
-        "answers": answers, "split": engine.split, "stats": asdict(engine.stats), "in_flight": max(flights, default=0),
-        "error": error, "reason": reason, "outstanding": engine.inbox.allocator.outstanding,
+        "answers": answers, "split": engine.split, "stats": asdict(engine.stats),
+        "in_flight": max(flights, default=0), "error": error, "reason": reason,
+        "outstanding": engine.inbox.allocator.outstanding,
         "preemptions": engine.scheduler.preemptions,
     }  # fmt: skip
 

@@ -11,14 +11,9 @@ from typing import Any
 
 import torch
 
-from kvcache import (
-    BlockManager,
-    KVCacheConfig,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
-    ReqHandle,
-    ReqToTokenPool,
-)
+from kvcache import BlockManager, KVCacheConfig, ReqHandle, ReqToTokenPool
+from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.pools import MHATokenToKVPool
 from rollout import KVTiers, SamplingParams
 from rollout.serving.preemption import Swapped, Victim
 from rollout.serving.samples import Sample
@@ -176,5 +171,6 @@ class World:
         elif what == "abort" and self.scheduler.unfinished:
             self.scheduler.abort([self.dice.choice(self.scheduler.unfinished)])
         elif what == "fail":  # a step that took pages and computed nothing
-            self.blocks.admitted.clear() if self.scheduler.unfinished and self.scheduler.schedule() else None
+            if self.scheduler.unfinished and self.scheduler.schedule():
+                self.blocks.admitted.clear()
             self.scheduler.preempt_all()

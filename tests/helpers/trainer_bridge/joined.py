@@ -76,10 +76,8 @@ def connected(
     here = place_of(torch.device(device))
     for target, number in zip(targets, numbers, strict=True):
         target.place = here if case.targets is None else f"{case.targets[number]}/cpu"
-    mine, place = (
-        sources(rank, world, device),
-        here if case.ranks is None else f"{case.ranks[rank]}/cpu",
-    )
+    mine = sources(rank, world, device)
+    place = here if case.ranks is None else f"{case.ranks[rank]}/cpu"
     return WeightSync(
         [shard for shard in shards(world) if shard.rank == rank],
         lambda: mine,
@@ -146,9 +144,8 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
             target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))
         ):
             return False
-        covered[p.offset : p.offset + target.read(number).nbytes] = (
-            1  # slices of these layouts are runs
-        )
+        # slices of these layouts are runs
+        covered[p.offset : p.offset + target.read(number).nbytes] = 1
     return bool((target.arena[covered == 0] == 0xA5).all())
 
 

@@ -14,17 +14,10 @@ from tests.helpers.models import forward_logprobs, save_tiny
 from trainer_bridge import SequenceBatch, TrainerConfig
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "bos_token_id": 0,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
 
 
 def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> str:

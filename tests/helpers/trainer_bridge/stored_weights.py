@@ -36,11 +36,9 @@ class StoredWeights:
         self.store = WeightStore(groups, dict(aliases), dtype, self.saver)
         self.store.arena.fill_(UNTOUCHED)
         self.update = WeightUpdate(self.store, self.saver, lambda: None)
-        self.verify_update, self.commit_update, self.abort_update = (
-            self.update.verify,
-            self.update.commit,
-            self.update.abort,
-        )
+        self.verify_update = self.update.verify
+        self.commit_update = self.update.commit
+        self.abort_update = self.update.abort
         self.store.load(initial.items(), "a seed")
         self._mine = torch.zeros(self.store.arena.numel(), dtype=torch.bool)
         for piece in self.store.manifest.slices:

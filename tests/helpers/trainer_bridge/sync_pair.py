@@ -106,7 +106,7 @@ class Pair:
     # ---------------------------------------------------------------- engines
 
     def serves(self, number: int) -> int | None:
-        """The version that an engine answers with, token for token; None: it refuses, and says why."""
+        """The version an engine answers with, token for token; None: it refuses, and says why."""
         engine = self.engines[number]
         with self.locks[number]:
             reason = engine.unavailable_reason()

@@ -25,7 +25,7 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
-from rollout.weights.message_writer import write_boxes
+from rollout.weights.update import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
 from trainer_bridge.sync.consensus import StoreConsensus
 from trainer_bridge.sync.lora_merge import LowRank

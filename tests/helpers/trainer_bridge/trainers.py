@@ -25,11 +25,8 @@ from trainer_bridge.sync.weight_sync import WeightSync
 
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
 Shapes = Mapping[str, tuple[int, ...]]
-_CALLS = {
-    "begin_update": "open",
-    "verify_update": "verify",
-    "commit_update": "commit",
-}  # and the stages they are in
+# and the stages they are in
+_CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "commit"}
 
 
 @dataclass(frozen=True, kw_only=True)

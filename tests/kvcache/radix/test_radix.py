@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import MambaRadixCache, PagedTokenToKVPoolAllocator, RadixCache
+from kvcache import RadixCache
+from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.radix import MambaRadixCache
 from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
 from kvcache.radix.node import Generation
-from kvcache.radix.policies import FALLING, POLICIES
 from kvcache.radix.queue import EvictionQueue
+from kvcache.radix.tree import FALLING, POLICIES
 from tests.helpers.kvcache.pools import make_states
 
 

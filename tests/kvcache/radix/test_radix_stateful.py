@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvcache import MambaRadixCache, PagedTokenToKVPoolAllocator, RadixCache
+from kvcache import RadixCache
+from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.radix import MambaRadixCache
 from kvcache.radix.node import RadixNode
-from kvcache.radix.policies import POLICIES
+from kvcache.radix.tree import POLICIES
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.pools import make_states
 
@@ -23,7 +25,7 @@ Prefix = tuple[int, str | None, Key]  # version, salt, tokens
 
 
 class Model:
-    """The real cache, and `prefixes`: for each cached prefix the page that holds its last tokens."""
+    """The real cache, and `prefixes`: for each cached prefix the page of its last tokens."""
 
     steps: ClassVar[dict[str, float]] = {
         "insert": 8,

@@ -29,16 +29,13 @@ class Transfers:
 
     def __init__(self, ring: StagingAllocator, sizes: list[int]) -> None:
         self.ring, self.todo = ring, list(sizes)
-        self.waiting: dict[
-            int, tuple[int, int, int]
-        ] = {}  # id -> offset, end, round: assigned, not filled
+        # id -> offset, end, round: assigned, not filled
+        self.waiting: dict[int, tuple[int, int, int]] = {}
         self.filled: dict[int, tuple[int, int]] = {}
-        self.owner: list[int | None] = [
-            None
-        ] * ring.size_bytes  # of every byte that is filled and not freed
-        self.seen: list[Watermark] = [
-            ring.watermark
-        ]  # as sent to the writers; they may know an old one
+        # of every byte that is filled and not freed
+        self.owner: list[int | None] = [None] * ring.size_bytes
+        # as sent to the writers; they may know an old one
+        self.seen: list[Watermark] = [ring.watermark]
         self.known = 0
 
     def turn(self, dice: random.Random) -> None:

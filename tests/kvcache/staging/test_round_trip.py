@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.ops import staging_triton
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.staging import (
     HeadSlice,
     StagingAllocator,

@@ -182,10 +182,8 @@ def test_foreign_files(tmp_path: Path) -> None:
     disk = filled(tmp_path, 2)
     assert not (tmp_path / "x.kvpage").exists()
     path = file_of(tmp_path, 0)
-    for content in (
-        b"y" * FILE,
-        file_of(tmp_path, 1).read_bytes(),
-    ):  # the second is a good page, of other tokens
+    # the second is a good page, of other tokens
+    for content in (b"y" * FILE, file_of(tmp_path, 1).read_bytes()):
         path.write_bytes(content)
         assert stored(disk, 0) == [False]
         disk.put(KEYS[0], page(0))

@@ -154,10 +154,8 @@ def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     """What the disk keeps is the same from both layouts, and comes back."""
-    cache, other = (
-        make(name, device, layout=layout),
-        make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]]),
-    )
+    cache = make(name, device, layout=layout)
+    other = make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]])
     strides = [each.plan.parts[0].host.stride()[:2] for each in (cache, other)]
     assert strides[0] != strides[1], "so there is one layout only"
     poison(cache.pool, 5)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import PagedTokenToKVPoolAllocator
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.tiers import (
     DiskTier,
     HostCacheConfig,
@@ -172,10 +172,8 @@ def test_each_tier_drops_what_was_used_longest_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes from a host of three pages, and where; never what the same call asked for."""
-    lower, keys = (
-        Engine("cpu", "write_through", 3, tmp_path).cache.lower,
-        page_hashes(range(20), PS),
-    )
+    lower = Engine("cpu", "write_through", 3, tmp_path).cache.lower
+    keys = page_hashes(range(20), PS)
     assert lower.disk is not None
 
     def check(on_host: set[int], on_disk: set[int]) -> None:

@@ -109,9 +109,8 @@ def test_a_refusal_takes_nothing_and_says_what_to_do(monkeypatch: pytest.MonkeyP
         HostMemoryError, match="budget is 8.0 MiB.*budget_bytes.*nothing was changed"
     ) as caught:
         arena.take(7 * MIB)
-    assert (
-        caught.value.missing_bytes == 2 * MIB
-    )  # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
+    # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
+    assert caught.value.missing_bytes == 2 * MIB
     assert (arena.used_bytes, arena.committed_bytes) == (3 * MIB, 4 * MIB)
     arena.give(kept)
 

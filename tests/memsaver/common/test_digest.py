@@ -23,9 +23,8 @@ def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
 
 def test_definition_is_pinned() -> None:
     """Trainer, kernels and stored receipts of other processes rely on exactly these numbers."""
-    assert (
-        splitmix64_int(0) == 0xE220A8397B1DCDAF
-    )  # the published first output of splitmix64 seeded with 0
+    # the published first output of splitmix64 seeded with 0
+    assert splitmix64_int(0) == 0xE220A8397B1DCDAF
     assert digest(torch.tensor([1.0, -2.5]), 3) == 0x887538070FB31AB7
     assert digest(torch.tensor([1.0, -2.5], dtype=torch.bfloat16), 3) == 0xB424D20C37A943B7
     assert digest(torch.tensor([], dtype=torch.float32), 3) == 0

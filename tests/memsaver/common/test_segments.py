@@ -85,14 +85,13 @@ def lay_out(boxes: list[Box], device: str) -> Case:
         total += by_definition(grid, number, pitches[2])
         segments.append(
             Segment(
-                dtype=dtype, target=to, count=box.width, index_base=number, source=at, source_dtype=kind,
-                rows=box.rows, source_pitch=pitches[0], target_pitch=pitches[1], index_pitch=pitches[2],
+                dtype=dtype, target=to, count=box.width, index_base=number, source=at,
+                source_dtype=kind, rows=box.rows,
+                source_pitch=pitches[0], target_pitch=pitches[1], index_pitch=pitches[2],
             )
         )  # fmt: skip
-        at, to = (
-            -(-(at + values.nbytes) // 16) * 16,
-            -(-(to + spans[1] * dtype.itemsize) // 16) * 16,
-        )
+        at = -(-(at + values.nbytes) // 16) * 16
+        to = -(-(to + spans[1] * dtype.itemsize) // 16) * 16
         number += box.rows * pitches[2]
     on = source.to(device)
     moved = [_from(segment, on.data_ptr()) for segment in segments]
@@ -168,9 +167,8 @@ def test_blocks_of_the_real_size(
         [
             Box(90, 208, (48, 0, 300), (0, 0), pair),  # 16-byte accesses: whole blocks and a tail
             Box(1, 40_000, (0, 0, 0), (0, 0), pair),  # three rows of the table and an end
-            Box(
-                1, 4096 + 160 + 5, (0, 0, 0), (0, 0), pair
-            ),  # whole blocks, a masked end, an odd one
+            # whole blocks, a masked end, an odd one
+            Box(1, 4096 + 160 + 5, (0, 0, 0), (0, 0), pair),
             Box(1, 3000, (0, 0, 0), (2, 1), pair),  # misaligned
             Box(1, 1, (0, 0, 0), (0, 1), pair),
             Box(70, 33, (1, 0, 7), (1, 1), pair),  # element by element
@@ -371,17 +369,21 @@ SCALARS = {"base": "i64", "first": "i32", "last": "i32"}
 found = {}
 for source, aligned, grid, looping in %r:
     kernel = run_grids if grid else run_segments
-    constants = instance(Kind(source and getattr(torch, source), torch.bfloat16, aligned, grid), looping)
+    kind = Kind(source and getattr(torch, source), torch.bfloat16, aligned, grid)
+    constants = instance(kind, looping)
     types = {**TABLES, **SCALARS, **dict.fromkeys(constants, "constexpr")}
     source_code = ASTSource(kernel, {n: types[n] for n in kernel.arg_names}, constants)
-    compiled = triton.compile(source_code, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source_code, target=target, options={"num_warps": WARPS})
     ptx = compiled.asm["ptx"]
-    after = {label: ptx.split(label + ":")[1] for label in re.findall(r"^(\\$L__BB\\w+):", ptx, re.M)}
+    labels = re.findall(r"^(\\$L__BB\\w+):", ptx, re.M)
+    after = {label: ptx.split(label + ":")[1] for label in labels}
     loops = [text.split(label + ";")[0] for label, text in after.items() if label + ";" in text]
     bodies = [re.findall(INSTRUCTION, loop, re.M) for loop in loops]
     elements = constants["BLOCK"] * constants["VECTOR"] // (32 * WARPS)
+    names = re.findall(INSTRUCTION, ptx, re.M)
     found[f"{source} {aligned} {grid} {looping}"] = {
-        "memory": collections.Counter(n for n in re.findall(INSTRUCTION, ptx, re.M) if ".global." in n),
+        "memory": collections.Counter(name for name in names if ".global." in name),
         "loop": min(map(len, bodies)) / elements,
         "loops": len(bodies),
         "shared": compiled.metadata.shared,
@@ -405,7 +407,6 @@ def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
         assert all("v4.b32" in name or name.endswith(".b64") for name in memory), (
             f"{kind}: {memory}"
         )
-        limit = (
-            24 if grid == "True" else 20
-        )  # PTX instructions an element; ptxas makes fewer of them
+        # PTX instructions an element; ptxas makes fewer of them
+        limit = 24 if grid == "True" else 20
         assert kernel["loop"] < limit, kind

@@ -72,11 +72,8 @@ RUN = [Grid(1, 7, (0, 0), (0, 0))]
             [Grid(896, 1792, (0, 0, 0), (3584, 1792, 3584))],
         ),
         ((4, 3, 5), [(15, 5, 1), (15, 5, 1)], [Grid(1, 60, (0, 0), (0, 0))]),  # one run is one row
-        (
-            (5, 4, 3),
-            [(1, 15, 5), (1, 15, 5)],
-            [Grid(1, 60, (0, 0), (0, 0))],
-        ),  # in any order of dimensions
+        # in any order of dimensions
+        ((5, 4, 3), [(1, 15, 5), (1, 15, 5)], [Grid(1, 60, (0, 0), (0, 0))]),
         ((1, 7), [(1000, 1), (7, 1)], RUN),
         ((7, 1), [(1, 1), (1, 9)], RUN),
         ((), [(), ()], [Grid(1, 1, (0, 0), (0, 0))]),
@@ -94,11 +91,8 @@ def test_a_box_is_one_grid(
     [
         ((8, 12, 5), (2 * 12 * 5, 5, 1), 1),  # experts [E, 2 I, H] split in dimension 1
         ((8, 12, 5), (12 * 10, 10, 1), 1),  # experts [E, H, I] split in dimension 2
-        (
-            (8, 12, 5),
-            (24 * 10, 10, 1),
-            8,
-        ),  # ... and by the source in dimension 1: rows along the longer one
+        # ... and by the source in dimension 1: rows along the longer one
+        ((8, 12, 5), (24 * 10, 10, 1), 8),
         ((20, 12, 5), (24 * 10, 10, 1), 12),
     ],
 )

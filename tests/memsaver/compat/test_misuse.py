@@ -225,5 +225,5 @@ def test_every_python_of_an_environment(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import memsaver.compat\nmemsaver.compat.install('torch_memory_saver')\n"
     )
-    code = "from torch_memory_saver import torch_memory_saver; print(type(torch_memory_saver).__module__)"
+    code = "from torch_memory_saver import torch_memory_saver as t; print(type(t).__module__)"
     assert python(code, PYTHONPATH=f"{tmp_path}:{ROOT}") == "memsaver.compat.torch_memory_saver"

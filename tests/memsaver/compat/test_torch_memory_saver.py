@@ -31,11 +31,9 @@ Scribble = Callable[[int], None]
 
 def test_the_calls_are_those_of_the_library() -> None:
     """Names, order and defaults of 0.0.10."""
-    cpu, disk, backend = (
-        ("enable_cpu_backup", False),
-        ("enable_disk_backup", False),
-        ("cpu_backup_backend", None),
-    )
+    cpu = ("enable_cpu_backup", False)
+    disk = ("enable_disk_backup", False)
+    backend = ("cpu_backup_backend", None)
     graph = [("pool", None), ("stream", None), ("capture_error_mode", "global")]
     expected = {
         "region": [("tag", "default"), cpu, disk, backend],
@@ -143,7 +141,7 @@ def test_disk_backup(
 
 
 def file_bytes(folder: Path) -> int:
-    """Bytes of the files of this folder that the process has open, also of those that have no name."""
+    """Bytes of the files of this folder that the process has open, of nameless ones too."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(
         os.stat(link).st_size for link in links if os.readlink(link).startswith(f"{folder}/")
@@ -397,12 +395,10 @@ def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         return graph
 
-    first, second, other_tag, alone = (
-        capture((7, 0)),
-        capture((7, 0)),
-        capture((7, 0), "else"),
-        capture(None),
-    )
+    first = capture((7, 0))
+    second = capture((7, 0))
+    other_tag = capture((7, 0), "else")
+    alone = capture(None)
     third = capture(first.handle)
     assert first.handle == second.handle == third.handle
     assert len({first.handle, other_tag.handle, alone.handle}) == 3

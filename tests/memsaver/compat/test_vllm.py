@@ -96,9 +96,8 @@ def test_levels_and_stages(allocator: CuMemAllocator, device: str, scribble: Scr
         assert allocator.current_tag == "weights"
         weights = torch.arange(1 << 20, device=device)
     with allocator.use_memory_pool(tag="kv_cache"):
-        cache = torch.ones(
-            1 << 23, device=device
-        )  # more than a segment of torch's with the weights
+        # more than a segment of torch's with the weights
+        cache = torch.ones(1 << 23, device=device)
     assert allocator.current_tag == "default"
     expected, full = weights.cpu().clone(), used(device)
     allocator.sleep(offload_tags="weights")

@@ -63,7 +63,7 @@ def test_attributes() -> None:
 
 
 class Worker:
-    """The calls of vLLM's GPU worker, in its order; weights, cache and the rest are a tensor each."""
+    """The calls of vLLM's GPU worker, in its order; weights, cache and the rest: a tensor each."""
 
     def __init__(self, allocator: CuMemAllocator, version: str, device: str) -> None:
         self.allocator, self.version, self.device = allocator, version, device
@@ -311,7 +311,7 @@ def two_ranks(unset: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_graphs_on_a_tag_are_not_registered(graphs: Any, two_ranks: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 sets the variable to 0 with its offloaded graphs, and only warns of another value."""
+    """vLLM 0.33 sets the variable to 0 with offloaded graphs, and only warns of another value."""
     for value in (None, "1"):
         if value is not None:
             two_ranks.setenv(GRAPH_REGISTER, value)

@@ -30,15 +30,11 @@ def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int)
 @pytest.mark.parametrize(
     ("requests", "reserved"),
     [
-        (
-            "a=40 -a b=30 c=10",
-            40,
-        ),  # a freed block serves the next request, and the rest of it another
+        # A freed block serves the next request, and the rest of it another.
+        ("a=40 -a b=30 c=10", 40),
         ("a=40 -a b=30 c=10 d=10", 50),
-        (
-            "a=40 -a b=39 c=1.1",
-            60,
-        ),  # less than a mebibyte is not split off a large block: lost to c
+        # Less than a mebibyte is not split off a large block: lost to c.
+        ("a=40 -a b=39 c=1.1", 60),
         ("a=60 b=40 -a -b c=40 d=60", 100),  # the smallest block that suffices is taken
         ("w=60 -w a=20 b=20 c=20 -a -c -b w=60", 60),  # free neighbours become one
         ("a=40@0 -a b=40@1", 80),  # a stream is not served from another's cache

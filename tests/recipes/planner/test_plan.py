@@ -76,9 +76,8 @@ def hybrid(*kinds: str) -> dict[str, Any]:
             marks=pytest.mark.extended,
         ),
         (hybrid(*[FULL, LINEAR] * 5, FULL), ["sampling.max_tokens=20"]),
-        pytest.param(
-            FIELDS, [], marks=pytest.mark.extended
-        ),  # the measured figures guard this, too
+        # The measured figures guard this, too.
+        pytest.param(FIELDS, [], marks=pytest.mark.extended),
         pytest.param(HYBRID | {"num_hidden_layers": 20}, [], marks=pytest.mark.extended),
     ],
     ids=["adapters, computed anew", "alternating", "plain", "one of four is full"],
@@ -91,11 +90,8 @@ def test_few_layers_give_what_all_of_them_give(fields: dict[str, Any], words: li
     every = dry_run(recipe, fields, SIZES, **given, all_layers=True)
     assert few.stages == every.stages
     assert few.tags == every.tags
-    assert (
-        few.stages["update_actor"]["torch"]["trainer"]
-        > few.stages["compute_log_prob"]["torch"]["trainer"]
-        > 0
-    )
+    update, score = few.stages["update_actor"], few.stages["compute_log_prob"]
+    assert update["torch"]["trainer"] > score["torch"]["trainer"] > 0
 
 
 @pytest.mark.parametrize(
@@ -161,12 +157,8 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
     plan = plan_of(recipes.load("tiny-ppo"), "tiny-ppo", gpu=None)
     by_name = {stage.stage: stage for stage in plan.stages}
-    assert {
-        "compute_ref_log_prob",
-        "compute_values",
-        "update_critic",
-        "restore_critic_optim",
-    } <= by_name.keys()
+    assert {"compute_ref_log_prob", "compute_values"} <= by_name.keys()
+    assert {"update_critic", "restore_critic_optim"} <= by_name.keys()
     assert by_name["compute_values"].tags["critic"] > 0 == by_name["compute_values"].tags["params"]
     assert plan.fits
 
@@ -174,10 +166,8 @@ def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "recipe.yaml").touch()
     assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
-    assert (
-        "where.png: cannot be written: No such file or directory; name a place"
-        in capsys.readouterr().err
-    )
+    message = "where.png: cannot be written: No such file or directory; name a place"
+    assert message in capsys.readouterr().err
     picture = tmp_path / "plan.png"
     assert main(["plan", "tiny", "--picture", str(picture), "--into", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

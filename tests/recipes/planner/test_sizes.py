@@ -13,7 +13,7 @@ from memsaver.common.rounding import round_up
 from recipes.planner.gpus import find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
-from recipes.recipe.shapes import shapes
+from recipes.recipe.sides import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks

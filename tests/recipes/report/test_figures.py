@@ -1,7 +1,8 @@
-"""Figures and tables: exact values under the pointer and in the cells, in colours that can be read."""
+"""Figures and tables: exact values under the pointer and in cells, in colours that can be read."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> No
         (time_charts.run_chart, "generate_sequences, took 0.50 s, from 1.10 s to 1.60 s"),
         (
             charts.seconds_chart,
-            "step 1, generate_sequences (s): 0.5, update_actor (s): 0.24, compute_log_prob (s): 0.1, "
-            "sync_weights (s): 0.04, park_params (s): 0.02, everything else (s): 0.1",
+            "step 1, generate_sequences (s): 0.5, update_actor (s): 0.24, "
+            "compute_log_prob (s): 0.1, sync_weights (s): 0.04, park_params (s): 0.02, "
+            "everything else (s): 0.1",
         ),
         (
             charts.sync_chart,
@@ -81,12 +83,13 @@ def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> No
         ),
         (
             time_charts.wake_up_chart,
-            "from 20.0 ms to 80.0 ms, weights: 4.0 MiB, kv_cache: 0 B, params: 4.0 MiB, optim: 0 B, in all: 8.0 MiB, "
-            "host: 8.0 MiB",
+            "from 20.0 ms to 80.0 ms, weights: 4.0 MiB, kv_cache: 0 B, params: 4.0 MiB, "
+            "optim: 0 B, in all: 8.0 MiB, host: 8.0 MiB",
         ),
         (
             time_charts.processes_chart,
-            "from 1.10 s to 1.61 s, rollout: 36.0 MiB, trainer: 0 B, in all: 36.0 MiB, host: 12.0 MiB",
+            "from 1.10 s to 1.61 s, rollout: 36.0 MiB, trainer: 0 B, in all: 36.0 MiB, "
+            "host: 12.0 MiB",
         ),
     ],
 )
@@ -100,10 +103,8 @@ def test_tips_hold_exact_values(figure: Any, tip: str, run: Run) -> None:
 def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(
     run: Run, tmp_path: Path
 ) -> None:
-    assert (
-        len([tip for tip in tips(time_charts.run_chart(run)) if tip.startswith("update_actor, ")])
-        == 6
-    )
+    updates = [tip.startswith("update_actor, ") for tip in tips(time_charts.run_chart(run))]
+    assert sum(updates) == 6
     spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [
         ("evaluate", 0.0, 100.0)
     ]
@@ -118,17 +119,10 @@ def test_sync_figures_come_from_the_receipt_or_the_stage(run: Run, tmp_path: Pat
 
 
 def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
+    fields: dict[str, Any] = {"seconds": 0.0, "op": "grow", "tag": "params", "backup_bytes": 0}
     bursts = [
-        Event(
-            time=second + part / 100,
-            seconds=0.0,
-            op="grow",
-            tag="params",
-            committed_bytes=part % 7,
-            backup_bytes=0,
-        )
-        for second in range(10)
-        for part in range(1, 81)
+        Event(time=second + part / 100, committed_bytes=part % 7, **fields)
+        for second, part in itertools.product(range(10), range(1, 81))
     ]
     found = Run(events={"trainer": bursts}).levels(0.0, 10.0)
     thin = found.thinned(10)
@@ -168,10 +162,8 @@ def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
     )
     events = {"trainer[0]": [event], "trainer[1]": [event], "rollout[1]": [event]}
     run = Run(events=events, spans=[("build", 0.0, 2.0)])
-    assert any(
-        "device 0: 1.0 MiB, device 1: 2.0 MiB" in tip
-        for tip in tips(time_charts.devices_chart(run))
-    )
+    found = tips(time_charts.devices_chart(run))
+    assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in found)
 
 
 def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
@@ -240,15 +232,8 @@ def test_key_figures(run: Run, tmp_path: Path) -> None:
 
 def test_slowest_stages_come_first_with_their_share(run: Run) -> None:
     found = tables.slowest_stages(run)
-    assert found.rows[0] == (
-        "generate_sequences",
-        "rollout",
-        "50.0 %",
-        "0.50 s",
-        "0.50 s",
-        "3.00 s",
-        "6",
-    )
+    times = ("0.50 s", "0.50 s", "3.00 s")
+    assert found.rows[0] == ("generate_sequences", "rollout", "50.0 %", *times, "6")
     assert found.rows[1][:3] == ("update_actor", "train", "24.0 %")
     assert len(found.rows) == 13
 

@@ -68,10 +68,8 @@ def test_what_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
     run = tmp_path / "run <i>"
     run.mkdir()
     (run / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
-    timeline, stage = (
-        Timeline(),
-        r"cost $\frac{1 5$ <b>",
-    )  # matplotlib reads formulas between dollars
+    timeline = Timeline()
+    stage = r"cost $\frac{1 5$ <b>"  # matplotlib reads formulas between dollars
     timeline.span("step 1", 0.0, 2.0, "stages")
     timeline.span(stage, 0.5, 1.5, "stages")
     timeline.span("pause params", 0.5, 0.6, "trainer", bytes=100, backup=3)
@@ -99,7 +97,8 @@ def test_the_probe_sees_what_is_wrong(chromium: str, page: Path, tmp_path: Path)
     )
     html = html.replace(
         '<g class="tips">',
-        '<text x="20" y="20">one</text><text x="21" y="20">two</text><text x="-30" y="60">three</text><g class="tips">',
+        '<text x="20" y="20">one</text><text x="21" y="20">two</text>'
+        '<text x="-30" y="60">three</text><g class="tips">',
         1,
     )
     html = html.replace("<dl ", '<div style="width: 2000px">wide</div><dl ', 1)
@@ -153,10 +152,12 @@ def test_no_run_is_one_line_and_status_2(
 ) -> None:
     absent = tmp_path / "absent"
     assert main(["report", str(absent)]) == main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"memsaver: report {absent}: no such folder; give the folder of a run, for example runs/tiny-...",
-        f"memsaver: report {tmp_path}: holds no run (no recipe.yaml); give the folder that memsaver run printed",
-    ]
+    assert capsys.readouterr().err == (
+        f"memsaver: report {absent}: no such folder; "
+        "give the folder of a run, for example runs/tiny-...\n"
+        f"memsaver: report {tmp_path}: holds no run (no recipe.yaml); "
+        "give the folder that memsaver run printed\n"
+    )
 
 
 def test_nowhere_to_write_and_no_matplotlib_are_one_line(

@@ -23,12 +23,8 @@ def test_a_whole_run_is_read_with_the_times_and_bytes_of_its_trace(tmp_path: Pat
     assert whole.end == pytest.approx(7.0)
     assert ("step 1", pytest.approx(1.0), pytest.approx(2.0)) in whole.spans
     first = whole.events["trainer"][0]
-    assert (first.op, first.tag, first.committed_bytes, first.backup_bytes) == (
-        "pause",
-        "optim",
-        0,
-        8 * MIB,
-    )
+    assert (first.op, first.tag) == ("pause", "optim")
+    assert (first.committed_bytes, first.backup_bytes) == (0, 8 * MIB)
     assert first.time == pytest.approx(1.01) and first.seconds == pytest.approx(0.001)
 
 

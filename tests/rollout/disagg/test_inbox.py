@@ -59,11 +59,9 @@ def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
     for part in (world.k, world.v):
         assert part.any((0, 2, 3)).nonzero().flatten().tolist() == (SLOTS if lost is None else [])
     (transfer,) = world.inbox.transfers
-    assert (
-        transfer.complete
-        and transfer.wanted == (lost is None)
-        and world.inbox.allocator.outstanding == 0
-    )
+    assert transfer.complete
+    assert transfer.wanted == (lost is None)
+    assert world.inbox.allocator.outstanding == 0
 
 
 def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:

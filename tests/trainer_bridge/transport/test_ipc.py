@@ -58,11 +58,8 @@ def test_a_foreign_engine_gets_its_weights() -> None:
         sync.sync(version)
         pages = torch.tensor(peer.ask("read"), dtype=torch.uint8)
         for piece in LAYOUT.slices:
-            stored = (
-                pages[piece.offset :][: 2 * tensors[piece.name].numel()]
-                .view(torch.bfloat16)
-                .view(piece.shape)
-            )
+            nbytes = 2 * tensors[piece.name].numel()
+            stored = pages[piece.offset :][:nbytes].view(torch.bfloat16).view(piece.shape)
             assert torch.equal(stored, tensors[piece.name].bfloat16().cpu()), piece.name
         for tensor in tensors.values():
             tensor.mul_(-2)
@@ -78,10 +75,8 @@ def test_a_foreign_engine_gets_its_weights() -> None:
 
 
 def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket, pages = (
-        ipc.IpcTicket(arguments=(1,), device_key="GPU-0"),
-        torch.zeros(LAYOUT.nbytes, dtype=torch.uint8),
-    )
+    ticket = ipc.IpcTicket(arguments=(1,), device_key="GPU-0")
+    pages = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
         mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.common.strided import row_major
-from rollout.weights.message_writer import write_boxes
+from rollout.weights.update import write_boxes
 from trainer_bridge.sync.cast_copy import CastCopy
 from trainer_bridge.sync.plan import Copy
 from trainer_bridge.sync.rows import placements
@@ -33,12 +33,9 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         dtype = draw(st.sampled_from(["float32", "bfloat16"]))
         strides = row_major(whole)
         offset = -(-offset // 4) * 4
-        found.append(
-            Copy(
-                rank=0, target=0, name=f"{number}", start=start, shape=shape, dtype=dtype, offset=offset,
-                strides=strides, index_base=1000 * number, index_strides=strides,
-            )
-        )  # fmt: skip
+        place = {"rank": 0, "target": 0, "name": f"{number}", "offset": offset}
+        steps = {"strides": strides, "index_base": 1000 * number, "index_strides": strides}
+        found.append(Copy(**place, **steps, start=start, shape=shape, dtype=dtype))
         offset += math.prod(whole) * found[-1].itemsize
     split = draw(st.integers(0, len(found)))
     return [*found[:split], *(dataclasses.replace(copy, target=1) for copy in found[split:])]

@@ -34,7 +34,8 @@ class Connection:
 
 def obstacles(place: str, plan: Plan) -> dict[int, str]:
     """Targets whose pages this rank, at `place`, cannot map, and why."""
-    found = {where: obstacle(place, where) for where in {target.place for target in plan.targets}}
+    places = {target.place for target in plan.targets}
+    found = {where: obstacle(place, where) for where in places}
     return {
         n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None
     }
@@ -59,16 +60,14 @@ def connect(
     routes = choose(mode, sizes.keys(), speakers, blocked)
     wire = _wire(plan, routes, blocked, device, group)
     bounce = device.type == "cuda" and (wire is None or wire.device.type == "cpu")
-    buffer = min(message_bytes, max((sizes[pair] for pair in routes.indirect), default=0)) * (
-        2 if bounce else 1
-    )
-    buffers: dict[Kind, int] = {
-        "relay": 4 * buffer,
-        "handle": (4 if routes.relayed else 2) * buffer,
-    }
-    reasons: dict[Pair, str] = {
-        (r, target): why for r, each in enumerate(blocked) for target, why in each.items()
-    }
+    buffer = min(message_bytes, max((sizes[pair] for pair in routes.indirect), default=0))
+    if bounce:
+        buffer *= 2
+    handle = 4 * buffer if routes.relayed else 2 * buffer
+    buffers: dict[Kind, int] = {"relay": 4 * buffer, "handle": handle}
+    reasons: dict[Pair, str] = {}
+    for number, each in enumerate(blocked):
+        reasons |= {(number, target): why for target, why in each.items()}
     found = transports(
         routes,
         sizes,
@@ -98,8 +97,9 @@ def _wire(
         rank, target = min(routes.relayed)
         why = blocked[rank].get(target, "a relay was asked for")
         raise ValueError(
-            f"rank {rank} has bytes for target {target} to send to rank {routes.speakers[target]} ({why}), which needs "
-            f"a process group of the {len(plan.places)} trainer ranks, not of {size}; pass group="
+            f"rank {rank} has bytes for target {target} to send to rank {routes.speakers[target]} "
+            f"({why}), which needs a process group of the {len(plan.places)} trainer ranks, not of "
+            f"{size}; pass group="
         )
     ranks = {rank for rank, _ in routes.relayed} | {
         routes.speakers[target] for _, target in routes.relayed

@@ -15,11 +15,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from memsaver.common.device_ids import device_key
 
 _DEVICE = 6  # of the arguments of rebuild_cuda_tensor
-_KNOWN = {
-    0: torch.Tensor,
-    4: torch.storage.TypedStorage,
-    5: torch.uint8,
-}  # of them, the same for every ticket
+# Of them, the same for every ticket.
+_KNOWN = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True)

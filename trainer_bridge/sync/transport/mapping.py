@@ -54,8 +54,7 @@ def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitS
             ) from error
         pages = lease.tensor((lease.nbytes,), torch.uint8)
     if pages.nbytes < offer.manifest.nbytes:
-        raise ValueError(
-            f"the rollout shares {pages.nbytes} bytes, its manifest describes {offer.manifest.nbytes}; "
-            "offer all of tag weights"
-        )
+        described = f"its manifest describes {offer.manifest.nbytes}"
+        text = f"the rollout shares {pages.nbytes} bytes, {described}"
+        raise ValueError(f"{text}; offer all of tag weights")
     return pages

@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
-    """In the order of `copies`, each message of one rank and target and of at most `limit` bytes."""
+    """In the order of `copies`: each message of one rank and target, at most `limit` bytes long."""
     made: list[Message] = []
     pieces: list[Packed] = []
     end = 0

@@ -8,14 +8,14 @@ packed, and the last one unpacked, while one travels.
     pack n+1 | wait for n | post n+1 | unpack n
 
 A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody
-will serve, and raises
-afterwards: so the others need not wait for a time-out. What a rank that dies means is said in
-`wire.py`.
+will serve, and raises afterwards: so the others need not wait for a time-out. What a rank that dies
+means is said in `wire.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -82,15 +82,12 @@ class Relay:
         self._handles, self._wire = handles, wire
         self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
-        taken = {
-            sender: [m for m in self._messages(sender) if self._to(m) == rank]
-            for sender in sorted(senders)
-        }
+        taken: dict[int, list[Message]] = {}
+        for sender in sorted(senders):
+            taken[sender] = [m for m in self._messages(sender) if self._to(m) == rank]
         travels = torch.device("cpu") if wire is None else wire.device
         self._out = _buffers([packing.message for packing in self._packings], device, travels)
-        self._into = _buffers(
-            [message for each in taken.values() for message in each], device, travels
-        )
+        self._into = _buffers(list(chain.from_iterable(taken.values())), device, travels)
         self._exchanges = self._make_exchanges(taken)
 
     @property

@@ -67,22 +67,20 @@ def choose(
     if mode == "pages":
         if blocked:
             rank, target = min(blocked)
-            raise ValueError(
-                f"transport='pages': rank {rank} cannot map target {target}: {obstacles[rank][target]} "
-                f"({len(blocked)} such pairs); use transport='auto'"
-            )
+            why = f"{obstacles[rank][target]} ({len(blocked)} such pairs)"
+            text = f"transport='pages': rank {rank} cannot map target {target}: {why}"
+            raise ValueError(f"{text}; use transport='auto'")
         return Routes(speakers=tuple(speakers))
     if deaf:
         target = min(deaf)
         raise ValueError(
-            f"transport='relay': rank {speakers[target]}, which speaks for target {target}, cannot map it: "
-            f"{obstacles[speakers[target]][target]}; use transport='handle'"
+            f"transport='relay': rank {speakers[target]}, which speaks for target {target}, cannot "
+            f"map it: {obstacles[speakers[target]][target]}; use transport='handle'"
         )
     sent = frozenset((rank, target) for rank, target in pairs if rank != speakers[target])
     if not sent:
-        raise ValueError(
-            "transport='relay': each rank speaks for all targets that it writes; use transport='pages'"
-        )
+        rule = "each rank speaks for all targets that it writes"
+        raise ValueError(f"transport='relay': {rule}; use transport='pages'")
     return Routes(speakers=tuple(speakers), indirect=sent)
 
 
@@ -91,9 +89,8 @@ class Transport:
     """A way that bytes of a sync take, for a table. The same on every rank.
 
     pairs: (rank, target) whose bytes they are; of pages only those of different devices. nbytes: of
-    a whole sync.
-    staging_bytes: at most, of each rank that takes part, on its device and in host memory together.
-    cost: against mapped pages. reason: why not pages.
+    a whole sync. staging_bytes: at most, of each rank that takes part, on its device and in host
+    memory together. cost: against mapped pages. reason: why not pages.
     """
 
     kind: Kind
@@ -108,9 +105,9 @@ class Transport:
         shown = ", ".join(f"{rank}->{target}" for rank, target in self.pairs[:8])
         more = f" and {len(self.pairs) - 8} more" if len(self.pairs) > 8 else ""
         return (
-            f"weight sync by {self.kind} over {self.through} instead of mapped pages for rank->target {shown}{more}: "
-            f"{self.nbytes / 2**20:.1f} MiB a sync, staging {self.staging_bytes / 2**20:.0f} MiB a rank; {self.cost}. "
-            f"Why: {self.reason}"
+            f"weight sync by {self.kind} over {self.through} instead of mapped pages for "
+            f"rank->target {shown}{more}: {self.nbytes / 2**20:.1f} MiB a sync, staging "
+            f"{self.staging_bytes / 2**20:.0f} MiB a rank; {self.cost}. Why: {self.reason}"
         )
 
 
@@ -159,12 +156,11 @@ def _cost(kind: Kind, wire: str, on_gpu: bool) -> str:
         return "one pass: cast, copy and digest"
     if kind == "relay" and wire == "nccl":
         return "packed, sent, unpacked: 2 more passes over device memory"
-    if kind == "relay":
-        return "packed, sent, unpacked: 2 more passes over memory" + (
-            ", 2 passes over PCIe" if on_gpu else ""
-        )
     passes = ", 2 passes over PCIe" if on_gpu else ""
-    return f"packed, sent as messages, unpacked: 2 more passes over memory and the messages' own copies{passes}"
+    if kind == "relay":
+        return f"packed, sent, unpacked: 2 more passes over memory{passes}"
+    text = "packed, sent as messages, unpacked: 2 more passes over memory"
+    return f"{text} and the messages' own copies{passes}"
 
 
 def _reason(pairs: Sequence[Pair], reasons: Mapping[Pair, str]) -> str:

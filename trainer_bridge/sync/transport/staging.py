@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -46,9 +47,8 @@ class Packing:
         copies = [piece.packing for piece in message.pieces]
         plain = [copy for copy in copies if copy.name not in derived]
         self._derived = [copy for copy in copies if copy.name in derived]
-        self._cast = CastCopy(
-            [place for copy in plain for place in placements(copy, sources[copy.name])]
-        )
+        places = (placements(copy, sources[copy.name]) for copy in plain)
+        self._cast = CastCopy(list(chain.from_iterable(places)))
         self._extra = 0
         self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
 
