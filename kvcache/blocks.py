@@ -364,7 +364,7 @@ class BlockManager:
 def _page_index(
     growth: _Growth, counts: Int64Array, page_size: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Where the new pages go, `counts` of them a request: rows and columns of the page table."""
+    """Returns where the new pages go, `counts` a request: rows and columns of the page table."""
     which, nth = _spread(counts)
     return growth.rows[which], -(-growth.start[which] // page_size) + nth
 

@@ -71,7 +71,7 @@ class TokenConfig(ABC):
     @property
     @abstractmethod
     def rows(self) -> dict[str, tuple[int, int]]:
-        """What a token has in each layer: name -> (heads, width)."""
+        """Returns what a token has in each layer: name -> (heads, width)."""
 
     @abstractmethod
     def _shape_fields(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""From a Hugging Face config object to what its KV cache is made of. Reads attributes only, imports
-no transformers.
+"""Derives from a Hugging Face config object what its KV cache is made of. Reads attributes only,
+imports no transformers.
 
-Known: dense and mixture-of-experts decoders with full or sliding attention in every layer or
+It knows dense and mixture-of-experts decoders with full or sliding attention in every layer or
 alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,
-V3), gated delta nets (Qwen3-Next) and Mamba-2 (Bamba) beside full attention. Out of scope:
-multimodal embedding caches and vision towers; of a config with a `text_config`, that is read.
+V3), gated delta nets (Qwen3-Next) and Mamba-2 (Bamba) beside full attention. Multimodal
+embedding caches and vision towers are out of scope; of a config with a `text_config`, that is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """What a model's layers keep.
+    """Holds what a model's layers keep.
 
     kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a
     `MambaPool` beside it.
@@ -166,12 +166,12 @@ class KVLayout:
 
 
 def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None = None) -> KVLayout:
-    """What the KV cache of the model with this Hugging Face config is made of.
+    """Returns what the KV cache of the model with this Hugging Face config is made of.
 
     kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or
     "fp4_e2m1". dtype: the model's, None: what the config says, torch's default dtype if it says
-    nothing (as a model built from it has). ValueError for an unknown dtype, an unknown kind of
-    layer, or a mix of kinds that no pool holds.
+    nothing (as a model built from it has). Raises ValueError for an unknown dtype, an unknown
+    kind of layer, or a mix of kinds that no pool holds.
     """
     config = getattr(config, "text_config", None) or config
     model_dtype = dtype or _dtype(config)

@@ -73,7 +73,7 @@ class ReqToTokenPool:
         """After a fork: gives `target` what `source` holds besides tokens. Here that is nothing."""
 
     def shortage(self, request: object, rows: int = 1) -> str:
-        """Why `request` (anything that names it) can't have `rows` more rows."""
+        """Says why `request` (anything that names it) can't have `rows` more rows."""
         return (
             f"{request} needs {rows} row(s) of the request table, "
             f"{len(self._free_rows)} of {self.size} are free: "

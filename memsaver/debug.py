@@ -85,7 +85,7 @@ def _place(modes: tuple[_Operations, _Methods], on: bool) -> None:
 
 
 class _Operations(_python_dispatch.TorchDispatchMode):
-    """What the dispatcher runs."""
+    """The operations that the dispatcher runs."""
 
     supports_higher_order_operators = True
 

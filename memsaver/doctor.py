@@ -213,7 +213,7 @@ def preload() -> Finding:
 
 
 def registration() -> Finding:
-    """What notes physical pages instead of addresses goes on using them after a pause."""
+    """Finds what notes physical pages, not addresses, and goes on using them after a pause."""
     if hook := registrations.registering_hook():
         found = "torch registers its segments with NCCL, tags' segments among them"
         return "warn", f"{hook} is set: {found}", f"unset {hook}"

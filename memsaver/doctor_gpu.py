@@ -1,4 +1,4 @@
-"""What the doctor tries out on a device, and what it asks of NVIDIA's driver and GPUs.
+"""Defines what the doctor tries out on a device, and what it asks of NVIDIA's driver and GPUs.
 
 Every check returns its status, what it found and, where something is to be done, the remedy. The
 table that names them, and runs each on its own, is in ``doctor.py``.
@@ -226,7 +226,7 @@ def _no_gpu(target: Target) -> Finding:
 
 
 def _free_bytes(uuid: str, index: int | None) -> int | None:
-    """By NVML, since asking torch costs a context on each GPU; it is asked about ``index`` only."""
+    """Asks NVML: asking torch costs a context on each GPU; it is asked about ``index`` only."""
     with contextlib.suppress(OSError):
         library, handle = ctypes.CDLL(LIBNVML), ctypes.c_void_p()
         memory = (ctypes.c_ulonglong * 3)()  # total, free, used

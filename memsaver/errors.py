@@ -1,4 +1,4 @@
-"""What memsaver raises.
+"""Defines what memsaver raises.
 
 Every message names the cause and the next step; nothing ever exits the process.
 """

@@ -1,4 +1,4 @@
-"""What a saver tells about itself: plain data, picklable, in bytes and seconds."""
+"""Defines what a saver tells about itself: plain data, picklable, in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one process holds of a saver's device; on the CPU the tags only."""
+    """Tells what one process holds of a saver's device; on the CPU the tags only."""
 
     tags: dict[str, int]
     """Committed bytes, the page pool's under ``"page pool"``."""

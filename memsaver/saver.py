@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memsaver.backup import saved_content
 from memsaver.backup.disk_file import default_directory
 from memsaver.common.signals import Unbroken, held
 from memsaver.errors import StateError, format_bytes
@@ -25,6 +24,7 @@ from memsaver.tag import integrity
 from memsaver.tag.arena import Arena
 from memsaver.tag.out_of_memory import PAGE_POOL, explain
 from memsaver.tag.recorder import Recorder
+from memsaver.tag.save import read_saved
 from memsaver.tag.table import Tags, check_content
 from memsaver.tag.transaction import Transactions
 from memsaver.vmm import make_backend
@@ -119,7 +119,7 @@ class MemorySaver:
 
     @property
     def disk_dir(self) -> Path:
-        """Where content ``"disk"`` is saved, from the next pause on."""
+        """The folder that content ``"disk"`` is saved in, from the next pause on."""
         return self._transactions.saving.disk_dir
 
     @disk_dir.setter
@@ -128,7 +128,7 @@ class MemorySaver:
 
     @property
     def host_arena(self) -> HostArena:
-        """Where content is saved; one for all savers of the process on one kind of device."""
+        """The arena content is saved in; one for all savers of the process on a kind of device."""
         return self.backend.host_arena
 
     @property
@@ -373,7 +373,7 @@ class MemorySaver:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
-            return saved_content.read(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
+            return read_saved(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
 
     # ---------------------------------------------------------------- size
 
@@ -548,7 +548,7 @@ class MemorySaver:
     # ---------------------------------------------------------------- what it holds, and its end
 
     def report(self) -> Report:
-        """What every tag holds now."""
+        """Returns what every tag holds now."""
         with self._lock:
             tags = {arena.tag: arena.report(len(self._leases(arena.tag))) for arena in self._tags}
             return Report(
@@ -562,12 +562,12 @@ class MemorySaver:
             )
 
     def leases(self, tag: str) -> int:
-        """How often the tag is mapped by leases and borrowers now; much cheaper than ``report``."""
+        """Counts how often leases and borrowers map the tag now; much cheaper than ``report``."""
         with self._lock:
             return len(self._leases(self._arena(tag).tag))
 
     def take_usage(self) -> Usage:
-        """What this process holds of the device now, and torch's most since the last call.
+        """Tells what this process holds of the device now, and torch's most since the last call.
 
         Takes some 0.1 ms.
         """
@@ -623,7 +623,7 @@ class MemorySaver:
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
-        """One at a time, no interrupt in the middle, and its driver calls go to the log."""
+        """Runs one at a time, no interrupt in the middle, and its driver calls go to the log."""
         with held(), self._lock, self._recorder.logged():
             yield
 
@@ -703,7 +703,7 @@ class MemorySaver:
                 arena.close()
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
-        """After allocating: gives back the unused tail, never under a lease; tells the timeline."""
+        """Gives back the unused tail after allocating, never under a lease; tells the timeline."""
         with self._operation():
             if trim and not arena.open_regions and not self._leases(arena.tag):
                 arena.trim()

@@ -35,7 +35,7 @@ def add_words(parser: ArgumentParser) -> None:
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """What `add_words` took: the recipe, None where only overrides were given; and these."""
+    """Returns what `add_words` took: the recipe (None where there are only overrides) and these."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     return recipe, words

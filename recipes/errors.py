@@ -34,7 +34,7 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def writable(option: str) -> Iterator[None]:
-    """What cannot be written inside is a `RecipeError` of this option."""
+    """Raises a `RecipeError` of this option for what cannot be written inside."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""What both algorithms share: the run around their steps, scores of the policy and the reference,
-figures of a step.
+"""Defines what both algorithms share: the run around their steps, scores of the policy and the
+reference, figures of a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_log_prob(trainer: TrainerSide, samples: Samples, temperature: float)
 
 
 def compute_ref_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
-    """The same under the weights before the first update."""
+    """Returns log-probabilities of the sampled tokens under the weights before the first update."""
     return trainer.compute_ref_log_prob(samples.batch(temperature))
 
 
@@ -55,7 +55,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, step: int) -> dict[str, Any]:
-        """From state "train" to state "train", one step further; the step's figures."""
+        """Takes one step, from state "train" to state "train"; returns the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
         """Steps `first_step` to the last, then the last evaluation.
@@ -90,7 +90,7 @@ class Loop(abc.ABC):
         return self.monitor.stage(name)
 
     def to_rollout(self, step: int) -> None:
-        """Also the evaluation that is due before the step."""
+        """Wakes the rollout, and runs the evaluation that is due before the step."""
         self._wake_rollout(step)
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)

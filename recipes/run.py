@@ -164,7 +164,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
 
 
 def _told(write: Callable[[], str | None]) -> str | None:
-    """What could not be written and why, for a run that has failed perhaps, of the same cause."""
+    """Says what could not be written and why; the run has perhaps failed of the same cause."""
     try:
         return write()
     except OSError as error:
@@ -178,8 +178,8 @@ def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
-    """Who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where there
-    are several).
+    """Lists who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where
+    there are several).
     """
     if isinstance(side, RemoteGroup):
         return [(each.name, each) for each in side.each()]
@@ -202,7 +202,7 @@ def open_pair(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
-    """What `Cycle` takes besides the two sides."""
+    """Returns what `Cycle` takes besides the two sides."""
     return {
         "sleep_level": recipe.engine.sleep_level,
         "keep": recipe.cycle.keep,
@@ -234,7 +234,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """What `Engine.from_pretrained` takes besides the model and the device, which are the
+    """Returns what `Engine.from_pretrained` takes besides the model and the device, which are the
     trainer's.
     """
     section = setup.recipe.engine

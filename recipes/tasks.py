@@ -67,7 +67,7 @@ class Task:
 
     @property
     def kinds(self) -> tuple[tuple[Problem, ...], ...]:
-        """What is trained on, the task's own kind first."""
+        """Returns what is trained on, the task's own kind first."""
         return (self.train, *self.train_beside.values())
 
     def problems(self) -> Iterator[Problem]:

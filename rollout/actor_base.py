@@ -1,4 +1,4 @@
-"""What the Ray actors of both sides are: a process around one object, which others call by name.
+"""The base of both sides' Ray actors: a process around one object, which others call by name.
 
 ray is imported when first needed.
 """
@@ -15,7 +15,7 @@ from rollout.rendezvous import Seat, join, open_store
 
 
 class ActorBase:
-    """Made empty, so that the process starts while others work; a subclass's `build` makes `held`.
+    """Starts empty: the process starts while others work, then a subclass's `build` makes `held`.
 
     A method that a subclass has goes before the held object's of the same name.
     """

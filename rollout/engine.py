@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class Engine:
         load_weights: bool = True,
         group: ProcessGroup | None = None,
         **engine_config: Any,
-    ) -> "Engine":
+    ) -> Self:
         """An engine for a Hugging Face model directory, weights loaded as version 0.
 
         load_weights: False reads no weights, which may then be missing; they are undefined until an
@@ -315,7 +315,7 @@ class Engine:
                 self.cache.on_resume()
 
     def unavailable_reason(self) -> str | None:
-        """Why `generate` would refuse now; None when it would not."""
+        """Returns why `generate` would refuse now; None when it would not."""
         reasons = []
         if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
@@ -333,8 +333,8 @@ class Engine:
         return self.store.last_version
 
     def served_version(self) -> int | None:
-        """Of the weights, also while they sleep with their content kept; None while they are
-        undefined.
+        """Returns the version of the weights, also while they sleep with their content kept; None
+        while they are undefined.
         """
         return self.store.version
 
@@ -343,9 +343,8 @@ class Engine:
         return self.store.manifest
 
     def weight_layout(self) -> WeightLayout:
-        """Where every parameter lies, for `Trainer.connect` to plan with.
-
-        Also while the weights sleep.
+        """Returns where every parameter lies, for `Trainer.connect` to plan with; also while the
+        weights sleep.
         """
         return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
 
@@ -462,7 +461,7 @@ class Engine:
             assert not self.prefixes.swapped_pages(), "host pages are held by no request"
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
-        """Those of `tags` that the engine has memory on; ValueError for a name that none has."""
+        """The ones of `tags` that the engine has memory on; ValueError for a name that none has."""
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
         return [tag for tag in self.tags if tags is None or tag in tags]

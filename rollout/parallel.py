@@ -53,7 +53,7 @@ class TensorParallel:
         self._staging: Tensor | None = None
 
     def stage_captures(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Before graphs are captured: from then on their collectives work on memory of this object,
+        """Prepares for the capture of graphs: their collectives then work on memory of this object,
         outside of every tag. NCCL registers the buffers of captured collectives with the other
         ranks, who would use a tag's old pages after a pause. width: of `join`.
         """
@@ -182,7 +182,7 @@ class TensorParallel:
             return
 
     def _others(self) -> str:
-        """What the other ranks said, and who said nothing."""
+        """Returns what the other ranks said, and who said nothing."""
         said: dict[int, str] = {}
         missing = [rank for rank in range(self.size) if rank != self.rank]
         end = time.monotonic() + _GRACE_SECONDS

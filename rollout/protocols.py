@@ -1,7 +1,4 @@
-"""What the wake-up cycle drives.
-
-An `Engine` fulfils it, and so does a handle on a `RolloutActor`.
-"""
+"""Defines what the wake-up cycle drives: an `Engine`, or a handle on a `RolloutActor`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -29,7 +26,7 @@ search counts as beam_width samples; its tokens count anew when it is preempted.
 
 
 class SyncTarget(Protocol):
-    """Whose weights can be replaced in place.
+    """A target whose weights can be replaced in place.
 
     Contracts: `Engine`; order: `rollout/weights/update.py`.
     """

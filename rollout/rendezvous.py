@@ -1,6 +1,4 @@
-"""How the processes of one group find each other: rank 0 keeps a store, the others are told where
-it is.
-"""
+"""Brings a group's processes together: rank 0 keeps a store, the others are told where it is."""
 
 from __future__ import annotations
 

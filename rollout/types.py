@@ -22,7 +22,7 @@ before.
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """Says how to continue one prompt.
 
     max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
     n: samples a prompt.
@@ -173,7 +173,7 @@ class ModuleTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Where every parameter lies under tag `weights`.
+    """Says where every parameter lies under tag `weights`.
 
     nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored
     name.
@@ -215,7 +215,7 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """What lies where, for who plans to write it.
+    """Says what lies where, for who plans to write it.
 
     place: the device of the pages (`memsaver.common.device_ids.place_of`).
     """
@@ -280,8 +280,8 @@ class PackedBox:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """What the writers say they wrote. digest: memsaver.common.digest over every slice. nbytes:
-    parameters, no padding. Both are over the offer's `names` only, where it has some.
+    """Holds what the writers say they wrote. digest: memsaver.common.digest over every slice.
+    nbytes: parameters, no padding. Both are over the offer's `names` only, where it has some.
     """
 
     version: int
@@ -296,7 +296,7 @@ class WriteReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReceipt:
-    """What the engine read back, equal to what the writer says, and will serve when it is
+    """Holds what the engine read back, equal to what the writer says, and will serve when it is
     committed.
     """
 
@@ -307,8 +307,8 @@ class VerifyReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
-    """What the engine now serves; the digest is that of the verification, None for pages adopted
-    without one.
+    """Says what the engine now serves; the digest is that of the verification, None for pages
+    adopted without one.
     """
 
     version: int

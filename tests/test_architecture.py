@@ -31,6 +31,10 @@ ALONE = {
 }
 OTHERS = {"os", "torch", "_python_dispatch"}  # modules whose private names are not ours to mend
 OTHERS_NAMES = {"_local_tensor"}  # of torch's DTensor
+FRAGMENT = re.compile(
+    "(Of|What|Where|Whether|How|Which|Who|From|By|In|On|With|To|Into|As|The same|Also|And|Because"
+    "|When|Why) "
+)
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
 
 Rule = Callable[[str, ast.AST], Iterator[str]]
@@ -82,6 +86,13 @@ def nests_no_comprehension(file: str, node: ast.AST) -> Iterator[str]:
             yield "has a comprehension inside another"
 
 
+def documents_by_sentences(file: str, node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        first, _, _ = (ast.get_docstring(node) or "").partition("\n")
+        if FRAGMENT.match(first):
+            yield f"has a docstring that begins without subject and verb: {first}"
+
+
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     own = (
         "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"
@@ -123,6 +134,7 @@ def _private(name: str) -> bool:
         (CHAIN, follows_the_chain),
         (CHAIN, enters_by_a_face),
         (CHAIN, nests_no_comprehension),
+        (CHAIN, documents_by_sentences),
         (["tests"], takes_helpers_from_their_place),
         (["tests"], reads_public_state),
     ],

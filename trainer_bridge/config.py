@@ -1,4 +1,4 @@
-"""What a trainer is told: plain, frozen, checked when made."""
+"""Defines what a trainer is told: plain data, frozen, checked when made."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Of B A."""
+        """Returns the factor of B A."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """What the critic has of its own; the rest of `TrainerConfig` is also the critic's.
+    """Holds what the critic has of its own; the rest of `TrainerConfig` is also the critic's.
 
     decay_steps: as the policy's, in updates of the critic. value_clip: how far a value may move
     from the old one before its loss is clipped.
@@ -125,15 +125,15 @@ class TrainerConfig:
         _check(self, "device", ok, 'use "cpu", "cuda" or "cuda:N"')
 
     def of_critic(self) -> TrainerConfig:
-        """The same with the critic's learning rate and decay, all parameters trained: what its
-        model and optimizer are made with.
+        """Returns this configuration with the critic's learning rate and decay, all parameters
+        trained: what its model and optimizer are made with.
         """
         assert self.critic is not None
         rate, steps = self.critic.learning_rate, self.critic.decay_steps
         return dataclasses.replace(self, learning_rate=rate, decay_steps=steps, lora=None)
 
     def learning_rate_after(self, updates: int) -> float:
-        """Of the update that follows so many."""
+        """Returns the learning rate of the update that follows so many."""
         if self.decay_steps is None:
             return self.learning_rate
         return self.learning_rate * max(0.0, 1 - updates / self.decay_steps)
@@ -144,12 +144,12 @@ class TrainerConfig:
 
     @property
     def torch_param_dtype(self) -> torch.dtype:
-        """Of forward and backward."""
+        """Returns the dtype of forward and backward."""
         return _torch_dtype(self.param_dtype or self.dtype)
 
     @property
     def torch_model_dtype(self) -> torch.dtype:
-        """Of the shards of the model's own parameters."""
+        """Returns the dtype of the shards of the model's own parameters."""
         return self.torch_dtype if self.lora is None else self.torch_param_dtype
 
 

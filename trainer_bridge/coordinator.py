@@ -28,7 +28,7 @@ from trainer_bridge.trainer import Trainer
 def open_inprocess(
     trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
 ) -> Iterator[tuple[Trainer, Engine]]:
-    """Both sides in this process.
+    """Opens both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
     not given. It loads no weights: the first sync brings them. alias: lay the trainer's parameters
@@ -60,8 +60,8 @@ def open_ray(
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
 ) -> Iterator[tuple[RemoteTrainer, RemoteRollout]]:
-    """On each of `devices` devices of each of `nodes` machines two actors, half a GPU each when the
-    device is CUDA: a trainer rank and an engine rank. Ray chooses the GPUs.
+    """Starts two actors on each of `devices` devices of each of `nodes` machines, half a GPU each
+    when the device is CUDA: a trainer rank and an engine rank. Ray chooses the GPUs.
 
     engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold
     one engine together, and the engines are replicas of each other. timeout: seconds for one call.
@@ -107,7 +107,7 @@ def _start(
     places: Sequence[Place],
     undo: contextlib.ExitStack,
 ) -> list[RemoteActor]:
-    """An actor at each place, killed when `undo` is. One alone has the plain name."""
+    """Starts an actor at each place, killed when `undo` is. One alone has the plain name."""
     import ray
 
     ranks = []
@@ -149,8 +149,8 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
 def actor_arguments(
     arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
 ) -> dict[str, Any]:
-    """`Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the rest under
-    `engine`.
+    """Returns `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the
+    rest under `engine`.
     """
     rest = dict(arguments)
     own: dict[str, Any] = {

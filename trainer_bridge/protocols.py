@@ -1,4 +1,4 @@
-"""What the cycle and the recipes drive: a `Trainer`, or a handle on actors that hold one."""
+"""Defines what the cycle and recipes drive: a `Trainer`, or a handle on actors that hold one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer_bridge.training.batch import SequenceBatch
 
 
 class TrainerSide(Protocol):
-    """What learns, scores, and gives its memory and its weights away. Contracts: `Trainer`.
+    """Learns, scores, and gives its memory and its weights away. The contracts are `Trainer`'s.
 
     `Cycle` asks for the first five methods alone. Of the others, the last three are for recipes
     with a reference or a critic.

@@ -116,8 +116,8 @@ class Trainer:
     def compute_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
     ) -> list[list[float]]:
-        """log_softmax(logits / temperature)[token] in fp32 of every response token; temperature
-        None is the batch's.
+        """Returns log_softmax(logits / temperature)[token] in fp32 of every response token;
+        temperature None is the batch's.
 
         base: of the frozen model, without adapters.
         """
@@ -140,7 +140,7 @@ class Trainer:
     def compute_ref_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None
     ) -> list[list[float]]:
-        """`compute_log_prob` by the weights before the first update; needs tag `reference`
+        """Returns `compute_log_prob` by the weights before the first update; needs tag `reference`
         restored, with adapters `params`.
         """
         if self._adapters is not None and self.config.reference:
@@ -155,17 +155,17 @@ class Trainer:
         return self.reference.compute_log_prob(batch, temperature)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """The critic's values, one a response token (see `Critic`); needs tag `critic` restored."""
+        """Returns the critic's value per response token (`Critic`); needs tag `critic` restored."""
         return self._critic("compute_values", CRITIC).compute_values(batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step of the critic; see `Critic.update`."""
+        """Makes one AdamW step of the critic; see `Critic.update`."""
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step on the clipped policy-gradient loss, the mean over all response tokens of
-        the batch, plus `kl_loss_coef` times the KL divergence from the reference (`kl_k3`, whose
-        mean is estimated from these tokens).
+        """Makes one AdamW step on the clipped policy-gradient loss, the mean over all response
+        tokens of the batch, plus `kl_loss_coef` times the KL divergence from the reference
+        (`kl_k3`, whose mean is estimated from these tokens).
 
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
         gradient that is not finite raises a FloatingPointError and changes nothing.
@@ -220,7 +220,7 @@ class Trainer:
         self._runtime.empty_cache()
 
     def models(self) -> list[nn.Module]:
-        """Policy, reference and critic, as far as there are."""
+        """Returns policy, reference and critic, as far as there are."""
         beside = [side.model for side in (self.reference, self.critic) if side is not None]
         return [self.model, *beside]
 
@@ -248,7 +248,7 @@ class Trainer:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """By which ways the bytes of a sync go, and what they cost; empty before `connect`."""
+        """Tells which ways the bytes of a sync go, and what they cost; empty before `connect`."""
         return self._publisher.transports
 
     def sync_weights(
@@ -281,14 +281,14 @@ class Trainer:
         return self._publisher.share(version, verify)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter by checkpoint name, without adapters; tied ones once.
-        The same dict until a shard moves.
+        """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
+        ones once. It is the same dict until a shard moves.
         """
         return self._publisher.shards()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        """What is trained (parameters, or adapters), moments, step and `extra` (JSON), whole or not
-        at all; replaces what was there.
+        """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
+        or not at all; replaces what was there.
         """
         self._parking.require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
@@ -314,8 +314,8 @@ class Trainer:
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """The adapters as `PeftModel.from_pretrained` reads them, whole or not at all; replaces
-        what was there.
+        """Saves the adapters as `PeftModel.from_pretrained` reads them, whole or not at all;
+        replaces what was there.
         """
         self._parking.require("save_adapters", PARAMS)
         if self._adapters is None:
@@ -323,7 +323,7 @@ class Trainer:
         self._adapters.save(directory, self.config.model_path)
 
     def report(self) -> Report | None:
-        """Memory of the tags; None without a saver."""
+        """Returns the memory of the tags; None without a saver."""
         return None if self.saver is None else self.saver.report()
 
     def drain_events(self) -> list[Event]:
@@ -342,8 +342,8 @@ class Trainer:
         self._runtime.close()
 
     def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro batch's
-        response tokens.
+        """Returns fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro
+        batch's response tokens.
         """
         return token_logprobs(token_logits(self.model, micro), micro.target, temperature)
 
@@ -376,7 +376,7 @@ class Trainer:
         self._parking.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> Reference | None:
-        """The reference, parked before anything else takes memory."""
+        """Returns the reference, parked before anything else takes memory."""
         if not self.config.reference or self.config.lora is not None:
             return None
         reference = Reference(self.config, self._runtime, self.saver)
@@ -401,7 +401,7 @@ class Trainer:
         return self.critic
 
     def _state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds. The reference is made anew from what the run began with."""
+        """Returns what a checkpoint holds. The reference is remade from what the run began with."""
         found = checkpoint.state(self.model, self.optimizer)
         if self.critic is not None:
             found |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")

@@ -1,5 +1,5 @@
-"""What every page ledger does, and the parts that follow from pages alone: token ids, grouped
-frees, error texts.
+"""Defines what every page ledger does, and the parts that follow from pages alone: token ids,
+grouped frees, error texts.
 """
 
 from abc import ABC, abstractmethod
@@ -83,7 +83,7 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def shortage(self, request: object, pages: int) -> str:
-        """Why `request` (anything that names it) can't have `pages` more pages: how many are
+        """Says why `request` (anything that names it) can't have `pages` more pages: how many are
         missing, and of what.
         """
 

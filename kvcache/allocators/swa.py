@@ -110,7 +110,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self.free_swa_pages(pages)
 
     def free_swa_pages(self, pages: Indices) -> None:
-        """As `free_swa`, by page: drops one window owner of each, two of a page named twice."""
+        """Does `free_swa` by page: drops one window owner of each, two of a page named twice."""
         distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
         owners = self._window_owners(distinct)
         if (owners < times).any():

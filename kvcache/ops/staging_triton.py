@@ -51,7 +51,7 @@ def scatter_triton(
 
 
 def _strides(pages: torch.Tensor, unit: int) -> tuple[int, ...]:
-    """Of layer, slot and head, in units."""
+    """Returns the strides of layer, slot and head, in units."""
     return tuple(stride // unit for stride in pages.stride()[:3])
 
 
@@ -162,7 +162,7 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As above; the first dimension of the grid goes over the writers, then over their parts."""
+    """Counts as `gather_kernel`; the grid's first dimension goes over writers, then their parts."""
     program = tl.program_id(0).to(tl.int64)
     writer = writers + program // (2 * layers) * 3
     tokens = tokens.to(tl.int64)

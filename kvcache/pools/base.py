@@ -1,4 +1,4 @@
-"""What every device pool of keys and values does."""
+"""Defines what every device pool of keys and values does."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """What stored values of the layer are multiplied by, one number a kind of row (keys,
-        values); 1 but for fp8.
+        """Returns what stored values of the layer are multiplied by, one number a kind of row
+        (keys, values); 1 but for fp8.
         """
 
     @abstractmethod
@@ -96,8 +96,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def on_resume(self) -> None:
-        """To be called after every resume of the tag, and after a graph capture: zeroes page 0, as
-        0 x NaN spreads.
+        """Zeroes page 0, as 0 x NaN spreads; must be called after every resume of the tag, and
+        after a graph capture.
         """
 
 

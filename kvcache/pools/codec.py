@@ -1,4 +1,4 @@
-"""How the elements of a row are kept: as they are, as scaled fp8, or as FP4 blocks."""
+"""Defines how the elements of a row are kept: as they are, as scaled fp8, or as FP4 blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Codec(ABC):
 
     @abstractmethod
     def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
-        """What a slot holds for a row of this shape."""
+        """Returns what a slot holds for a row of this shape."""
 
     @abstractmethod
     def write(
@@ -46,12 +46,12 @@ class Codec(ABC):
         """A whole layer as `[N, H, W]`."""
 
     def scales(self, layer: int) -> tuple[float, ...]:
-        """What values read from the layer are multiplied by, one number a kind of row."""
+        """Returns what values read from the layer are multiplied by, one number a kind of row."""
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> torch.Tensor | None:
-        """The same as fp32 `[2]` on the device, of keys and of values (one kind of row is both),
-        always at one address; None where they are 1 for good.
+        """Returns the scales as fp32 `[2]` on the device, of keys and of values (one kind of row is
+        both), always at one address; None where they are 1 for good.
         """
         return None
 

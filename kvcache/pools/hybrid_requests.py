@@ -31,9 +31,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._slot_of = [0] * (size + 1)
 
     def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """As the base does; new rows come with zeroed states.
+        """Allocates as the base does; new rows come with zeroed states.
 
-        None, and nothing changed, if rows or slots are short.
+        Returns None, and changes nothing, if rows or slots are short.
         """
         handles = super().alloc(reqs)
         if handles is None:
@@ -62,7 +62,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self._map([row], [0])
 
     def shortage(self, request: object, rows: int = 1) -> str:
-        """Also names the state slots where they are what is missing."""
+        """Names the state slots instead where they are what is missing."""
         free = self.mamba.available_size()
         if rows <= free:
             return super().shortage(request, rows)
@@ -80,8 +80,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.mamba.copy([self.mamba_slot(target)], [self.mamba_slot(source)])
 
     def check_integrity(self) -> None:
-        """Also raises AssertionError when the map on the device and the slots held differ
-        (synchronises).
+        """Checks as the base does, and raises AssertionError when the map on the device and the
+        slots held differ (synchronises).
         """
         super().check_integrity()
         self.mamba.check_integrity()

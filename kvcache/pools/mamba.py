@@ -50,7 +50,7 @@ class MambaConfig:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What a slot holds in each layer."""
+        """Returns what a slot holds in each layer."""
         convs = (
             Part(name=f"conv{i}", row=s, dtype=self.conv_dtype)
             for i, s in enumerate(self.conv_shapes)
@@ -175,7 +175,7 @@ class MambaPool:
         self._storage.from_host(copy.tensors, self._index(slots))
 
     def on_resume(self) -> None:
-        """To be called after every resume of the tag."""
+        """Must be called after every resume of the tag."""
         self._storage.zero_first(1)
         if self._to_zero:
             late, self._to_zero = sorted(self._to_zero), set()

@@ -41,7 +41,7 @@ class RoutedKVPool(KVPool):
 
     @abstractmethod
     def _no_such_layer(self, layer_id: int) -> str:
-        """What to say of a layer without keys and values here."""
+        """Returns what to say of a layer without keys and values here."""
 
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
         """The pool that holds a layer, and the layer's index in it; ValueError if none does."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a slot holds in every layer: a tensor of this shape and stored dtype."""
+    """A tensor of this shape and stored dtype, which a slot holds in every layer."""
 
     name: str
     row: tuple[int, ...]

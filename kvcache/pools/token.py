@@ -1,4 +1,4 @@
-"""What all pools with one block of token rows share; the kinds of rows come from the config."""
+"""Defines what all pools with one block of token rows share; the config gives the kinds of rows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class TokenPool(KVPool):
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:
-        """What two pools must have in common so that one can take the other's bytes."""
+        """Returns what two pools must have in common so that one can take the other's bytes."""
         config = self._token_config
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
         scales = tuple(self._codec.scales(layer) for layer in range(config.num_layers))

@@ -33,7 +33,7 @@ class PrefixMatch:
 
 
 class RadixCache(PrefixTree):
-    """Which pages hold the K/V of which token prefixes.
+    """Knows which pages hold the K/V of which token prefixes.
 
     A request matches its prompt, locks the node, computes the rest, inserts what it computed and
     unlocks. Policies: lru, lfu, fifo, mru, priority (lower ones go first, then the least recently
@@ -58,8 +58,8 @@ class RadixCache(PrefixTree):
         return walk.length + walk.inside, locked
 
     def match_resident(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
-        """As match_prefix, of pages that are on the device now, also where tiers below it could
-        bring back more.
+        """Matches as match_prefix does, of pages that are on the device now, also where tiers below
+        it could bring back more.
         """
         run = as_run(key, "key")
         self._now += 1

@@ -1,4 +1,4 @@
-"""What has to hold for a prefix tree, found by walking it."""
+"""Checks what has to hold for a prefix tree, by walking it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def common_prefix(run: bytes, key: memoryview) -> int:
 
 
 def _fit(ids: npt.NDArray[np.integer]) -> bool:
-    """Whether int32 can hold them; one pass where none is negative."""
+    """Tells whether int32 can hold them; makes one pass where none is negative."""
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     return (
         not len(ids)

@@ -15,7 +15,7 @@ from kvcache.radix.tree import PageLedger, PrefixTree
 
 
 class StatePool(Protocol):
-    """What of a MambaPool the cache uses."""
+    """The part of a MambaPool that the cache uses."""
 
     def free(self, slots: Sequence[int]) -> None: ...
 

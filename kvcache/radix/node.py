@@ -1,4 +1,4 @@
-"""What a prefix tree is made of: nodes, their use so far, and the tree of one weight version."""
+"""Defines the parts of a prefix tree: nodes, their use so far, the tree of one weight version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMPTY = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """What policies rank by.
+    """Holds what policies rank by.
 
     Times are ticks of the cache's own clock: one match or insert is one tick.
     """

@@ -38,11 +38,11 @@ class EvictionQueue(Generic[T]):
 
     @property
     def entries(self) -> int:
-        """Of the heap, outdated ones too."""
+        """Counts the heap's entries, outdated ones too."""
         return len(self._heap)
 
     def is_right(self, item: T, wanted: bool) -> bool:
-        """Whether an item is queued exactly where that is `wanted`, and comes up in time."""
+        """Tells whether an item is queued exactly where that is `wanted`, and comes up in time."""
         entry = self._live.get(item)
         return (
             entry[:-2] <= self._rank(item)

@@ -1,5 +1,5 @@
-"""What both prefix caches are built on: namespaces, versions, walking, splitting, path locks,
-counters, eviction and its policies.
+"""Defines what both prefix caches are built on: namespaces, versions, walking, splitting, path
+locks, counters, eviction and its policies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FALLING = frozenset({"mru"})  # where use lowers the rank; everywhere else it ne
 
 
 class PageLedger(Protocol):
-    """What of an allocator a prefix cache uses (any KVAllocator)."""
+    """The part of an allocator (any KVAllocator) that a prefix cache uses."""
 
     @property
     def page_size(self) -> int: ...
@@ -42,7 +42,7 @@ class PageLedger(Protocol):
 
 @dataclass(slots=True)
 class Walk:
-    """How far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into
+    """Says how far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into
     `child`.
     """
 
@@ -266,7 +266,7 @@ class PrefixTree:
         return Walk(root, path, at // TOKEN_BYTES, None, 0)
 
     def _split_end(self, walk: Walk) -> Walk:
-        """The same walk, ending at a node: the child that it ends inside of is cut there."""
+        """Returns the same walk, ended at a node: the child that it ends inside of is cut there."""
         if walk.child is None:
             return walk
         upper = self._split(walk.child, walk.inside)

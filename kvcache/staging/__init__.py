@@ -2,9 +2,8 @@
 sends what.
 """
 
-from kvcache.staging.buffer import StagingBuffer
+from kvcache.staging.buffer import StagingBuffer, pool_layers, stack_layers
 from kvcache.staging.heads import HeadSlice, compute_head_slice_params, head_writers, heads_per_rank
-from kvcache.staging.layers import pool_layers, stack_layers
 from kvcache.staging.ring import (
     ALLOC_OVERSIZED,
     Assignment,

@@ -1,10 +1,13 @@
-"""The bytes that a staging ring hands out."""
+"""The bytes that a staging ring hands out, and pools as the staging kernels take them."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
+
+from kvcache.pools.mha import MHATokenToKVPool
 
 
 class StagingBuffer:
@@ -40,7 +43,7 @@ class StagingBuffer:
 
     @property
     def address(self) -> int:
-        """Of the first byte, in this process."""
+        """Returns the address of the first byte, in this process."""
         return self.tensor.data_ptr()
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -50,3 +53,38 @@ class StagingBuffer:
                 f"bytes {offset} to {offset + nbytes} are outside this buffer of {self.size_bytes}"
             )
         return self.tensor[offset : offset + nbytes]
+
+
+def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled), views of the pool's
+    memory.
+
+    Valid as long as the pool, either memory order. ValueError for FP4, whose elements have no
+    views.
+    """
+    layers = [pool.get_kv_buffer(layer) for layer in range(pool.config.num_layers)]
+    return stack_layers([k for k, _ in layers]), stack_layers([v for _, v in layers])
+
+
+def stack_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A view `[L, ...]` of tensors that lie at even distances in one block; ValueError if they do
+    not.
+    """
+    first = layers[0]
+    addresses = [layer.data_ptr() for layer in layers]
+    step = addresses[1] - addresses[0] if len(layers) > 1 else 0
+    alike = all(
+        layer.shape == first.shape
+        and layer.stride() == first.stride()
+        and layer.dtype == first.dtype
+        and layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for layer in layers
+    )
+    if not alike or addresses != [addresses[0] + i * step for i in range(len(layers))] or step < 0:
+        raise ValueError(
+            "these layers do not lie at even distances in one block of memory; "
+            "stage them one by one"
+        )
+    return first.as_strided(
+        (len(layers), *first.shape), (step // first.element_size(), *first.stride())
+    )

@@ -1,15 +1,15 @@
-"""Which KV heads a prefill rank sends to a decode rank when their tensor-parallel sizes differ.
+"""Tells which KV heads a prefill rank sends to a decode rank of another tensor-parallel size.
 
 A rank of n holds `heads / n` heads in a row; where there are fewer heads than ranks, `n / heads`
-ranks in a row hold the same one. Plain numbers, the same on both sides: nobody has to be asked.
+ranks in a row hold the same one. Both sides compute the same plain numbers: nobody has to be asked.
 """
 
 from typing import NamedTuple
 
 
 class HeadSlice(NamedTuple):
-    """What one writer sends to a reader: heads from `src_head_start` of its own to `dst_head_start`
-    of the reader's.
+    """Holds what one writer sends to a reader: heads from `src_head_start` of its own to
+    `dst_head_start` of the reader's.
     """
 
     src_tp_rank: int

@@ -1,5 +1,5 @@
-"""Who gets which bytes of a staging buffer, and when they may be filled: a ring that promises more
-than it has.
+"""Decides who gets which bytes of a staging buffer, and when they may be filled: a ring that
+promises more than it has.
 
 The reader (decode) owns the ring. It assigns a range to every transfer at once, also where older
 ones still lie: a range has a round, the number of times that the ring has begun anew before it.
@@ -35,7 +35,7 @@ class Watermark(NamedTuple):
 
 
 def may_fill(round: int, end: int, watermark: Watermark) -> bool:
-    """Whether a writer may fill a range of this round that ends before byte `end`."""
+    """Tells whether a writer may fill a range of this round that ends before byte `end`."""
     before = round - 1  # the round whose ranges lie under this one
     return (
         round == 0

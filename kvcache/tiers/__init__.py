@@ -1,4 +1,4 @@
-"""Where pages of a device pool go when it is full: host memory, then disk."""
+"""The tiers that pages of a device pool go to when it is full: host memory, then disk."""
 
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout

@@ -91,11 +91,11 @@ class DiskTier:
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether there is a page; `get` may still find it damaged."""
+        """Tells whether there is a page; `get` may still find it damaged."""
         return key in self._entries
 
     def use(self, key: bytes) -> bool:
-        """Whether there is a page, which is now the one used last."""
+        """Tells whether there is a page, and makes it the one used last."""
         return self._entries.use(key) is not None
 
     def put(self, key: bytes, content: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ class DiskTier:
         return None
 
     def _is_intact(self, key: bytes) -> bool:
-        """Whether the buffer holds that page, as it was written."""
+        """Tells whether the buffer holds that page, as it was written."""
         fields = self._fields(key)
         return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(
             fields, self._payload.data

@@ -24,10 +24,10 @@ _RECENT = 64  # transfers kept for who measures
 
 @dataclass(frozen=True, kw_only=True)
 class HostCacheConfig:
-    """How much host memory, and in which order.
+    """Says how much host memory is taken, and in which order pages lie there.
 
     ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of
-    them. Whole pages.
+    them. Only whole pages are held.
     layout: layer_first keeps all pages of a part (keys, values) and layer together, page_first all
     of a page.
     """

@@ -1,4 +1,4 @@
-"""What pages are called where no slot number means anything: by the tokens up to their end."""
+"""Names pages where no slot number means anything: by the tokens up to their end."""
 
 from __future__ import annotations
 

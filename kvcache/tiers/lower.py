@@ -51,7 +51,7 @@ class LowerTiers:
         return not len(self._pages) and not (self.disk is not None and len(self.disk))
 
     def absent(self, keys: Sequence[bytes]) -> int:
-        """How many of them are not on the host."""
+        """Counts the keys that are not on the host."""
         return sum(key not in self._pages for key in keys)
 
     @property

@@ -36,7 +36,7 @@ class VersionedLRU(Generic[V]):
         return key in self._entries
 
     def values(self) -> Iterator[V]:
-        """Of all entries, older versions included."""
+        """Yields the values of all entries, older versions included."""
         for _, entries in self._older:
             yield from entries.values()
         yield from self._entries.values()
@@ -56,7 +56,7 @@ class VersionedLRU(Generic[V]):
         return self._entries.pop(key)
 
     def oldest(self) -> Dropped[V] | None:
-        """What `drop` would take out."""
+        """Returns what `drop` would take out."""
         if self._older:
             version, entries = self._older[0]
         else:

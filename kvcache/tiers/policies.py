@@ -1,4 +1,4 @@
-"""When a page of the device pool is written to the host tier."""
+"""Decides when a page of the device pool is written to the host tier."""
 
 from typing import Literal, get_args
 
@@ -22,5 +22,5 @@ def backup_hits(policy: WritePolicy) -> int | None:
 
 
 def backs_up_on_eviction(policy: WritePolicy) -> bool:
-    """Whether a page that leaves the device is written then."""
+    """Tells whether a page that leaves the device is written then."""
     return policy == "write_back"

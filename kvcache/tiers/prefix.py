@@ -25,8 +25,8 @@ _log = logging.getLogger("kvcache")
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """As PrefixMatch; its pages may be on their way: `transfer.wait(layer)` before a layer's rows
-    are read. `loaded` tokens of `length` were not on the device.
+    """A PrefixMatch whose pages may be on their way: call `transfer.wait(layer)` before a layer's
+    rows are read. `loaded` tokens of `length` were not on the device.
     """
 
     transfer: Transfer
@@ -102,7 +102,7 @@ class TieredPrefixCache(RadixCache):
         return length
 
     def raise_version(self, version: int) -> None:
-        """As RadixCache.raise_version, on every tier, in O(1)."""
+        """Raises the version as RadixCache does, on every tier, in O(1)."""
         super().raise_version(version)
         self.lower.raise_version(version)
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """What a copy is measured by.
+    """Holds what a copy is measured by.
 
     start: recorded before it on its stream; None where it took `seconds` and is over.
     """
@@ -37,8 +37,8 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """How long it took on its stream, waits for what was queued before left out; once it is
-        done.
+        """Returns, once it is done, how long it took on its stream, waits for what was queued
+        before left out.
         """
         assert self.clock is not None and self.done, "not measured, or not over yet"
         if self.clock.start is None:
@@ -46,10 +46,10 @@ class Transfer:
         return self.clock.start.elapsed_time(self._events[self.layers[-1]]) / 1e3
 
     def wait(self, layer: int | None = None) -> None:
-        """What is queued on the current stream from now on waits for this layer (None: for all);
-        the host does not.
+        """Makes what is queued on the current stream from now on wait for this layer (None: for
+        all); the host does not wait.
 
-        ValueError for a layer that is not copied here.
+        Raises ValueError for a layer that is not copied here.
         """
         last = self.layers[-1] if layer is None else layer
         if last not in self.layers:

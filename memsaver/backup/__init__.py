@@ -1,4 +1,4 @@
-"""Where the content of paused tags is kept."""
+"""Keeps the content of paused tags."""
 
 from memsaver.backup.disk_file import BLOCK, BlockFile, explained
 from memsaver.backup.on_disk import DiskBackup

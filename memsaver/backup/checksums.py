@@ -28,7 +28,7 @@ def fingerprint(ranges: Ranges, view: View) -> Digest:
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Whole words, and the odd bytes after them; each element numbered by its place in the tag."""
+    """Splits into whole words and odd bytes; each element is numbered by its place in the tag."""
     words = data.numel() // _WORD * _WORD
     parts = [(data[:words].view(torch.int32), offset // _WORD)] if words else []
     return parts + ([(data[words:], _BYTES + offset + words)] if words < data.numel() else [])

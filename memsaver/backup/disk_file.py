@@ -21,7 +21,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 
 
 def default_directory() -> Path:
-    """Where large files may lie: /var/tmp is on disk where /tmp is often memory."""
+    """Returns where large files may lie: /var/tmp is on disk where /tmp is often memory."""
     lasting = Path("/var/tmp")
     return lasting if os.access(lasting, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
@@ -66,7 +66,7 @@ class BlockFile:
             return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, nbytes, advice)
 
     def reserve(self) -> None:
-        """Space for all of it, so that no later write finds the disk full."""
+        """Reserves space for all of it, so that no later write finds the disk full."""
         with self._explained("reserving space"):
             if self.nbytes:
                 os.posix_fallocate(self._fd, 0, self.nbytes)
@@ -77,11 +77,11 @@ class BlockFile:
             os.replace(self._place, path)
 
     def close(self) -> None:
-        """At once; otherwise it is closed when this object dies."""
+        """Closes at once; otherwise it is closed when this object dies."""
         self._close()
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """All of ``buffer``, a multiple of BLOCK, at ``offset``."""
+        """Writes all of ``buffer``, a multiple of BLOCK, at ``offset``."""
         with self._explained("writing"):
             done = 0
             while done < len(buffer):

@@ -54,7 +54,7 @@ class DiskBackup:
         self.disk_bytes = self._file.nbytes
 
     def save(self, backend: Backend, base: int) -> None:
-        """From the tag, whose arena begins at ``base``; returns when it is done."""
+        """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
 
         def out(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
             backend.copy(
@@ -68,10 +68,10 @@ class DiskBackup:
         self._each_chunk(backend, out)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> None:
-        """Nothing yet: ``restore`` reads, when all of the tag is mapped."""
+        """Does nothing yet: ``restore`` reads, when all of the tag is mapped."""
 
     def restore(self, backend: Backend, base: int, end: int) -> None:
-        """Into the tag's first ``end`` bytes: what was trimmed meanwhile has no memory."""
+        """Copies into the tag's first ``end`` bytes: what was trimmed meanwhile has no memory."""
 
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)

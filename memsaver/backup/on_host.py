@@ -31,13 +31,11 @@ class HostBackup:
         weakref.finalize(self, arena.give, self._pieces).atexit = False
 
     def save(self, backend: Backend, base: int) -> None:
-        """From the tag, whose arena begins at ``base``; returns when it is done."""
+        """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
         backend.copy(self._out(base))
 
     def start_save(self, backend: Backend, base: int) -> Waitable | None:
-        """The same, after what is queued on the current stream, and without waiting; None: it is
-        done.
-        """
+        """Saves after what is queued on the current stream, without waiting; None: it is done."""
         return backend.start_copy(self._out(base))
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
@@ -59,7 +57,7 @@ class HostBackup:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
 
     def runs(self) -> Iterator[Run]:
-        """What is contiguous in the tag, and one piece of the arena, in order of the tag."""
+        """Yields runs, contiguous in the tag and in one piece of the arena, in order of the tag."""
         pieces = iter(self._pieces)
         host, room = 0, 0
         for offset, nbytes in joined(self.ranges):
@@ -72,7 +70,7 @@ class HostBackup:
                 host, room = host + _aligned(size), room - _aligned(size)
 
     def part(self, first: int, nbytes: int) -> Iterator[Run]:
-        """What of the runs lies in these bytes of the tag."""
+        """Yields what of the runs lies in these bytes of the tag."""
         for offset, host, size in self.runs():
             start, end = max(offset, first), min(offset + size, first + nbytes)
             if start < end:
@@ -80,7 +78,7 @@ class HostBackup:
 
 
 def _aligned(nbytes: int) -> int:
-    """So that every range begins where a tensor may."""
+    """Rounds up so that every range begins where a tensor may."""
     return round_up(nbytes, _ALIGNMENT)
 
 

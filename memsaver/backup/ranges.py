@@ -9,7 +9,7 @@ Ranges = Sequence[Range]
 
 
 def joined(ranges: Ranges) -> list[Range]:
-    """Neighbours made one."""
+    """Makes neighbours one."""
     out: list[Range] = []
     for offset, nbytes in ranges:
         if out and sum(out[-1]) == offset:
@@ -20,8 +20,8 @@ def joined(ranges: Ranges) -> list[Range]:
 
 
 def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
-    """(where it starts in the packed bytes, the ranges in it) of every ``chunk`` packed bytes; the
-    last may be less.
+    """Yields (where it starts in the packed bytes, the ranges in it) of every ``chunk`` packed
+    bytes; the last may be less.
     """
     at, room, parts = 0, chunk, []
     for offset, nbytes in joined(ranges):

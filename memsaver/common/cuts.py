@@ -1,5 +1,5 @@
-"""How segments are cut into the programs of a table: on whole int64 tensors, no loop over segments,
-rows or programs.
+"""Cuts segments into the programs of a table: on whole int64 tensors, no loop over segments, rows
+or programs.
 
 Segments come as a matrix with the columns of FIELDS. A segment of several rows stays a *grid*,
 which a program takes a range of, unless its rows are so long that each of them makes contiguous
@@ -71,7 +71,7 @@ def cut(
 
 
 def _joined(fields: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Rows that follow each other in every space as one."""
+    """Makes one row of those that follow each other in every space."""
     pitches = fields[:, PITCHES] == fields[:, COUNT, None]
     if not widths[0]:
         pitches = pitches[:, 1:]
@@ -168,7 +168,7 @@ def _cut_grids(grids: Tensor, owners: Tensor, widths: tuple[int, int], chunk: in
 
 @dataclass(frozen=True)
 class Kind:
-    """What one instance of the kernel handles.
+    """A kind of work: what one instance of the kernel handles.
 
     source None: digest only. aligned: 16-byte accesses. grid: rows.
     """

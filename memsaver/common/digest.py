@@ -73,7 +73,7 @@ class Digest:
             )
 
     def run(self) -> int:
-        """In [0, 2**64), of what the tensors hold now."""
+        """Returns the digest, in [0, 2**64), of what the tensors hold now."""
         self.start()
         return self.result()
 
@@ -85,7 +85,7 @@ class Digest:
             self._value = sum(_digest_torch(*grid) for grid in self._grids) & MASK64
 
     def result(self) -> int:
-        """Of the last ``start``, for which this waits."""
+        """Waits for the last ``start`` and returns its digest."""
         return self._value if self._table is None else self._table.digest()
 
 
@@ -103,8 +103,8 @@ class BytesDigest:
         self._table = SegmentTable(segments, device) if use_triton(impl, device) else None
 
     def run(self, data: Tensor) -> int:
-        """In [0, 2**64). data: uint8, contiguous, on the device of the tables; segments count from
-        its first byte.
+        """Returns the digest, in [0, 2**64). data: uint8, contiguous, on the device of the tables;
+        segments count from its first byte.
         """
         if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < self._end:
             raise ValueError(
@@ -161,7 +161,7 @@ def _view(data: Tensor, segment: Segment) -> _Grid:
 
 
 def _digest_torch(bits: Tensor, index_base: int, index_pitch: int) -> int:
-    """Of a grid, in blocks of one size, the last ones of a row or column smaller."""
+    """Digests a grid in blocks of one size, the last ones of a row or column smaller."""
     (rows, width), device = bits.shape, bits.device
     if index_pitch == width and bits.is_contiguous():
         bits, rows, width = bits.view(1, -1), 1, rows * width

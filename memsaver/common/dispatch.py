@@ -1,6 +1,4 @@
-"""Which implementation of an operation runs: decided per call, by argument or by the tensors'
-device.
-"""
+"""Decides per call which implementation of an operation runs: by argument or tensors' device."""
 
 from typing import Literal
 

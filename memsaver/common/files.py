@@ -35,7 +35,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or which files a folder holds, is on the disk."""
+    """Puts on the disk what was written to a file, or which files a folder holds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

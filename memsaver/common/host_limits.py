@@ -1,5 +1,5 @@
-"""How much memory of the machine this process may have: the machine's own, its container's, and
-what Ray lets live.
+"""Tells how much memory of the machine this process may have: the machine's own, its container's,
+and what Ray lets live.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of the C library Python does not offer: mapping memory at an address of one's own,
+"""Offers what Python does not of the C library: mapping memory at an address of one's own,
 exchanging two names.
 """
 
@@ -14,8 +14,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @cache
 def libc() -> ctypes.CDLL:
-    """With ``mmap``, ``munmap``, ``madvise`` and ``renameat2``; ``ctypes.get_errno()`` tells why
-    one of them failed.
+    """Returns the C library with ``mmap``, ``munmap``, ``madvise`` and ``renameat2``;
+    ``ctypes.get_errno()`` tells why one of them failed.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p

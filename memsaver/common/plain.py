@@ -23,7 +23,7 @@ _MAC_LETTERS = 64
 
 
 class Forged(Exception):
-    """What arrived was not made by who has the key, or not for this place."""
+    """Tells that what arrived was not made by who has the key, or not for this place."""
 
 
 class Plain:
@@ -112,7 +112,7 @@ def seal(key: bytes, place: str, text: str) -> bytes:
 
 
 def unseal(key: bytes, place: str, sealed: bytes) -> str:
-    """What was sealed; raises ``Forged``."""
+    """Returns what was sealed; raises ``Forged``."""
     mac, body = sealed[:_MAC_LETTERS], sealed[_MAC_LETTERS:]
     if not hmac.compare_digest(mac, _mac(key, place, body)):
         raise Forged(f"{len(sealed)} bytes for {place} do not carry the key's seal")

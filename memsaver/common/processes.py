@@ -1,4 +1,4 @@
-"""What a process is called, for messages that name one."""
+"""Tells what a process is called, for messages that name one."""
 
 from __future__ import annotations
 

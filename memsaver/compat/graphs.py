@@ -67,9 +67,7 @@ class GraphPools:
 
 
 def drop(pool: torch.cuda.MemPool) -> None:
-    """Where pools of ended regions are dropped: torch aborts when one is dropped while another is
-    in use.
-    """
+    """Drops a pool when no region is open: torch aborts if one goes while another is in use."""
     from memsaver.native import cuda_hook
 
     cuda_hook.retire(pool)

@@ -57,7 +57,7 @@ class Region:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """What this thread allocates inside is torch's own; its regions go on afterwards.
+    """Lets what this thread allocates inside be torch's own; its regions go on afterwards.
 
     Raises ``StateError`` at the end if a tag that a region is of was paused meanwhile, and is not
     resumed.

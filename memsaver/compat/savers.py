@@ -43,7 +43,7 @@ class Savers:
         return iter([saver for (pid, _), saver in list(self._made.items()) if pid == os.getpid()])
 
     def set_disk_dir(self, path: Path) -> None:
-        """Where content ``"disk"`` is saved from now on."""
+        """Sets where content ``"disk"`` is saved from now on."""
         self._options["disk_dir"] = path
         for saver in self:
             saver.disk_dir = path

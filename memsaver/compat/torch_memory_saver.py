@@ -1,4 +1,4 @@
-"""What ``torch_memory_saver`` 0.0.10 offers, on memsaver. docs/compat.md tells what differs.
+"""Offers what ``torch_memory_saver`` 0.0.10 does, on memsaver. docs/compat.md tells what differs.
 
 A tag of that library may hold memory with and without a backup. Here such a tag has one part for
 each content, a tag of the saver by the name ``tag:content``; ``pause`` and ``resume`` take the
@@ -73,7 +73,7 @@ class TorchMemorySaver:
         self._hook_mode = mode
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Where content of regions with ``enable_disk_backup`` is saved; made if missing."""
+        """Sets where content of regions with ``enable_disk_backup`` is saved; made if missing."""
         os.makedirs(path, exist_ok=True)
         self._savers.set_disk_dir(Path(path))
 
@@ -125,7 +125,7 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """What this thread allocates inside is torch's own memory.
+        """Lets what this thread allocates inside be torch's own memory.
 
         Does nothing outside of a region.
         """
@@ -166,8 +166,8 @@ class TorchMemorySaver:
             undo.pop_all()
 
     def _select(self, tag: str | None, paused: bool) -> list[tuple[MemorySaver, list[str]]]:
-        """Of every device, the parts that are ``paused``; ``StateError`` where a tag has parts, but
-        none is.
+        """Returns each device's parts that are ``paused``; ``StateError`` where a tag has parts,
+        but none is.
         """
         states: dict[str, set[bool]] = {}
         chosen: dict[MemorySaver, list[str]] = {}

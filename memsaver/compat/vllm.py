@@ -1,4 +1,4 @@
-"""What ``vllm.device_allocator.cumem`` of vLLM 0.24 and 0.33 offers, on memsaver.
+"""Offers what ``vllm.device_allocator.cumem`` of vLLM 0.24 and 0.33 does, on memsaver.
 
 docs/compat.md tells what differs. A tag of that module may be asleep in part: what is allocated on
 it while it is asleep is awake. Here such a tag has several tags of the saver, by the names ``tag``
@@ -157,7 +157,7 @@ def _awake(saver: MemorySaver, name: str) -> str:
 
 
 def _name(tag: str) -> str:
-    """What a tag of the saver is called here."""
+    """Returns what a tag of the saver is called here."""
     return tag.partition(_AGAIN)[0]
 
 

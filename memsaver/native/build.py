@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def cache_dir() -> Path:
-    """Where libraries built on first use are kept (XDG cache of the user)."""
+    """Returns where libraries built on first use are kept (XDG cache of the user)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsaver"
 
 

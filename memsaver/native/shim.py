@@ -38,7 +38,7 @@ _size = ctypes.c_size_t
 
 
 class Cause(ctypes.Structure):
-    """Why a call failed: code (E_*), the driver's own number, bytes asked for and bytes missing."""
+    """A call's failure: code (E_*), the driver's own number, bytes asked for and bytes missing."""
 
     _fields_ = [
         ("code", ctypes.c_int),
@@ -268,7 +268,7 @@ def mark_shared(phys: int, ids: Sequence[int], shared: bool) -> None:
 
 
 def calls(phys: int) -> dict[Operation, Calls]:
-    """What all driver calls so far have summed up to, by operation."""
+    """Returns what all driver calls so far have summed up to, by operation."""
     array = (Calls * len(Operation))()
     library().ms_get_calls(phys, array)
     return dict(zip(Operation, array, strict=True))

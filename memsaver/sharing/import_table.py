@@ -30,7 +30,7 @@ class Import:
 
 
 class Imports:
-    """By the extent's id. Thread-safe."""
+    """A table of imports by the extent's id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -39,9 +39,7 @@ class Imports:
         self._gone: weakref.WeakSet[object] = weakref.WeakSet()
 
     def add(self, extent_id: int, item: Import) -> None:
-        """From here on the handle is looked after here; it is released at once if its owner is
-        gone.
-        """
+        """Looks after the handle from here on; it is released at once if its owner is gone."""
         with self._lock:
             assert extent_id not in self._by_id
             self._by_id[extent_id] = item
@@ -125,7 +123,7 @@ class Imports:
                     self._release(extent_id)
 
     def after_fork(self) -> None:
-        """In the child: handles and pins are the parent's."""
+        """Starts anew in the child: handles and pins are the parent's."""
         self.__init__()  # type: ignore[misc]
 
     def __len__(self) -> int:

@@ -119,7 +119,7 @@ class Lease:
         self._mapped.end()
 
     def bind_thread(self) -> None:
-        """Before ``end`` in a thread of our own."""
+        """Prepares a thread of our own for ``end``."""
         self._backend.bind_thread()
 
     def __enter__(self) -> Lease:
@@ -130,7 +130,7 @@ class Lease:
 
 
 class _Mapped:
-    """What a lease holds, apart from it, for a finalizer."""
+    """Holds what belongs to a lease, apart from it, for a finalizer."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Mapped:
             self._undo.close()
 
     def end_dropped(self) -> None:
-        """In a thread of our own, of a lease that nobody closed."""
+        """Ends a lease that nobody closed, in a thread of our own."""
         if not self.closed:
             self._backend.bind_thread()
             self._backend.synchronize()
@@ -166,7 +166,7 @@ class _Mapped:
 
 
 def _drop(mapped: _Mapped, pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """For a finalizer: it may run under any lock, so another thread talks to the owner."""
+    """Runs in a finalizer, maybe under any lock, so another thread talks to the owner."""
     if os.getpid() == pid and not mapped.closed:
         endings.put(mapped.end_dropped)
 
@@ -288,7 +288,7 @@ _giving: dict[int, float] = {}  # by thread: when its hand-over began
 
 
 def gives_for(seconds: float) -> bool:
-    """Whether a hand-over of this process has waited for its receiver that long."""
+    """Tells whether a hand-over of this process has waited for its receiver that long."""
     return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
 
 

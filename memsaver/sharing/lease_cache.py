@@ -59,7 +59,7 @@ class Kept:
                     self._end()
 
     def recall(self) -> None:
-        """No further use; end it if there is none.
+        """Allows no further use; ends it if there is none.
 
         May be tried again when the driver refused (``BackendError``).
         """
@@ -68,7 +68,7 @@ class Kept:
             self._end()
 
     def _recall_by_owner(self) -> None:
-        """In a thread of its connection."""
+        """Recalls for the owner, in a thread of its connection."""
         self.lease.bind_thread()
         self.recall()
 
@@ -161,7 +161,7 @@ class LeaseCache:
 
 
 def _drop(kept: dict[_Key, Kept], pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """For a finalizer: it may run under any lock, so another thread ends them."""
+    """Runs in a finalizer, maybe under any lock, so another thread ends them."""
     if os.getpid() == pid:
         for item in kept.values():
             endings.put(item.lease.bind_thread)

@@ -1,4 +1,4 @@
-"""What this process maps other savers' memory with: on GPUs always the one that is current.
+"""Makes the backends that map other savers' memory here: on GPUs always for the current one.
 
 So no context and no stream appears on a GPU because its memory is mapped, and it need not be
 visible here.
@@ -18,8 +18,8 @@ from memsaver.vmm.backend import Backend
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:
-    """For memory of the device ``key``, which ``device`` (None: the current GPU) is to reach;
-    ``LeaseError`` if it does not, or there is no GPU.
+    """Returns the backend for memory of device ``key``, which ``device`` (None: the current GPU) is
+    to reach; ``LeaseError`` if it does not, or there is no GPU.
     """
     if key == "cpu":
         return backend_of(torch.device("cpu"))
@@ -43,7 +43,9 @@ os.register_at_fork(after_in_child=backend_of.cache_clear)  # it is the parent's
 
 @cache
 def check_reach(here: int, key: str) -> None:
-    """Of a GPU that is hidden, the driver tells when the memory is mapped."""
+    """Raises ``LeaseError`` for a GPU out of reach; of one that is hidden, the driver tells when
+    the memory is mapped.
+    """
     for index in range(torch.cuda.device_count()):
         there = device_key(torch.device("cuda", index)) == key
         if there and index != here and not torch.cuda.can_device_access_peer(here, index):

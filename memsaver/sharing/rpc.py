@@ -136,7 +136,7 @@ class Endpoint:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def abandon(self) -> None:
-        """In a forked child: forget the connection, which stays the parent's."""
+        """Forgets the connection in a forked child: it stays the parent's."""
         self.closed = True
         self._socket.close()
 
@@ -232,7 +232,7 @@ def close_all(fds: Sequence[int]) -> None:
 
 
 def send_timeout(seconds: float) -> bytes:
-    """As the socket option wants it; unlike Python's own timeout, it leaves receiving alone."""
+    """Packs what the socket option wants; unlike Python's timeout, it leaves receiving alone."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 

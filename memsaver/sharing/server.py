@@ -76,7 +76,7 @@ class ShareServer:
         threading.Thread(target=self._accept, name="memsaver-share", daemon=True).start()
 
     def ticket(self, arena: Arena, writable: bool) -> Ticket:
-        """The same ticket for the same tag and right, however often it is asked for."""
+        """Returns the same ticket for the same tag and right, however often it is asked for."""
         for known in self._tickets.values():
             if (known.tag, known.writable) == (arena.tag, writable):
                 return known

@@ -137,7 +137,7 @@ class Arena:
         self._state = _NEXT[self._state, name]
 
     def require_own(self, what: str) -> None:
-        """``LeaseError`` while the tag's pages are borrowed."""
+        """Raises ``LeaseError`` while the tag's pages are borrowed."""
         if (borrowed := self.borrowed) is not None:
             raise LeaseError(
                 f"{what}: the pages of tag {self.tag!r} are borrowed, "
@@ -162,7 +162,7 @@ class Arena:
         shim.library().ms_free(self.slot, address)
 
     def cause(self) -> shim.Cause:
-        """Why the last allocation failed (code 0: none did); clears it."""
+        """Tells why the last allocation failed (code 0: none did); clears it."""
         return shim.cause(self.slot, clear=True)
 
     @property
@@ -200,7 +200,7 @@ class Arena:
         return trimmed
 
     def require_no_region(self, what: str) -> None:
-        """``StateError`` while a region of the tag is open."""
+        """Raises ``StateError`` while a region of the tag is open."""
         if self.open_regions:
             raise StateError(
                 f"cannot {what} {self.tag!r}: a region of it is open; leave the region first"
@@ -231,7 +231,7 @@ class Arena:
         self.open_regions -= 1
 
     def freeze(self) -> None:
-        """From here allocations fail and extents do not change; frees still work."""
+        """Makes allocations fail from here on, and extents stay as they are; frees still work."""
         self._step("freeze")
         shim.library().ms_set_state(self.slot, shim.PAUSED)
 
@@ -273,7 +273,7 @@ class Arena:
         self.version = version
 
     def note_time(self, op: str, seconds: float) -> None:
-        """How long its last operation took."""
+        """Notes how long its last operation took."""
         if op == "pause":
             self.last_pause_seconds = seconds
         elif op in ("resume", "borrow"):
@@ -314,7 +314,7 @@ class Arena:
         ]
 
     def verify(self) -> None:
-        """In debug mode: is the content what it was before the pause? ``BackendError`` if not."""
+        """Raises ``BackendError`` if, in debug mode, content is not as it was before the pause."""
         if self.backup is not None and self.sums is not None:
             self.sums.verify(self.bytes_at, self.committed_when_paused)
 
@@ -452,7 +452,7 @@ def _give_back(
 
 
 def give_back_forgotten() -> None:
-    """Of the arenas that nobody refers to, those that no tensor lies on any more."""
+    """Gives back those arenas that nobody refers to and no tensor lies on any more."""
     _retry(list(_forgotten))
 
 
@@ -469,9 +469,9 @@ def _retry(items: Sequence[_Parts]) -> None:
 
 
 def _retry_on_host(phase: str, info: object) -> None:
-    """When garbage is collected.
+    """Tries again, on the host, when garbage is collected.
 
-    Not on GPUs: waiting for one would break a graph that another thread captures.
+    GPUs are left out: waiting for one would break a graph that another thread captures.
     """
     if phase == "stop":
         _retry([item for item in _forgotten if item[0].device.type == "cpu"])

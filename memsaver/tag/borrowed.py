@@ -52,8 +52,8 @@ class BorrowedPages:
 
 @cache
 def endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
-    """What a thread of this process calls, one after the other; putting something there is safe in
-    a finalizer.
+    """Returns a queue of what a thread of this process calls, one after the other; putting
+    something there is safe in a finalizer.
     """
     pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     threading.Thread(

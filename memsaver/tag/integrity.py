@@ -12,7 +12,7 @@ from memsaver.vmm.page_pool import PagePool
 
 
 def check(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
-    """``AssertionError`` where they do not."""
+    """Raises ``AssertionError`` where they do not."""
     found, borrowed = [*pool.extents], set[int]()
     for arena in arenas:
         extents, end = shim.extents(arena.slot), 0

@@ -1,5 +1,5 @@
-"""What a saver has done: its operations for the timeline, its driver calls for statistics, both for
-the log.
+"""Records what a saver has done: its operations for the timeline, its driver calls for statistics,
+both for the log.
 
 Driver calls are recorded in the shim, so those that torch's allocator makes without Python are
 among them. Loggers, at level DEBUG: ``memsaver`` has a line for each operation on a tag,
@@ -26,7 +26,7 @@ _driver_log = logging.getLogger("memsaver.driver")
 
 
 class Recorder:
-    """Of one saver, which holds its lock around every call."""
+    """Records for one saver, which holds its lock around every call."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -34,7 +34,7 @@ class Recorder:
         self._seen = 0
 
     def record(self, op: str, arena: Arena, seconds: float) -> None:
-        """One operation on one tag, which has ended."""
+        """Records one operation on one tag, which has ended."""
         arena.note_time(op, seconds)
         event = Event(
             time=time.time(),
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Around an operation: whether it fails or not, its driver calls go to the log."""
+        """Sends an operation's driver calls to the log, whether it fails or not."""
         try:
             yield
         finally:

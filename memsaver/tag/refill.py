@@ -22,7 +22,7 @@ class Refill:
         self.missing = into.committed_when_paused
 
     def put(self, extents: Sequence[shim.Extent]) -> None:
-        """Extents of at most ``missing`` bytes, behind those that are there."""
+        """Puts extents of at most ``missing`` bytes behind those that are there."""
         at = self._into.committed_when_paused - self.missing
         self.placed += self._into.map(extents, at, self._undo)
         nbytes = sum(extent.nbytes for extent in extents)

@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
+import numpy
+import torch
+
 from memsaver.backup import Backup, DiskBackup, HostBackup
-from memsaver.errors import HostMemoryError
+from memsaver.errors import HostMemoryError, StateError
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend, Waitable
 
 
 class Saving:
-    """Of one saver, which holds its lock around every call."""
+    """Saves for one saver, which holds its lock around every call."""
 
     def __init__(
         self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]
@@ -39,8 +42,8 @@ class Saving:
         return backup
 
     def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
-        """Where the content goes, and whether it must be copied there: not if a clean copy still
-        holds it.
+        """Tells where the content goes, and whether it must be copied there: not if a clean copy
+        still holds it.
         """
         copy = arena.clean_copy
         if copy is not None and not copy.begin_check(arena.version, content, arena.stats.committed):
@@ -57,7 +60,7 @@ class Saving:
         return backup, True
 
     def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
-        """Room for it, before anything is copied; clean copies give way."""
+        """Makes room for it, before anything is copied; clean copies give way."""
         host = self._backend.host_arena
         for last in (False, True):
             try:
@@ -72,7 +75,7 @@ class Saving:
         raise AssertionError
 
     def _drop_clean_copies(self) -> bool:
-        """Of active tags: True if there was one."""
+        """Drops the clean copies of active tags; True if there was one."""
         found = [arena for arena in self._tags if arena.clean_copy is not None and not arena.paused]
         for arena in found:
             arena.forget_clean_copy()
@@ -91,3 +94,34 @@ class Saving:
             arena.forget_clean_copy()
             raise
         return copy.copying
+
+
+def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
+    """Returns content on the CPU, of the tensor's dtype and shape; see ``MemorySaver.saved``."""
+    if arena.backup is None:
+        raise StateError(
+            f"tag {arena.tag!r} holds no saved content; pause it with content='host' or 'disk'"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            "the saved content of a tensor that is not contiguous cannot be given; ask for its base"
+        )
+    views = arena.backup.views(tensor.data_ptr() - arena.address, tensor.nbytes)
+    if sum(view.numel() for view in views) != tensor.nbytes:
+        raise StateError("the tensor was not alive, or had no memory, when its tag was paused")
+    if zero_copy and (len(views) != 1 or arena.backup.disk_bytes):
+        raise ValueError(
+            "zero_copy needs content that is saved in host memory in one piece; use zero_copy=False"
+        )
+    flat = views[0] if zero_copy else _gathered(views, tensor.nbytes)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _gathered(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+    """Copies one after the other, into memory that is on no tag even if a region is open."""
+    flat = torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+    done = 0
+    for view in views:
+        flat[done : done + len(view)] = view
+        done += len(view)
+    return flat

@@ -26,7 +26,7 @@ def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:
 
 
 def _unserved(sizes: Sequence[int], needed: int) -> int:
-    """What is left of ``needed`` when whole extents of these sizes serve it, in their order."""
+    """Tells what is left of ``needed`` if whole extents of these sizes serve it, in their order."""
     for size in sizes:
         needed -= size if size <= needed else 0
     return needed
@@ -91,10 +91,10 @@ class Swap:
     def _own(
         self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
-        """What ``into`` gets beside the extents of ``out``, ``ShortOfMemory``.
+        """Obtains what ``into`` gets beside the extents of ``out``; raises ``ShortOfMemory``.
 
-        At most LARGEST bytes for a head start, so that the way in need not wait for the way out;
-        and what those extents cannot serve.
+        That is at most LARGEST bytes for a head start, so that the way in need not wait for the way
+        out; and what those extents cannot serve.
         """
         head = self._pool.obtain_most(min(needed, LARGEST), undo)
         left = _unserved(

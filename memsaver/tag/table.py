@@ -28,7 +28,7 @@ class Tags:
         return self._arenas[tag]
 
     def select(self, tags: Sequence[str]) -> list[Arena]:
-        """Each once; no tag means all."""
+        """Returns each once; no tag means all."""
         return [self.get(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
 
     def open(self, tag: str, content: str | None) -> Arena:

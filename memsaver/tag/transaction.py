@@ -35,8 +35,8 @@ Extents = Mapping[str, Sequence[shim.Extent]]
 
 
 class Transactions:
-    """Of one saver, which holds its lock around every call. ``server``: set once the saver shares
-    anything.
+    """Pauses and resumes for one saver, which holds its lock around every call. ``server``: set
+    once the saver shares anything.
 
     Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies,
     and waiting for another process, are not.
@@ -110,7 +110,7 @@ class Transactions:
         return lost
 
     def _put_away(self, extents: Extents, release: str) -> None:
-        """To the driver, or into the page pool; the device lock is held."""
+        """Gives extents to the driver, or puts them into the page pool; the device lock is held."""
         for items in extents.values():
             if release == "driver":
                 self._pool.give_back(items)
@@ -190,7 +190,7 @@ class Transactions:
         into.end_resume()
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
-        """Where memory cannot go over bit by bit. From here on both tags are in pieces."""
+        """Swaps where memory cannot go over bit by bit. Both tags are in pieces from here on."""
         self._check_room(out, into)
         saved = [(out, content)] if content != "discard" else []
         self.pause([out], saved, "driver", None, None)
@@ -209,8 +209,8 @@ class Transactions:
             ) from error
 
     def _check_room(self, out: Arena, into: Arena) -> None:
-        """``ShortOfMemory``, before content is gone that nobody saved, where even all of ``out`` is
-        not enough.
+        """Raises ``ShortOfMemory``, before content is gone that nobody saved, where even all of
+        ``out`` is not enough.
         """
         more = into.committed_when_paused - out.stats.committed - self._pool.held_bytes
         if more > (free := self._backend.free_bytes):
@@ -283,8 +283,8 @@ class Transactions:
             self._resume(arenas)
 
     def resume_most(self, arena: Arena, at_least: int) -> bool:
-        """As much of the tag as there is memory for; False, with nothing changed, when that is
-        below ``at_least``.
+        """Resumes as much of the tag as there is memory for; False, with nothing changed, when that
+        is below ``at_least``.
         """
         self._reclaim()
         with contextlib.ExitStack() as undo, self._device_lock:

@@ -32,8 +32,8 @@ def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backen
 
 
 def make_pinner(device: torch.device) -> Pinner | None:
-    """What makes host memory reachable for a device, whose context must be current; None: all of it
-    is.
+    """Returns what makes host memory reachable for a device, whose context must be current; None:
+    all of it is.
     """
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""What a backend offers, and the part that both share: extents and mappings through the shim."""
+"""Defines what backends offer, and the part both share: extents and mappings through the shim."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ class Backend(ABC):
 
     @property
     def free_bytes(self) -> int:
-        """What could be made now, as far as limit and device say; torch's cache counts as free."""
+        """Bytes that can be made now, as limit and device tell; torch's cache counts as free."""
         limit, free = self.limit_bytes, self.device_free_bytes + self.cached_bytes
         return free if limit is None else min(free, limit - self.committed_bytes)
 
     @property
     @abstractmethod
     def device_free_bytes(self) -> int:
-        """What nobody holds of the device."""
+        """Bytes of the device that nobody holds."""
 
     @property
     def cached_bytes(self) -> int:
-        """What torch holds of the device and no tensor uses."""
+        """Bytes of the device that torch holds and no tensor uses."""
         return 0
 
     def round_up(self, nbytes: int) -> int:
-        """To whole pages."""
+        """Rounds up to whole pages."""
         return round_up(nbytes, self.granularity)
 
     def create(self, nbytes: int) -> shim.Extent:
@@ -131,7 +131,7 @@ class Backend(ABC):
         return bool(shim.library().ms_forked(self.phys))
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Nothing in a forked child, which may have something of its own there."""
+        """Unmaps; does nothing in a forked child, which may have something of its own there."""
         self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
 
     @abstractmethod
@@ -177,9 +177,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
-        """Around every driver call that does not go through the shim: counted, timed, and failing
-        where injected.
-        """
+        """Counts and times every driver call outside of the shim, which fails where injected."""
         started, error = time.perf_counter_ns(), shim.library().ms_fault(self.phys)
         try:
             self._check(operation.name.lower(), error)

@@ -170,7 +170,7 @@ class CudaBackend(Backend):
         return _host_arena()
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
-        """(to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        """Copies (to, from, nbytes) each; done when it returns. Waits for no other stream."""
         code = self._queue_copy(transfers, self._copies[0])
         self._copies[0].synchronize()
         self._check("copy", code)
@@ -178,8 +178,8 @@ class CudaBackend(Backend):
     def start_copy(
         self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
     ) -> torch.cuda.Event:
-        """After what is queued on the current stream; the event tells when it is done. inward:
-        towards the device.
+        """Copies after what is queued on the current stream; the event tells when it is done.
+        inward: towards the device.
         """
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -209,8 +209,8 @@ class CudaBackend(Backend):
         torch.cuda.empty_cache()
 
     def other_holders(self) -> dict[str, int]:
-        """Who else holds memory of this GPU: torch's cache, and what neither this saver nor torch
-        accounts for.
+        """Tells who else holds memory of this GPU: torch's cache, and what neither this saver nor
+        torch accounts for.
         """
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)

@@ -79,8 +79,8 @@ class _ProcessLock:
         self._record = b""  # who we are, in front of the time
 
     def after_fork(self) -> None:
-        """In the child: closing leaves the parent's lock alone; unlocking the shared file
-        description would not.
+        """Starts afresh in the child: closing leaves the parent's lock alone; unlocking the shared
+        file description would not.
         """
         self._close()
         self._start_afresh()

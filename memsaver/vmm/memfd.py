@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does n
 def _divided(
     transfers: Sequence[tuple[int, int, int]], parts: int
 ) -> list[list[tuple[int, int, int]]]:
-    """In chunks, dealt out to ``parts`` lists."""
+    """Divides transfers into chunks, dealt out to ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     turns = itertools.cycle(out)
     for to, source, nbytes in transfers:
@@ -111,7 +111,7 @@ class HostBackend(Backend):
         return _host_arena()
 
     def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
-        """(to, from, nbytes) each, by several threads; done when it returns."""
+        """Copies (to, from, nbytes) each, by several threads; done when it returns."""
         groups = [group for group in _divided(transfers, _THREADS) if group]
         if len(groups) == 1:
             codes = [shim.copy(self.phys, groups[0])]
@@ -120,7 +120,7 @@ class HostBackend(Backend):
         self._check("copy", max(codes, default=0))
 
     def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
-        """The same: nothing is queued on the host."""
+        """Copies like ``copy``: nothing is queued on the host."""
         self.copy(transfers)
 
     @property

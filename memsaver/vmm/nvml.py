@@ -1,4 +1,4 @@
-"""Who holds memory of a GPU, by process, as far as NVML tells.
+"""Finds who holds memory of a GPU, by process, as far as NVML tells.
 
 Never raises: it serves messages about other errors.
 """

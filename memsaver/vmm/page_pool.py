@@ -54,9 +54,7 @@ class PagePool:
         shim.pool_put(self._backend.phys, extents)
 
     def are_many(self, extents: Sequence[shim.Extent]) -> bool:
-        """So many that mapping them costs more than it must, as of a tag that grew tensor by
-        tensor.
-        """
+        """Tells whether mapping them costs more than it must, as after growth tensor by tensor."""
         total = sum(extent.nbytes for extent in extents)
         return len(extents) > len(piece_sizes(total, self._backend.granularity)) + _MANY
 
@@ -77,8 +75,8 @@ class PagePool:
         self.keep(made)
 
     def give_back(self, extents: Sequence[shim.Extent]) -> None:
-        """To the driver. What it refuses stays in the pool, where a later ``trim`` or a shortage
-        tries again.
+        """Gives extents to the driver. What it refuses stays in the pool, where a later ``trim`` or
+        a shortage tries again.
         """
         for extent in extents:
             try:
@@ -92,7 +90,7 @@ class PagePool:
         shim.mark_shared(self._backend.phys, ids, shared)
 
     def check_room(self, nbytes: int) -> None:
-        """``LeaseError`` if a peer's extents of so many bytes would pass the limit."""
+        """Raises ``LeaseError`` if a peer's extents of so many bytes would pass the limit."""
         limit = self._backend.limit_bytes
         if limit is not None and self._backend.committed_bytes + nbytes > limit:
             raise LeaseError(
@@ -162,8 +160,8 @@ class PagePool:
         return taken + self.make(nbytes - sum(extent.nbytes for extent in taken), undo, whole=False)
 
     def obtain_most(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """As many bytes as there are, at most ``nbytes``, in pieces that other tags can use; undo
-        as in ``obtain``.
+        """Obtains as many bytes as there are, at most ``nbytes``, in pieces that other tags can
+        use; undo as in ``obtain``.
         """
         taken = self.take(nbytes, undo)
         made: list[shim.Extent] = []

@@ -89,7 +89,7 @@ class HostArena:
         return taken
 
     def give(self, pieces: Sequence[Piece]) -> None:
-        """Pieces that are not needed any more. Takes no lock: finalizers call it."""
+        """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
         self._returned.extend(pieces)
 
     def trim(self) -> int:
@@ -103,8 +103,8 @@ class HostArena:
             return sum(segment.nbytes for segment in unused)
 
     def _take_free(self, most: int, whole: bool) -> Piece | None:
-        """From the smallest free part that has it all, else the largest part, unless it must be
-        ``whole``.
+        """Takes from the smallest free part that has it all, else the largest part, unless it must
+        be ``whole``.
         """
         parts = [*itertools.chain.from_iterable(segment.free for segment in self._segments)]
         enough = [piece for piece in parts if piece.nbytes >= most]

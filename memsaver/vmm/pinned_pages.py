@@ -37,12 +37,12 @@ class Pinner(Protocol):
 
 
 def held_bytes() -> int:
-    """What this process has obtained, for saved content and for tiers of the KV cache together."""
+    """Counts what this process has obtained, for saved content and KV cache tiers together."""
     return sum(tuple(_held.values()))
 
 
 def room_bytes() -> int:
-    """How much more may be obtained: all of it together is at most 0.8 of what machine and
+    """Tells how much more may be obtained: all of it together is at most 0.8 of what machine and
     container would have available without it.
     """
     held = held_bytes()

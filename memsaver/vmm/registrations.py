@@ -1,9 +1,8 @@
-"""Who else may hold physical pages behind a tag's addresses, and is kept away or refused.
+"""Tells who else may hold physical pages behind a tag's addresses, and is kept away or refused.
 
 A pause unmaps pages and a resume maps others. Who noted the pages themselves, not the addresses,
-goes on using the old
-ones: wrong results, and memory that never comes free. docs/memory-model.md lists everyone; here is
-what can be checked.
+goes on using the old ones: wrong results, and memory that never comes free. docs/memory-model.md
+lists everyone; here is what can be checked.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def on_a_tag(tensor: torch.Tensor) -> bool:
 
 
 def registers_graphs() -> bool:
-    """Whether NCCL, whose default it is, registers the buffers of captured collectives with the
-    other ranks' GPUs.
+    """Tells whether NCCL, whose default it is, registers the buffers of captured collectives with
+    the other ranks' GPUs.
     """
     return os.environ.get(GRAPH_REGISTER, "1") != "0"
 
@@ -51,7 +50,7 @@ def registering_hook() -> str | None:
 
 
 def check_segments() -> None:
-    """``StateError`` before tags get segments of torch's allocator that NCCL would register."""
+    """Raises ``StateError`` before tags get segments of torch's allocator that NCCL registers."""
     if name := registering_hook():
         raise StateError(
             f"{name} is set: torch registers the pages of all its segments with NCCL, tags' too, "
@@ -60,10 +59,10 @@ def check_segments() -> None:
 
 
 def check_capture(tag: str) -> None:
-    """``StateError`` before a graph is captured on a tag whose collectives NCCL would register the
-    pages of.
+    """Raises ``StateError`` before a graph is captured on a tag whose collectives NCCL would
+    register the pages of.
 
-    For graphs that others capture: our own engine's collectives work on buffers outside of tags.
+    Serves graphs that others capture: our own engine's collectives work on buffers outside of tags.
     """
     if not registers_graphs() or not dist.is_available() or not dist.is_initialized():
         return

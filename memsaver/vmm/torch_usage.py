@@ -1,5 +1,5 @@
-"""How much of a device torch's own allocator holds, outside of every tag, and how it gives that
-back.
+"""Tells how much of a device torch's own allocator holds, outside of every tag, and has it give
+that back.
 """
 
 from __future__ import annotations

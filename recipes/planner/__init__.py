@@ -1,1 +1,1 @@
-"""What a recipe takes, in bytes: by stage, process, GPU and host, before anything is run."""
+"""Reckons what a recipe takes, in bytes, by stage, process, GPU and host, before it is run."""

@@ -1,5 +1,5 @@
-"""How much torch's caching allocator takes of the driver for a sequence of allocations, reckoned
-without a GPU.
+"""The caching allocator of torch, reckoned without a GPU: how much it takes of the driver for a
+sequence of allocations.
 
 It serves a request from the smallest cached block that holds it, splits off what is left, joins
 free neighbours, and takes a new segment where no block is large enough; streams share nothing.

@@ -69,7 +69,7 @@ class PlannedRuntime(Runtime):
     attention: str | None = ATTENTION
 
     def make_buffers(self, model: nn.Module) -> None:
-        """Of any content, also where the trainer could not make it (routers of DeepSeek-V3)."""
+        """Makes buffers of any content, even where the trainer cannot (routers of DeepSeek-V3)."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
@@ -130,7 +130,7 @@ class Readings(Peaks):
     def peaks(
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int
     ) -> Stages:
-        """Of a step that another has gone before. first: readings before and in the first step."""
+        """Returns peaks of a step after another. first: readings before and in the first step."""
         both = zip(self.noted, torch_use, strict=True)
         now = [_usage(sizes, paused, use) for (_, paused, _), use in both]
         peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.noted)

@@ -1,4 +1,4 @@
-"""What the planner knows of GPUs: bytes, and what processes take there besides their tensors."""
+"""The planner's figures of GPUs: bytes, and what processes take there besides their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process asks of torch's allocator, in order; and how one with more layers would ask.
+"""Logs in order what a process asks of torch's allocator, and how one with more layers would ask.
 
 A trace of few layers is cut into blocks: a layer's forward, a layer's backward, and what is
 between. A layer in the middle, or several where layers alternate, are the pattern of all that are
@@ -42,13 +42,13 @@ class Log:
     _between: int = 0
 
     def enter(self, kind: str, layer: int) -> None:
-        """From here on in a layer's block. A forward of layer 0 begins a new pass."""
+        """Puts what follows into a layer's block. A forward of layer 0 begins a new pass."""
         if kind == "forward" and layer == 0:
             self._passes += 1
         self.block = (self._passes, kind, layer)
 
     def leave(self) -> None:
-        """From here on between blocks."""
+        """Puts what follows between blocks."""
         self._between += 1
         self.block = (self._between, "", 0)
 
@@ -85,7 +85,7 @@ def with_layers(entries: list[Entry], first: int, period: int, copies: int) -> I
 
 
 def _shifts_of(block: Block, pattern: range, shifts: range) -> range:
-    """By how many layers a block moves: in the pattern all ways, behind it the furthest."""
+    """Returns by how many layers a block moves: in the pattern all ways, behind it the furthest."""
     _, kind, layer = block
     if not kind or layer < pattern.start:
         return shifts[:1]

@@ -42,9 +42,9 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of one GPU, the fullest. host_bytes: of one machine, all its processes. kv_tokens: of one
-    engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
-    assumed.
+    """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
+    processes. kv_tokens: of one engine rank's pool; most_kv_tokens: so many would still fit at
+    every stage. notes: what was assumed.
     """
 
     name: str
@@ -205,7 +205,7 @@ def _most_tokens(
 
 
 def _needs(plan: Plan, recipe: Recipe) -> list[str]:
-    """What to change, one line for each kind of stage that does not fit; none where all do."""
+    """Says what to change, a line for each kind of stage that does not fit; none where all do."""
     short = [stage for stage in plan.stages if stage.device_bytes > plan.room]
     with_kv = [stage for stage in short if stage.tags.get("kv_cache")]
     others = [stage for stage in short if not stage.tags.get("kv_cache")]

@@ -52,7 +52,7 @@ def engine_sizes(
 
 
 def _weights(recipe: Recipe, model: Any, dtype: torch.dtype) -> int:
-    """What the engine takes on one rank; of a model that it does not compute, a rank's share."""
+    """Returns one rank's bytes of weights; of a model the engine cannot compute, an even share."""
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)

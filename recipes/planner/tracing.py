@@ -198,8 +198,8 @@ def _in_backward() -> bool:
 
 
 def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """What FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK and dV of every
-    query head.
+    """Returns the bytes that FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK
+    and dV of every query head.
     """
     batch, heads, length, width = query.shape
     rows = round_up(length, 128)
@@ -210,7 +210,7 @@ def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
 
 
 class PlannedSaver:
-    """What a trainer asks of a `MemorySaver`. Tags have sizes and states, and no memory."""
+    """Offers what a trainer asks of a `MemorySaver`. Tags have sizes and states, and no memory."""
 
     device = torch.device("cpu")
 

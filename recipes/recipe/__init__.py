@@ -1,4 +1,4 @@
-"""What a recipe says: frozen sections, each with its own rules.
+"""Defines what a recipe says: frozen sections, each with its own rules.
 
 A section checks what it can see by itself, `Recipe` what takes two of them,
 `recipes.setup.preparation` what takes the disk or the machine.

@@ -186,7 +186,7 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
 
 
 def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """What is typed for this run has an effect; taking a value away, by null, need not have one."""
+    """Checks that what is typed for this run has an effect; removing a value, by null, need not."""
     idle = _idle_keys(recipe)
     for override in overrides:
         key, _, value = override.partition("=")

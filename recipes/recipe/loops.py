@@ -1,4 +1,4 @@
-"""What is learnt, by which algorithm, and how the two sides take turns."""
+"""Defines what is learnt, by which algorithm, and how the two sides take turns."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ GPUS = ("h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
-    """How many devices a run takes: one trainer rank each, engines of `engine.tensor_parallel_size`
-    devices.
+    """Says how many devices a run takes: one trainer rank each, engines of
+    `engine.tensor_parallel_size` devices.
 
     On the CPU a device is a process pair.
     """

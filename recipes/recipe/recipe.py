@@ -78,7 +78,7 @@ class Recipe:
 
     @property
     def loop(self) -> GrpoSection | PpoSection:
-        """Of the algorithm."""
+        """Returns the section of the algorithm."""
         return self.grpo if self.algorithm == "grpo" else self.ppo
 
     def _check_cluster(self) -> None:

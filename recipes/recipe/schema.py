@@ -52,7 +52,7 @@ def _keys(cls: type, prefix: str) -> list[tuple[str, Any]]:
 
 
 def in_words(key: str) -> str:
-    """What a key takes."""
+    """Says what a key takes."""
     hint = leaves().get(key)
     if isinstance(hint, types.UnionType):
         inner = [

@@ -50,7 +50,7 @@ class ModelSection:
         return self.path is None
 
     def random_fields(self) -> dict[str, Any]:
-        """What describes the random model: its shape's fields, or those that the recipe gives."""
+        """Returns what describes the random model: its shape's fields, or those of the recipe."""
         return dict(self.config or {}) if self.shape is None else dict(shapes()[self.shape])
 
     def _check_description(self) -> None:
@@ -182,7 +182,7 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSection:
-    """How training samples are drawn; evaluation is greedy with the same max_tokens."""
+    """Says how training samples are drawn; evaluation is greedy with the same max_tokens."""
 
     max_tokens: int = 512
     temperature: float = 1.0

@@ -1,5 +1,5 @@
-"""What recipes need of `transformers`: a random model's description, a tokenizer, prompts as ids,
-ids as text.
+"""Defines what recipes need of `transformers`: a random model's description, a tokenizer, prompts
+as ids, ids as text.
 """
 
 from __future__ import annotations

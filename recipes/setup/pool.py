@@ -1,4 +1,4 @@
-"""How large an engine's KV pool becomes, and whether the model can be kept as the recipe wants."""
+"""Sizes an engine's KV pool, and tells whether the model can be kept as the recipe wants."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
 
 
 def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """What one rank keeps of a token.
+    """Returns what one rank keeps of a token.
 
-    config: transformers'. RecipeError where the engine cannot.
+    config: transformers'. Raises RecipeError where the engine cannot.
     """
     from kvcache import layout
     from rollout.model import rank_layout

@@ -1,4 +1,4 @@
-"""From a recipe to what a run needs: device, model, tokenizer, task, pool size, checked against
+"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size, checked against
 each other.
 """
 

@@ -99,8 +99,8 @@ def draw_chart(
 
 
 def _body(svg: str) -> str:
-    """What is inside the outermost element, in colours of the theme, and without names that nothing
-    refers to: several charts share a page.
+    """Returns what is inside the outermost element, in colours of the theme, and without names that
+    nothing refers to: several charts share a page.
     """
     inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     inside = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", inside, flags=re.DOTALL)

@@ -104,7 +104,7 @@ class Levels:
 
 @dataclass(kw_only=True)
 class Run:
-    """What is known of a run. Times are seconds on one clock; sessions stand one behind the other.
+    """Holds what is known of a run. Times are seconds on one clock; sessions follow one another.
 
     events: by owner. breaks: where a resumed session begins. plan: plan.json. environments: newest
     last. gaps: what is not there, or not whole, as sentences.
@@ -138,13 +138,13 @@ class Run:
 
     @property
     def begin(self) -> float:
-        """When the first stage or operation began; 0 where there is none."""
+        """Returns when the first stage or operation began; 0 where there is none."""
         starts = [event.time - event.seconds for event in self._all_events()]
         return min([*starts, *(begin for _, begin, _ in self.spans)], default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last stage or operation ended; 0 where there is none."""
+        """Returns when the last stage or operation ended; 0 where there is none."""
         times = [event.time for event in self._all_events()]
         return max([*times, *(finish for _, _, finish in self.spans)], default=0.0)
 
@@ -172,8 +172,8 @@ class Run:
         return steps[-1]
 
     def wake_up(self) -> Span | None:
-        """From the first stage of that step's to_rollout, which depends on cycle.keep and the
-        algorithm, to its last.
+        """Returns the span from the first stage of that step's to_rollout, which depends on
+        cycle.keep and the algorithm, to its last.
         """
         step, first, last = self.one_step()
         inside = [span for span in self.spans if first - SLACK <= span[1] <= last]
@@ -217,7 +217,7 @@ def _is_step(span: Span) -> bool:
 
 
 def kind_of(stage: str) -> str:
-    """Who works in a stage: rollout, train, or nobody while memory changes hands (switch)."""
+    """Tells who works in a stage: rollout, train, or nobody while memory changes hands (switch)."""
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
     return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"

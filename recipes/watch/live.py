@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live table in a terminal, plain lines elsewhere."""
+"""Shows a run while it goes: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def time_left(run: Run, steps: int) -> str:
-    """How long the rest takes, by the last ten steps; evaluations and checkpoints come on top."""
+    """Reckons the time left by the last ten steps; evaluations and checkpoints come on top."""
     last = run.train[-10:]
     seconds = statistics.fmean(row["step_seconds"] for row in last) * (steps - last[-1]["step"])
     return f"ETA {datetime.timedelta(seconds=round(seconds))}"
@@ -112,7 +112,7 @@ class LogView:
             self.note(f"eval: {describe(row)}")
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
-        """In metrics.jsonl and trace.json."""
+        """Shows nothing: the figures are in metrics.jsonl and trace.json."""
 
     def close(self) -> None:
         with self._printed:

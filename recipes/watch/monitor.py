@@ -96,8 +96,8 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """What the sync of this step moved: bytes of all targets, and seconds of the copies and of
-        reading back.
+        """Notes what the sync of this step moved: bytes of all targets, and seconds of the copies
+        and of reading back.
         """
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}

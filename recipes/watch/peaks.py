@@ -69,7 +69,7 @@ def _place(owner: str) -> str:
 
 
 def _device(found: Mapping[str, Usage], waits: Mapping[str, int]) -> int | None:
-    """Of the fullest device: what is used now, and what its processes held more of in the stage."""
+    """Returns the fullest device's bytes: used now, plus what processes held more in the stage."""
     places: dict[str, int] = {}
     for owner, usage in found.items():
         if usage.device_used_bytes is not None:

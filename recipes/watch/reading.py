@@ -152,7 +152,7 @@ def _read_plan(run: Run) -> None:
 
 
 def _read_json(run: Run, file: Path) -> Mapping[str, Any]:
-    """What a file holds; nothing where it cannot be read, or is no table of names."""
+    """Returns what a file holds; nothing where it cannot be read, or is no table of names."""
     with _gap_if_broken(run, file):
         content = json.loads(file.read_text())
         return content if isinstance(content, dict) else {}

@@ -85,7 +85,7 @@ def render_page(run: Run) -> str:
 
 
 def make_sections(run: Run) -> list[Section]:
-    """What stands on the page, in which order, and what is said where a figure cannot be drawn."""
+    """Lists what stands on the page, in order, and what is said where a figure cannot be drawn."""
     from recipes.watch import charts, time_charts
 
     learnt = [

@@ -126,8 +126,8 @@ def planned_and_measured(run: Run) -> Table | None:
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """By stage, the most of all rows: of the fullest device under DEVICE, and of each side's
-    fullest process.
+    """Returns, by stage, the most of all rows: of the fullest device under DEVICE, and of each
+    side's fullest process.
     """
     found: dict[str, dict[str, int]] = {}
     for row in rows:

@@ -113,7 +113,7 @@ def devices_chart(run: Run) -> Chart | None:
 
 
 def phases_chart(run: Run) -> Chart | None:
-    """Where no trace was written: bytes by tag that the rows report, at the hand-overs."""
+    """Draws bytes by tag that the rows report, at the hand-overs, where no trace was written."""
     rows = [row for row in run.rows_with("memory") if row["memory"]]
     if run.events or not rows:
         return None

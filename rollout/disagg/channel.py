@@ -1,4 +1,4 @@
-"""What the ranks of two engines say to each other: one sealed line a pair. Bulk bytes go by
+"""Carries what the ranks of two engines say to each other: one sealed line a pair. Bulk bytes go by
 `transport`.
 """
 
@@ -110,7 +110,7 @@ class Peers:
 
 
 def _ready(lines: Sequence[Line], seconds: float) -> list[Line]:
-    """Those with something to read; waits for the first one for so long."""
+    """Returns those with something to read; waits for the first one for so long."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             selector.register(line, selectors.EVENT_READ, line)

@@ -26,9 +26,9 @@ OnLoss = Literal["recompute", "refuse"]
 
 @dataclass(kw_only=True)
 class SplitStats:
-    """Since `connect`. arrived: prompts that came. recomputed: prompts that were refused or lost,
-    and computed here.
-    reason: why the last of them was. rounds: times that the ring began anew.
+    """Counts since `connect`. arrived: prompts that came. recomputed: prompts that were refused or
+    lost, and computed here. reason: why the last of them was. rounds: times that the ring began
+    anew.
     """
 
     arrived: int = 0
@@ -86,7 +86,7 @@ class DecodeEngine(Engine):
         self._peers.end()
 
     def unavailable_reason(self) -> str | None:
-        """As the engine's, and the loss of a prefill rank where that is not made good here."""
+        """Adds to the engine's reasons the loss of a prefill rank that is not made good here."""
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
         return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
 

@@ -1,4 +1,4 @@
-"""Whether an engine's cache can be staged, and in what words two engines compare theirs."""
+"""Tells whether an engine's cache can be staged, and in what words two engines compare theirs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
 
 
 def kv_heads(model: ModelConfig) -> int:
-    """Of the whole model."""
+    """Returns the number of KV heads of the whole model."""
     heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009  (staged_layers has seen to the kind)
     return heads
 

@@ -42,8 +42,8 @@ class Transfer:
 
     @property
     def wanted(self) -> bool:
-        """Whether the sample still waits in the pages that it had then: not aborted, preempted or
-        recomputed.
+        """Tells whether the sample still waits in the pages that it had then: not aborted,
+        preempted or recomputed.
         """
         return self.sample.remote and self.sample.handle is self._handle
 
@@ -123,8 +123,8 @@ class Inbox:
 
     @property
     def arrived(self) -> int:
-        """How many transfers are complete, up to the first that is not: ranks hear of later ones in
-        any order.
+        """Counts the transfers that are complete, up to the first that is not: ranks hear of later
+        ones in any order.
         """
         return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
 

@@ -46,7 +46,7 @@ class Line:
         return self._socket.fileno()
 
     def set_timeout(self, seconds: float) -> None:
-        """For each message, either way."""
+        """Limits the wait for each message, either way."""
         self._socket.settimeout(seconds)
 
     def send(self, text: str) -> None:
@@ -133,8 +133,8 @@ def _dial(address: Address, key: bytes, end: float) -> Line:
 
 
 def _greeted(connection: socket.socket, key: bytes) -> Line:
-    """Of the side that was dialled; nothing but random bytes is told before the other has proved
-    itself.
+    """Greets as the side that was dialled: nothing but random bytes is told before the other has
+    proved itself.
     """
     connection.settimeout(_GREET_SECONDS)
     mine = secrets.token_bytes(_NONCE_BYTES)

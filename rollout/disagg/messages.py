@@ -1,7 +1,4 @@
-"""What the ranks of a prefill and a decode engine tell each other.
-
-Plain data (`memsaver.common.plain`).
-"""
+"""Defines the messages between prefill and decode ranks: plain data (`memsaver.common.plain`)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rollout.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Who this is. geometry: of the model and of what the pool keeps; must be equal on both sides.
+    """Names a rank. geometry: of the model and of what the pool keeps; must be equal on both sides.
 
     ring_bytes, ticket: of a decode rank's ring, and what a writer needs to reach it."""
 

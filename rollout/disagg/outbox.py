@@ -29,8 +29,8 @@ from rollout.serving.prefix import PrefixBlocks
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """What this rank sends to one decode rank: its heads, how many of other writers lie before; and
-    its staging.
+    """Describes what this rank sends to one decode rank: its heads, how many of other writers lie
+    before; and its staging.
     """
 
     start: int
@@ -109,7 +109,7 @@ class Outbox:
             blocks.release(parcel.handle, parcel.asks[0].prompt)
 
     def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
-        """Whether the peer has all of the parcel that this rank owes it."""
+        """Sends what it can; True when the peer has all of the parcel that this rank owes it."""
         ask = parcel.asks[peer]
         if parcel.refusal is not None:
             if not parcel.nth[peer]:

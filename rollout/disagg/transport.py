@@ -1,4 +1,4 @@
-"""How a prefill rank's bulk bytes get into a decode rank's ring: one call, one copy or message."""
+"""Brings a prefill rank's bulk bytes into a decode rank's ring: one call, one copy or message."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reader(ABC):
 
     @abstractmethod
     def take(self, peer: int, part: Tensor) -> None:
-        """Called when the peer has said that `part` of the ring is written: it is, on the current
+        """Takes `part` of the ring, which the peer has said is written: it is, on the current
         stream, afterwards. RuntimeError if the peer is lost.
         """
 

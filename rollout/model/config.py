@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a model, independent of where it was read from."""
+"""Defines what the decoder needs to know of a model, independent of where it was read from."""
 
 from __future__ import annotations
 

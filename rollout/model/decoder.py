@@ -18,7 +18,7 @@ from rollout.weights.store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """What every layer has beside its mixer."""
+    """Holds the weights that every layer has beside its mixer."""
 
     input_norm: Tensor
     post_norm: Tensor

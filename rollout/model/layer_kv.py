@@ -130,7 +130,7 @@ class SparseKV(PlainKV):
 
 
 def layer_kv(pool: KVPool, kept: KVLayout, sparsity: DoubleSparsity | None, layer: int) -> LayerKV:
-    """How the pool keeps this layer.
+    """Returns the `LayerKV` for how the pool keeps this layer.
 
     Slots are those of the pool that holds it. Latent rows are written by their mixer.
     """

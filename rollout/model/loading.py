@@ -67,7 +67,7 @@ def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
 
 
 def _windows(config: Any, where: str) -> list[int | None]:
-    """How many keys a query sees in each layer, None: all."""
+    """Returns how many keys a query sees in each layer, None: all."""
     kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
     if "sliding" in kinds and window is None:
         raise ValueError(

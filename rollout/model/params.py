@@ -15,7 +15,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What this rank stores of a parameter of `shape`; what no piece fills is zero."""
+    """Describes what this rank stores of a parameter of `shape`; what no piece fills is zero."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]

@@ -1,4 +1,4 @@
-"""How a model rotates its heads: what its config says of it, and the tables made from that."""
+"""Tells how a model rotates its heads: what its config says, and the tables made from that."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank stores of a decoder's parameters."""
+"""Defines what one tensor-parallel rank stores of a decoder's parameters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Split:
 
 
 def decoder_splits(head_dim: int) -> dict[str, Split]:
-    """How the parameters of Llama, Qwen2, Qwen3 and Qwen3-MoE are split, by the end of their names;
-    others are not.
+    """Returns how the parameters of Llama, Qwen2, Qwen3 and Qwen3-MoE are split, by the end of
+    their names; others are not.
     """
     heads = Split(dim=0, unit=head_dim)
     kv_heads = Split(dim=0, unit=head_dim, copies=True)

@@ -1,6 +1,4 @@
-"""How the kernels of paged attention are cut into programs: compile-time arguments, tuned for
-Hopper.
-"""
+"""Cuts the kernels of paged attention into programs: compile-time arguments, tuned for Hopper."""
 
 from typing import Any
 
@@ -12,8 +10,8 @@ MAX_HEADS = 16  # query heads of a decode program, at most
 
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether everything is widened to fp32; otherwise products are those of the half-precision
-    tensors.
+    """Tells whether everything is widened to fp32; otherwise products are those of the
+    half-precision tensors.
     """
     stored = {k_cache.dtype, v_cache.dtype}
     half = q.dtype in (torch.bfloat16, torch.float16) and stored <= {q.dtype, torch.uint8}
@@ -21,7 +19,7 @@ def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether values are the first elements of their keys, in the same memory."""
+    """Tells whether values are the first elements of their keys, in the same memory."""
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
     return same and k_cache.dtype == v_cache.dtype and v_cache.shape[2] < k_cache.shape[2]
 

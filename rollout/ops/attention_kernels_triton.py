@@ -103,7 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_length(seen):  # type: ignore[no-untyped-def]
-    """Of the number of tokens that a request sees alone: at most NUM_SPLITS splits cover it."""
+    """Sizes a split by the `seen` tokens of a request alone: at most NUM_SPLITS splits cover it."""
     return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seen, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
 
 

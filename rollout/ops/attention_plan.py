@@ -1,4 +1,4 @@
-"""What attention is given: a batch in numbers, its plan in tensors, a layer's keys and values."""
+"""The inputs of attention: a batch in numbers, its plan in tensors, a layer's keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_WINDOW = 2**31 - 1  # longer than any request
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What is computed in one forward, in plain numbers.
+    """Describes in plain numbers what one forward computes.
 
     rows: each request's row of req_to_token. q_lens: its query tokens in this forward, the last
     ones of kv_lens, its tokens in the cache. num_decode: how many leading requests have exactly one

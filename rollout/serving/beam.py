@@ -56,7 +56,7 @@ class BeamSearch:
         return _candidates_needed(self.width, len(self.stop_ids))
 
     def restart(self) -> None:
-        """From the prompt again."""
+        """Starts again from the prompt."""
         self.branches = [Branch() for _ in range(self.width)]
         self.ended: list[Completion] = []  # best first
         self.done = False
@@ -100,9 +100,9 @@ class BeamSearch:
         return sorted(every, key=lambda each: -each.total)[: self.num_candidates]
 
     def _decided(self, best_total: float, length: int) -> bool:
-        """Whether nothing that lives is taken to come before the worst that has ended. Totals only
-        fall, so that this is certain without a length penalty; with one the living are compared at
-        this length, or the longest.
+        """Tells whether nothing that lives is taken to come before the worst that has ended. Totals
+        only fall, so that this is certain without a length penalty; with one the living are
+        compared at this length, or the longest.
         """
         if len(self.ended) < self.width:
             return False
@@ -149,7 +149,7 @@ def check_vocabulary(name: str, params: SamplingParams, num_stop_ids: int, vocab
 
 
 def _candidates_needed(width: int, num_stop_ids: int) -> int:
-    """Of the best so many extensions at least `width` do not end."""
+    """Returns a number of best extensions of which at least `width` do not end."""
     return max(2, 1 + num_stop_ids) * width
 
 

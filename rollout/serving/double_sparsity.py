@@ -75,8 +75,8 @@ class DoubleSparsity:
 
 
 def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ...]:
-    """For `DoubleSparsity.channels`: the `count` channels of each KV head whose mean |key| is
-    largest.
+    """Returns, for `DoubleSparsity.channels`, the `count` channels of each KV head whose mean |key|
+    is largest.
 
     keys: [n, Hkv, D] of each layer, rotated as the cache holds them, what `kv_pool.get_rows` gives,
     say.

@@ -84,7 +84,7 @@ class DecodeGraphs:
         return self.sizes[-1]
 
     def addresses(self) -> dict[str, int]:
-        """Where replays read their inputs and write their results: the same for life."""
+        """Returns where replays read their inputs and write their results: the same for life."""
         return {"inputs": self._inputs.data_ptr(), "logits": self._logits.data_ptr()}
 
     def replay(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:

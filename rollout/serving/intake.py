@@ -1,4 +1,4 @@
-"""What comes into an engine: a request is checked, then made into samples for the scheduler."""
+"""Takes requests into an engine: each is checked, then made into samples for the scheduler."""
 
 from collections.abc import Sequence
 

@@ -118,8 +118,8 @@ class Cache:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on the
-        host.
+        """Tells whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on
+        the host.
         """
         return self.layout.dtype != FP4_DTYPE
 
@@ -132,8 +132,8 @@ class Cache:
 
     @property
     def sliding(self) -> tuple[int, Tensor] | None:
-        """Of sliding layers with a pool of their own: the window, and slot -> slot of that pool,
-        int64.
+        """The window of sliding layers with a pool of their own, and slot -> slot of that pool,
+        int64; None without such layers.
         """
         allocator = self.blocks.allocator
         if self.layout.sliding_window is None or not isinstance(
@@ -143,7 +143,7 @@ class Cache:
         return self.layout.sliding_window, allocator.full_to_swa_index_mapping
 
     def on_resume(self) -> None:
-        """After every resume of the tag: contents are undefined but for what padded tokens read."""
+        """Zeroes what padded tokens read after each resume of the tag; all else is undefined."""
         self.pool.on_resume()
         if self.states is not None:
             self.states.on_resume()

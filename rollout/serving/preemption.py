@@ -1,5 +1,5 @@
-"""What it costs to bring a preempted sample back: computing its tokens again, or copying its pages
-out and in.
+"""Measures what it costs to bring a preempted sample back: computing its tokens again, or copying
+its pages out and in.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """What preempting a sample is about. tokens: that nobody else keeps, to be computed again or
-    else brought back;
-    bytes_out: of them that the host does not have yet; bytes_in: all of them.
+    """Holds what preempting a sample is about. tokens: that nobody else keeps, to be computed again
+    or else brought back; bytes_out: of them that the host does not have yet; bytes_in: all of them.
     """
 
     tokens: int
@@ -59,8 +58,8 @@ class Victim:
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """What waits on the host for a preempted sample: its first `tokens`, of weights `version` of
-    the prefix cache.
+    """Describes what waits on the host for a preempted sample: its first `tokens`, of weights
+    `version` of the prefix cache.
 
     page: the host page with those past the last whole page; 0 without one.
     """
@@ -114,7 +113,7 @@ class PreemptionCost:
         )
 
     def swaps(self, victim: Victim) -> bool:
-        """Whether to copy; where both cost the same, computing needs no host memory."""
+        """Tells whether to copy; where both cost the same, computing needs no host memory."""
         if self.choice == "cheapest":
             return self.swap_seconds(victim) < self.recompute_seconds(victim)
         return self.choice == "swap"

@@ -18,8 +18,8 @@ from rollout.serving.preemption import Swapped
 
 @dataclass(frozen=True)
 class _Held:
-    """What a sequence has locked of the cache: the first `length` of its tokens, computed under
-    `version`.
+    """Describes what a sequence has locked of the cache: the first `length` of its tokens, computed
+    under `version`.
     """
 
     node: RadixNode
@@ -28,8 +28,8 @@ class _Held:
 
 
 class PrefixBlocks:
-    """What the scheduler asks of a BlockManager, with beginnings kept in `cache` and found again;
-    None keeps nothing.
+    """Does what the scheduler asks of a BlockManager, with beginnings kept in `cache` and found
+    again; None keeps nothing.
 
     A page of the cache that a running sequence shares is locked by that sequence, so that what the
     cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
@@ -45,7 +45,7 @@ class PrefixBlocks:
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        """Those of the blocks; pages that the cache can evict count as available."""
+        """The ledgers of the blocks; pages that the cache can evict count as available."""
         if self.cache is None:
             return self.blocks.ledgers
         (ledger,) = self.blocks.ledgers
@@ -87,7 +87,7 @@ class PrefixBlocks:
         return handle, match.length
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
-        """As BlockManager's; evicts from the cache what is missing."""
+        """Extends as BlockManager does, and evicts from the cache what is missing."""
         slots = self.blocks.extend(handles, new_lens)
         if slots is not None or self.cache is None:
             return slots
@@ -136,8 +136,8 @@ class PrefixBlocks:
             self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        """Before the `release` of a sequence that is to go on later: what of its computed `tokens`
-        waits on the host; None where computing them again is cheaper, or all there is.
+        """Returns, before the `release` of a sequence that is to go on later, what of its computed
+        `tokens` waits on the host; None where computing them again is cheaper, or all there is.
         """
         return None
 
@@ -152,8 +152,8 @@ class PrefixBlocks:
         """See PreemptionCost.ran."""
 
     def park(self, keep: bool) -> None:
-        """Before the pool is paused; nothing runs. keep: what is cached is worth keeping, where
-        there is a place.
+        """Prepares for a pause of the pool; nothing runs. keep: what is cached is worth keeping,
+        where there is a place.
         """
         self.clear()
 
@@ -162,9 +162,7 @@ class PrefixBlocks:
         return 0
 
     def new_weights(self) -> None:
-        """From here on nothing that is in the pool is hit; what nobody uses goes first when pages
-        are short.
-        """
+        """Ends hits on what is in the pool; what nobody uses goes first when pages are short."""
         if self.cache is not None:
             self.cache.raise_version(self.cache.version + 1)
 

@@ -56,7 +56,7 @@ class ModelRunner:
 
     @property
     def capturable(self) -> bool:
-        """Whether decode steps can be CUDA graphs."""
+        """Tells whether decode steps can be CUDA graphs."""
         triton = use_triton(self._attention, self.device)
         return (
             triton
@@ -66,7 +66,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
-        """From here on decode steps of at most max(sizes) samples are graph replays."""
+        """Makes decode steps of at most max(sizes) samples graph replays from here on."""
         dtype = self._weights.lm_head.dtype
         self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
         self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
@@ -182,7 +182,7 @@ class ModelRunner:
 
 
 def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:
-    """What the mixers of a model are built from."""
+    """Gathers what the mixers of a model are built from."""
 
     @functools.cache  # layers share tables
     def rotary(rope: RopeConfig, dim: int) -> RotaryTables:

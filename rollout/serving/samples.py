@@ -1,4 +1,4 @@
-"""What the scheduler deals in: samples, groups and chunks of them, steps, and what was counted."""
+"""The scheduler's objects: samples, groups and chunks of them, steps, and what was counted."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Sample:
         return self.prompt[first:last] + self.output[max(0, first - split) : max(0, last - split)]
 
     def computed_tokens(self) -> list[int]:
-        """Those whose keys and values are in the cache; while it decodes all but the last."""
+        """Tokens whose keys and values are in the cache; while it decodes all but the last."""
         return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
 
     def kept_tokens(self) -> list[int]:
-        """Computed ones that the prefix cache may keep: of a branch its prompt only, for dead ones
-        free their pages.
+        """Returns the computed ones that the prefix cache may keep: of a branch its prompt only,
+        for dead ones free their pages.
         """
         return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
 
@@ -104,7 +104,7 @@ class BeamGroup:
             member.versions = branch.versions
 
     def restart(self) -> Sample:
-        """From the prompt again; the member that the others wait for."""
+        """Starts again from the prompt; returns the member that the others wait for."""
         self.search.restart()
         self.show()
         leader, *siblings = self.members
@@ -162,11 +162,11 @@ class Step:
 
 @dataclass(kw_only=True)
 class Stats:
-    """Since the engine was made. computed_tokens: put through the model, answers included;
+    """Counts since the engine was made. computed_tokens: put through the model, answers included;
     prefix_hit_tokens: prompt tokens (answers of preempted samples included) that were not, because
     the prefix cache had them; loaded_tokens: of these, those that came from host or disk.
-    Preemptions by the way that the samples were to come back;
-    swapped_back: how many of the swapped ones went on without computing anything again.
+    Preemptions by the way that the samples were to come back; swapped_back: how many of the swapped
+    ones went on without computing anything again.
     """
 
     computed_tokens: int = 0
@@ -178,7 +178,7 @@ class Stats:
 
 
 def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
-    """For a message."""
+    """Lists the samples' names for a message, `limit` of them at most."""
     names = [sample.name for sample in samples]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -18,7 +18,7 @@ from rollout.types import FinishReason, SamplingParams
 
 
 class Blocks(Protocol):
-    """What the scheduler asks of PrefixBlocks.
+    """Declares what the scheduler asks of PrefixBlocks.
 
     `extend` returns the new tokens' slots, opaque but for split.
     """
@@ -100,7 +100,7 @@ class Scheduler:
             )
 
     def _together(self, prompt_len: int, max_tokens: int) -> int:
-        """How many samples that share a prompt could run to their ends together."""
+        """Returns how many samples that share a prompt could run to their ends together."""
         shared = prompt_len // self.page_size
         own = self._pages(prompt_len + max_tokens) - shared
         group = self.max_running
@@ -158,7 +158,7 @@ class Scheduler:
         return [], None, []
 
     def _next_chunks(self) -> dict[Sample, int]:
-        """How many tokens of each prefill under way come next."""
+        """Returns how many tokens of each prefill under way come next."""
         lengths: dict[Sample, int] = {}
         budget = self.max_prefill_tokens
         for sample in self.running:
@@ -249,9 +249,7 @@ class Scheduler:
         self._preempt(sample)
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
-        """After the sample's whole prefill was computed: its siblings, now running on the same
-        pages.
-        """
+        """Returns, after the sample's whole prefill, its siblings, now running on its pages."""
         siblings, sample.siblings = sample.siblings, []
         for sibling in reversed(siblings):
             self._fork(sample, sibling)
@@ -323,7 +321,7 @@ class Scheduler:
         self._preempt(sample)
 
     def _preempt(self, sample: Sample) -> None:
-        """Back to the front of the queue; a beam search goes as a whole, and starts over."""
+        """Requeues it at the front; a beam search goes as a whole, and starts over."""
         if sample.beams is None:
             self._release(sample)
         else:

@@ -11,7 +11,7 @@ from rollout.serving.preemption import Preemption, check_preemption
 
 @dataclass(frozen=True, kw_only=True)
 class KVTiers:
-    """Where cached pages go when the device pool is full, and come back from.
+    """Says where cached pages go when the device pool is full, and come back from.
 
     host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
     one of them.
@@ -47,8 +47,8 @@ class KVTiers:
 
     @property
     def rank_dependent(self) -> bool:
-        """May ranks that get the same requests come to different decisions, by measured times or a
-        disk's faults?
+        """Tells whether ranks that get the same requests may come to different decisions, by
+        measured times or a disk's faults.
         """
         return self.preemption == "cheapest" or self.disk_directory is not None
 

@@ -163,8 +163,8 @@ class TieredBlocks(PrefixBlocks):
 
 
 def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
-    """Owned by a name of its own: versions count this engine's definitions of weights, and mean
-    nothing to others.
+    """Makes a tier owned by a name of its own: versions count this engine's definitions of weights,
+    and mean nothing to others.
     """
     if config.disk_directory is None or config.disk_bytes is None:
         return None

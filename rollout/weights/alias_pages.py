@@ -63,7 +63,7 @@ class BorrowedPages:
         self.held = True
 
     def give_back(self) -> bool:
-        """Whether there was something to give back. The tag sleeps then."""
+        """Gives borrowed pages back; True when there were any, and the tag sleeps then."""
         if not self.held:
             return False
         self.empty()

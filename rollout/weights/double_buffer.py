@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ShadowPages:
-    """As many bytes as the store's arena, at the same offset of a tag of their own.
+    """Pages of as many bytes as the store's arena, at the same offset of a tag of their own.
 
     They have memory from `take` to `give_back`. Their address is the same each time: tables that
     hold it are made once.
@@ -67,7 +67,7 @@ class ShadowPages:
         return self._saver.share(WEIGHTS_SHADOW, writable=True)
 
     def exchange(self) -> None:
-        """From here the store's addresses show what was written, these what was served. Waits for
+        """Makes the store's addresses show what was written, and these what was served. Waits for
         the device's work. LeaseError where a process maps either: nothing was changed.
         """
         self._saver.exchange(self._store.tag, WEIGHTS_SHADOW)

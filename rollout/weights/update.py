@@ -241,13 +241,13 @@ class WeightUpdate:
 
     @property
     def keepable(self) -> bool:
-        """Whether the weights are some version, in memory of the engine's own: a sleep can keep
-        them.
+        """Tells whether the weights are some version, in memory of the engine's own: a sleep can
+        keep them.
         """
         return self._store.version is not None and not self._borrowed.held
 
     def before_sleep(self) -> None:
-        """Before the weights are paused: rolls a shadow update back. LeaseError: a writer maps its
+        """Rolls a shadow update back before the weights are paused. LeaseError: a writer maps its
         pages; nothing changed.
         """
         self._shadow.give_back()
@@ -255,7 +255,7 @@ class WeightUpdate:
             self._open, self._spared = None, True
 
     def on_sleep(self, level: int) -> None:
-        """After the weights were paused. An update that is open has lost what was written."""
+        """Follows a pause of the weights: an update that is open has lost what was written."""
         if self._borrowed.give_back():
             self._poison("a sleep gave the trainer's pages back; sync or share the weights anew")
         elif level == 2:

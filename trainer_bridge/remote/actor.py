@@ -130,7 +130,7 @@ class RemoteRollout(RemoteGroup):
         return self.call("weights_version")
 
     def unavailable_reason(self) -> str | None:
-        """Of the first rank that has one."""
+        """Returns the reason of the first rank that has one."""
         reasons = self.call_all("unavailable_reason")
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -170,7 +170,7 @@ class RemoteRollout(RemoteGroup):
 def deal_prompts(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
 ) -> list[list[int]]:
-    """Numbers of the prompts of every replica, ascending; the same for the same requests.
+    """Returns every replica's prompts by number, ascending; the same for the same requests.
 
     The longest go first, each to the replica that has the least to do: so much at most as the
     tokens of the prompt and of all its answers.
@@ -187,7 +187,7 @@ def deal_prompts(
 
 
 def seats(ranks: RemoteGroup) -> list[Seat | None]:
-    """Where each rank joins the others; None for one alone. Rank 0 opens the store."""
+    """Returns where each rank joins the others; None for one alone. Rank 0 opens the store."""
     if len(ranks.ranks) == 1:
         return [None]
     host, port = ranks.each()[0].call("meet")

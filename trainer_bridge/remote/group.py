@@ -30,7 +30,7 @@ class RemoteActor:
         self.name = name
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A reference to the answer."""
+        """Calls the method; returns a reference to the answer."""
         return self.handle.call.remote(method, *args, **kwargs)
 
     def answer(self, reference: Any, method: str) -> Any:
@@ -69,22 +69,22 @@ class RemoteGroup:
         return ", ".join(rank.name for rank in self.ranks)
 
     def each(self) -> list[Self]:
-        """Every rank as a group of its own."""
+        """Returns every rank as a group of its own."""
         return [type(self)([rank], self.timeout) for rank in self.ranks]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """On every rank; returns rank 0's answer, which is everybody's."""
+        """Calls the method on every rank; returns rank 0's answer, which is everybody's."""
         return self.call_all(method, *args, **kwargs)[0]
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """On every rank; all answers, by rank."""
+        """Calls the method on every rank; returns all answers, by rank."""
         if len(self.ranks) > 1:
             args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Each rank with arguments of its own; a rank with None is not called, and its answer is
-        None.
+        """Calls each rank with arguments of its own; a rank with None is not called, and its answer
+        is None.
         """
         pairs = zip(self.ranks, args, strict=True)
         return self._gather(
@@ -92,9 +92,9 @@ class RemoteGroup:
         )
 
     def call_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What is different on every rank.
+        """Calls a method whose answer is different on every rank.
 
-        ValueError where there are several: ask one of `each()`.
+        Raises a ValueError where there are several: ask one of `each()`.
         """
         if len(self.ranks) > 1:
             raise ValueError(f"{method}() is of one rank, these are {self.name}; ask one of each()")
@@ -142,7 +142,7 @@ class RemoteGroup:
 
 
 def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """References in place of arguments: Ray would store them once for every call."""
+    """Returns references in place of arguments: Ray would store them once for every call."""
     import ray
 
     return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
@@ -151,14 +151,14 @@ def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, d
 def on_every_rank(
     method: Callable[Concatenate[Any, P], Answer],
 ) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """The same method of a group, called on every rank; rank 0 answers (`RemoteGroup.call`)."""
+    """Makes the same method of a group, run on every rank; rank 0 answers (`RemoteGroup.call`)."""
     return _forwarded(RemoteGroup.call, method)
 
 
 def on_one_rank(
     method: Callable[Concatenate[Any, P], Answer],
 ) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """The same method of a group of one rank (`RemoteGroup.call_one`)."""
+    """Makes the same method of a group of one rank (`RemoteGroup.call_one`)."""
     return _forwarded(RemoteGroup.call_one, method)
 
 

@@ -26,8 +26,8 @@ Place = dict[str, Any]
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connected to a Ray cluster inside; what was there before stays. devices: that one of our own
-    must have room for.
+    """Connects to a Ray cluster for the block; what was there before stays. devices: that one of
+    our own must have room for.
     """
     import ray
 
@@ -81,16 +81,16 @@ def _start(devices: int) -> None:
 
 
 def cores() -> int:
-    """Of this process."""
+    """Counts the cores of this process."""
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Where to run the actors of each device, node by node; one bundle a device, so that its actors
-    get the same GPU.
+    """Yields where to run the actors of each device, node by node; one bundle a device, so that its
+    actors get the same GPU.
 
-    ValueError where the cluster has no such nodes, or they are not free in time.
+    Raises a ValueError where the cluster has no such nodes, or they are not free in time.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -119,7 +119,7 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
 
 
 def _check_nodes(count: int, needed: dict[str, float]) -> None:
-    """So that nobody waits for what will never be there."""
+    """Refuses a cluster that is too small, so that nobody waits for what will never be there."""
     import ray
 
     def suffices(node: dict[str, float]) -> bool:

@@ -22,7 +22,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both contain; None if that is nothing."""
+        """Returns what both contain; None if that is nothing."""
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
             first = max(a, b)
@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return Box(tuple(start), tuple(shape))
 
     def minus(self, other: Box) -> list[Box]:
-        """Disjoint boxes with what `other` does not contain."""
+        """Returns disjoint boxes with what `other` does not contain."""
         if (common := self.intersect(other)) is None:
             return [self]
         rest: list[Box] = []
@@ -52,7 +52,7 @@ def whole(shape: Ints) -> Box:
 
 
 def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes with the elements of `box` that are in none of `parts`."""
+    """Returns disjoint boxes with the elements of `box` that are in none of `parts`."""
     rest = [box] if box.volume else []
     for part in parts:
         rest = list(chain.from_iterable(each.minus(part) for each in rest))
@@ -60,13 +60,13 @@ def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
 
 
 def dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements between the first one and the one at `index`."""
+    """Counts the elements between the first one and the one at `index`."""
     return sum(map(mul, index, strides))
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """First element and length of part `index` of `size` elements, as by `torch.chunk`: the last
-    may be empty.
+    """Returns first element and length of part `index` of `size` elements, as by `torch.chunk`: the
+    last may be empty.
     """
     each = -(-size // parts)
     first = min(size, index * each)

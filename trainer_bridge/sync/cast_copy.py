@@ -45,17 +45,17 @@ class Placement:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Counts the elements of a row."""
         return self.source.numel() if self.count is None else self.count
 
     @property
     def nbytes(self) -> int:
-        """Bytes written."""
+        """Counts the bytes written."""
         return self.rows * self.width * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """First byte of the target after it."""
+        """Returns the first byte of the target after it."""
         return self.offset + _span(self, self.target_pitch) * self.dtype.itemsize
 
 
@@ -85,13 +85,13 @@ class CastCopy:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether `start` returns before it is done."""
+        """Tells whether `start` returns before it is done."""
         return self._table is not None and self._table.is_cuda
 
     def run(
         self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
     ) -> int:
-        """`start`, then `result`."""
+        """Calls `start`, then `result`."""
         self.start(target, on_part, programs)
         return self.result()
 
@@ -124,8 +124,8 @@ class CastCopy:
         self._value = total % (1 << 64)
 
     def result(self) -> int:
-        """Wait for the last `start`; the digest of the cast values, computed from the source side:
-        what the target should now hold.
+        """Waits for the last `start`; returns the digest of the cast values, computed from the
+        source side: what the target should now hold.
         """
         if self._launched:
             assert self._table is not None
@@ -176,8 +176,8 @@ def cast_copy(
 
 
 def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """No NaN and no infinity among the elements (contiguous, any float dtype), cast to `dtype`:
-    where that has the smaller range, a large number is one.
+    """Tells whether no element (contiguous, any float dtype), cast to `dtype`, is NaN or infinite:
+    where that has the smaller range, a large number is.
     """
     flat = source.detach().view(-1)
     chunks = (
@@ -190,8 +190,8 @@ def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of placements, each of at most PART_BYTES or of one placement; one of them starts at
-    half of all.
+    """Returns ranges of placements, each of at most PART_BYTES or of one placement; one of them
+    starts at half of all.
     """
     parts, first, nbytes = [], 0, 0
     for i, size in enumerate(sizes):
@@ -205,7 +205,7 @@ def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _span(each: Placement, pitch: int) -> int:
-    """Elements from the first one to the end of the last row."""
+    """Counts the elements from the first one to the end of the last row."""
     return (each.rows - 1) * pitch + each.width if each.rows and each.width else 0
 
 

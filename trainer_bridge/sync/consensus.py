@@ -52,13 +52,13 @@ _PLAIN = Plain(  # what ranks of a sync say
 
 
 class Consensus(Protocol):
-    """What the ranks of one sync agree with. All ranks call the same stages in the same order."""
+    """Lets the ranks of one sync agree. All ranks call the same stages in the same order."""
 
     rank: int
     size: int
 
     def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
-        """Run `step` here; what it returned on every rank, by rank, once it has succeeded on all.
+        """Runs `step` here; returns every rank's result, by rank, once it has succeeded on all.
 
         Where it failed, its own exception is raised here after the others were told; elsewhere a
         `SyncError` names the stage, the rank and the error, or the ranks that gave no answer in
@@ -77,9 +77,9 @@ class Alone:
 
 
 class StoreConsensus:
-    """Over a store that all ranks reach, and perhaps others: what does not carry the key's seal is
-    no rank's word, and nothing is unpickled. After a time-out, or when the store is gone, it is of
-    no more use: the ranks do not know any longer what the others do.
+    """Agrees over a store that all ranks reach, and perhaps others: what does not carry the key's
+    seal is no rank's word, and nothing is unpickled. After a time-out, or when the store is gone,
+    it is of no more use: the ranks do not know any longer what the others do.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ _made = itertools.count()
 def group_consensus(
     group: dist.ProcessGroup, *, key: bytes | None = None, timeout: float = 60.0
 ) -> Consensus:
-    """Of the ranks of a process group, over its store. All ranks make as many, in the same order.
+    """Makes a process group's consensus over its store. All ranks make as many, in the same order.
 
     key: the ranks' secret (`Seat.key`); None: rank 0 makes one and tells the others through the
     group.

@@ -4,7 +4,7 @@ import torch
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of "float32", "bfloat16", ..."""
+    """Counts the bytes of an element of "float32", "bfloat16", ..."""
     return torch_dtype(dtype).itemsize
 
 

@@ -15,7 +15,7 @@ from rollout.types import Manifest, ParamSlice
 
 
 def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where the layout has each parameter, by the trainer's name: bytes from the start of the tag.
+    """Tells where the layout has each parameter, by the trainer's name: bytes from the tag's start.
 
     A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes.
     Tied parameters are looked up by the name that the layout stores. Tensors may be on any device,
@@ -48,7 +48,7 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
 
 
 def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """What `memsaver.common.digest.Digest` takes: parameters, numbers of their first elements."""
+    """Makes what `memsaver.common.digest.Digest` takes: parameters, numbers of first elements."""
     numbers = {piece.name: piece.index_base for piece in layout.slices}
     return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
 

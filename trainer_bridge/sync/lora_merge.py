@@ -33,7 +33,7 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
+        """Writes rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
         out.copy_(base[first:last])
         with _full_precision(out.device):
             out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
@@ -109,8 +109,8 @@ class DerivedCopies:
                     self._pieces.append(piece)
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
-        """On the current stream, which orders the pieces: each uses the scratch after the one
-        before.
+        """Starts the copies on the current stream, which orders the pieces: each uses the scratch
+        after the one before.
         """
         for piece in self._pieces:
             base = self._sources[piece.name]
@@ -121,7 +121,7 @@ class DerivedCopies:
                 cast.start(pages[target])
 
     def finite(self, name: str, factors: LowRank, dtype: torch.dtype) -> bool:
-        """Neither NaN nor infinite in `dtype`; computed as for `start`, written nowhere."""
+        """Tells whether all is finite in `dtype`; computed as for `start`, written nowhere."""
         base = self._sources[name]
         for piece in self._pieces:
             if piece.name == name:
@@ -132,7 +132,7 @@ class DerivedCopies:
         return True
 
     def digests(self) -> dict[int, int]:
-        """Waits. By target, of what `start` wrote."""
+        """Waits; returns the digests of what `start` wrote, by target."""
         sums: dict[int, int] = {}
         for piece in self._pieces:
             for target, cast in piece.casts.items():
@@ -153,7 +153,7 @@ class DerivedCopies:
 
 
 def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:
-    """What a copy takes of rows `first` to `last` of its shard, counted from `first`; None:
+    """Returns what a copy takes of rows `first` to `last` of its shard, counted from `first`; None:
     nothing.
     """
     begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)

@@ -1,5 +1,5 @@
-"""Which elements of which shard go to which bytes of the rollout's weights. Plain data in, plain
-data out: no tensors.
+"""Plans which elements of which shard go to which bytes of the rollout's weights. Plain data in,
+plain data out: no tensors.
 
 Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in
 common. An element that several ranks hold is copied by one on the target's own device if there is
@@ -67,7 +67,7 @@ class Copy:
         return math.prod(self.shape) * self.itemsize
 
     def part(self, dim: int, first: int, size: int) -> Copy:
-        """What is at `first` to `first + size` of dimension `dim` of the box."""
+        """Returns what is at `first` to `first + size` of dimension `dim` of the box."""
         return replace(
             self,
             start=_with(self.start, dim, self.start[dim] + first),
@@ -91,8 +91,8 @@ class _Part(NamedTuple):
 
 
 class Plan:
-    """Copies of all ranks: together they write every byte of every slice of every target exactly
-    once.
+    """The copies of all ranks: together they write every byte of every slice of every target
+    exactly once.
 
     layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
     the same plan. nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes
@@ -117,11 +117,11 @@ class Plan:
         self._parts = tuple(parts)
 
     def copies(self, rank: int) -> list[Copy]:
-        """What one rank writes: first to its own device, then to others, target after target in
-        order of bytes.
+        """Returns what one rank writes: first to its own device, then to others, target after
+        target in order of bytes.
 
-        Each rank begins with another target, so that they do not all write to the same one. Made
-        anew by each call.
+        Each rank begins with another target, so that they do not all write to the same one. The
+        list is made anew by each call.
         """
         found: dict[int, list[Copy]] = defaultdict(list)
         for part in self._parts:
@@ -223,8 +223,8 @@ class _Planning:
         )
 
     def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
-        """(the trainer's name, slice) of what is to be written; notes names and bytes that do not
-        fit.
+        """Returns (the trainer's name, slice) of what is to be written; notes names and bytes that
+        do not fit.
         """
         stored = manifest.aliases
         wanted = None if self._names is None else {stored.get(name, name) for name in self._names}

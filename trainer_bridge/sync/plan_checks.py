@@ -1,4 +1,4 @@
-"""What keeps the trainer's weights from fitting the rollout's, in words."""
+"""Says in words what keeps the trainer's weights from fitting the rollout's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def name_problems(
 
 
 def byte_problems(manifest: Manifest) -> list[str]:
-    """Slices that overlap, end too late or are not aligned."""
+    """Lists slices that overlap, end too late or are not aligned."""
     problems: list[str] = []
     pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
     cluster: list[ParamSlice] = []  # slices whose byte ranges touch each other
@@ -75,7 +75,7 @@ def _strides(piece: ParamSlice) -> Ints:
 
 
 def _extent(piece: ParamSlice) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Counts the bytes from the first element to the end of the last one."""
     return (dot([size - 1 for size in piece.shape], _strides(piece)) + 1) * itemsize(piece.dtype)
 
 
@@ -101,7 +101,7 @@ def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
 
 
 def _runs(piece: ParamSlice) -> Iterable[tuple[int, int, str]]:
-    """(first byte, end, name) of the ranges of bytes that a slice consists of."""
+    """Yields (first byte, end, name) of the ranges of bytes that a slice consists of."""
     size, strides = itemsize(piece.dtype), _strides(piece)
     outer, width = len(piece.shape), 1
     while outer > 0 and strides[outer - 1] == width:

@@ -1,5 +1,5 @@
-"""What a trainer gives to rollouts: parameters written into their pages, merged with adapters, or
-pages of its own.
+"""Gives a trainer's weights to rollouts: parameters written into their pages, merged with adapters,
+or pages of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """Of one rank; all ranks call every method. The contracts of the methods are the trainer's."""
+    """Publishes for one rank; all ranks call every method, whose contracts are the trainer's."""
 
     def __init__(
         self,
@@ -128,6 +128,6 @@ class Publisher:
 
 
 def _address(param: Tensor) -> int:
-    """Of this rank's shard. `to_local` takes a hundred times as long, every time."""
+    """Returns the local shard's address. `to_local` takes a hundred times as long, every time."""
     assert isinstance(param, DTensor)
     return param._local_tensor.data_ptr()

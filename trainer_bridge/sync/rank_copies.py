@@ -1,4 +1,4 @@
-"""What one rank writes under one plan: for each target a table of copies, made once, run with every
+"""Writes one rank's part of a plan: for each target a table of copies, made once, run with every
 sync.
 """
 
@@ -20,7 +20,7 @@ from trainer_bridge.sync.shards import SourceShard
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote into one target.
+    """Describes what one rank wrote into one target.
 
     link_bytes: of nbytes, into another device. digest: modulo 2**64.
     """
@@ -33,7 +33,7 @@ class Written:
 class RankCopies:
     """The copies of rank `rank`, with the shards they come from.
 
-    Good as long as the plan's layout is offered and the shards keep their addresses.
+    They are good as long as the plan's layout is offered and the shards keep their addresses.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankCopies:
 
     @property
     def targets(self) -> list[int]:
-        """Numbers of the targets that this rank writes into."""
+        """Returns the numbers of the targets that this rank writes into."""
         return list(self._casts)
 
     def write(

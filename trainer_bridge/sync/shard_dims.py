@@ -1,4 +1,4 @@
-"""How to shard a trainer so that its ranks hold what the rollout engines beside them need."""
+"""Chooses how to shard a trainer so that its ranks hold what rollout engines beside them need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trainer_bridge.sync.boxes import Box, Ints, chunk
 
 
 def aligned_dims(manifests: Sequence[Manifest]) -> dict[str, int]:
-    """The dimension by which to shard parameters over as many ranks as there are manifests, where
-    it is not 0.
+    """Returns the dimension by which to shard parameters over as many ranks as there are manifests,
+    where it is not 0.
 
     manifests: what the engine beside rank 0, 1, ... holds. Chosen is what leaves the fewest
     elements to move: rows that go by heads stay with dimension 0, columns (o_proj, down_proj) get
@@ -44,7 +44,7 @@ def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
 
 
 def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:
-    """Elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
+    """Counts elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
     first, size = chunk(shape[dim], world, rank)
     start = (*(0 for _ in shape[:dim]), first, *(0 for _ in shape[dim + 1 :]))
     common = box.intersect(Box(start, (*shape[:dim], size, *shape[dim + 1 :])))

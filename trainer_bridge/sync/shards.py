@@ -1,4 +1,4 @@
-"""Which box of a parameter every rank of the trainer holds: FSDP2, HSDP, tensor parallel, and
+"""Tells which box of a parameter every rank of the trainer holds: FSDP2, HSDP, tensor parallel, and
 mixtures of them.
 """
 
@@ -39,8 +39,8 @@ def local_box(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Box:
-    """(start, shape): what the rank at `coordinate` of the mesh holds; uneven sizes are shared as
-    by `torch.chunk`.
+    """Returns (start, shape): what the rank at `coordinate` of the mesh holds; uneven sizes are
+    shared as by `torch.chunk`.
 
     _StridedShard means what FSDP2 makes of it: another mesh dimension shares the tensor first, and
     each part is shared again. (torch's own `full_tensor()` follows that for even sizes only.) A
@@ -51,7 +51,7 @@ def local_box(
 
 
 def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
-    """The shards of all ranks of `param`'s mesh, under their numbers in the world.
+    """Returns the shards of all ranks of `param`'s mesh, under their numbers in the world.
 
     A mesh need not hold all ranks: with FSDP2 over tensor parallel, a norm's mesh is one column of
     ranks, and the ranks of another column find themselves only. Plan from the shards that all ranks
@@ -109,7 +109,7 @@ class _Split(NamedTuple):
 
 
 def _split(placement: Placement, ndim: int) -> _Split | None:
-    """None: replicated. Plain data: torch's versions differ in which placements are equal."""
+    """Makes plain data (None: replicated): torch versions differ in which placements are equal."""
     if isinstance(placement, Replicate):
         return None
     if isinstance(placement, _StridedShard):
@@ -125,7 +125,7 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
 def _mesh_boxes(
     global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints
 ) -> list[Box]:
-    """One box a rank of the mesh, in row-major order of its coordinates."""
+    """Returns one box a rank of the mesh, in row-major order of its coordinates."""
     coordinates = itertools.product(*(range(size) for size in mesh_shape))
     return [_local_box(global_shape, splits, mesh_shape, at) for at in coordinates]
 
@@ -145,7 +145,7 @@ def _local_box(
 
 @lru_cache(maxsize=1024)
 def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[int, int], ...]:
-    """Mesh dimensions, each with the tensor's that it shares, in the order in which they share."""
+    """Returns mesh dimensions, each with the tensor's that it shares, in their order of sharing."""
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(len(splits))):
         if (split := splits[mesh_dim]) is not None:
@@ -154,8 +154,8 @@ def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[i
 
 
 def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints) -> int:
-    """Where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain shard
-    before all.
+    """Returns where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain
+    shard before all.
     """
     made = 1
     for position, (mesh_dim, dim) in enumerate(order):

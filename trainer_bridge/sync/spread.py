@@ -1,5 +1,5 @@
-"""How parameters are spread over the trainer's ranks, and who of several holders of an element
-sends it.
+"""Works out how parameters are spread over the trainer's ranks, and who of several holders of an
+element sends it.
 
 The layers of a model repeat each other: what is worked out here is worked out once for a kind of
 parameter.
@@ -111,7 +111,7 @@ class Spread:
 
 
 class Sources:
-    """What all ranks of a trainer hold, by the trainer's names. key: a hash of all of it."""
+    """Collects what all ranks of a trainer hold, by the trainer's names. key: a hash of it all."""
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
         """places: device of each rank.

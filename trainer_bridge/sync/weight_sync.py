@@ -47,7 +47,7 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReceipt:
-    """A version that all targets serve. The same on every rank, but for the seconds.
+    """A version that all targets serve. It is the same on every rank, but for the seconds.
 
     digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one
     device to another. seconds: of the whole sync; stages: of each stage, waiting included;
@@ -80,7 +80,7 @@ class _Round:
 
 
 class _Joined(NamedTuple):
-    """What a rank brings along."""
+    """Holds what a rank brings along."""
 
     place: str
     shards: Sequence[SourceShard]
@@ -157,8 +157,8 @@ class WeightSync:
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
-        """Whether all targets serve what the last sync wrote: some parameters can be written over
-        it. All ranks ask.
+        """Tells whether all targets serve what the last sync wrote: some parameters can be written
+        over it. All ranks ask.
         """
         said = self._consensus.agree(
             "ask", lambda: {self._version, *(t.served_version() for t in self._targets)}
@@ -294,7 +294,7 @@ class WeightSync:
     def _receipt(
         self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]
     ) -> WriteReceipt:
-        """What all ranks together wrote into one target."""
+        """Returns what all ranks together wrote into one target."""
         parts = [each[number] for each in written if number in each]
         return WriteReceipt(
             version=offer.version,

@@ -1,4 +1,4 @@
-"""What a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
+"""Holds what a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
 
 from trainer_bridge.training.model import linear_layer_names
 from trainer_bridge.training.runtime import Runtime

@@ -27,7 +27,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Adapters:
-    """Of one rank's model. Every rank calls every method: shards are gathered."""
+    """The adapters of one rank's model. Every rank calls every method: shards are gathered."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config = config
@@ -38,14 +38,14 @@ class Adapters:
         self.names = tuple(f"{path}.weight" for path in self._layers)
 
     def factors(self) -> dict[str, LowRank]:
-        """By parameter, for this rank's shard of it.
+        """Returns the factors by parameter, for this rank's shard of it.
 
-        Without copies where ranks need not gather; read it at once.
+        They are no copies where ranks need not gather; read them at once.
         """
         return {f"{path}.weight": _factors(layer) for path, layer in self._layers.items()}
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint's adapters must agree with, plain data.
+        """Returns what a checkpoint's adapters must agree with, plain data.
 
         base: of all frozen parameters, in hexadecimal.
         """
@@ -57,8 +57,8 @@ class Adapters:
         }
 
     def save(self, directory: str, base_path: str) -> None:
-        """adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or not at
-        all.
+        """Writes adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
+        not at all.
 
         base_path: what the config names as the base model. Tensors are in the adapters' dtype.
         """
@@ -93,7 +93,7 @@ class Adapters:
         }
 
     def _base_digest(self) -> int:
-        """Of the frozen bits, however they are sharded. They never change: read once."""
+        """Digests the frozen bits, however they are sharded, once: they never change."""
         if self._digest is None:
             parts, first = [], 0
             for param in self._base.values():
@@ -105,7 +105,7 @@ class Adapters:
 
 
 def _factors(layer: LoraLinear) -> LowRank:
-    """Rows of B and columns of A that this rank's shard of the weight has."""
+    """Returns the rows of B and columns of A that this rank's shard of the weight has."""
     (row, column), (rows, columns) = shard_box(layer.weight)
     assert isinstance(layer.weight, DTensor) and isinstance(layer.lora_b, DTensor)
     if layer.lora_b.placements == layer.weight.placements:  # both by rows
@@ -124,8 +124,8 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _part(param: Tensor, first: int) -> Part:
-    """This rank's shard with the numbers of its elements; `first` is that of the parameter's first
-    one.
+    """Returns this rank's shard with the numbers of its elements; `first` is that of the
+    parameter's first one.
     """
     start, shape = shard_box(param)
     width = math.prod(param.shape[1:])

@@ -72,8 +72,8 @@ class SequenceBatch:
                     )
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's one
-        number for each.
+        """Returns fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's
+        one number for each.
         """
         entries = getattr(self, name)
         found: list[float] = []
@@ -84,7 +84,7 @@ class SequenceBatch:
         return torch.tensor(found, dtype=torch.float32, device=micro.input_ids.device)
 
     def select(self, rows: Sequence[int]) -> SequenceBatch:
-        """A batch of these sequences, in this order."""
+        """Returns a batch of these sequences, in this order."""
         fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
         chosen: dict[str, Any] = {}
         for name in fields:
@@ -97,12 +97,12 @@ class SequenceBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all sequences."""
+        """Counts the response tokens of all sequences."""
         return sum(map(len, self.response_ids))
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence, prompt included."""
+        """Counts the tokens of the longest sequence, prompt included."""
         return max(
             (len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)),
             default=0,
@@ -136,8 +136,8 @@ class MicroBatch:
     target: Tensor
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """N numbers, as one list a sequence: {number of the sequence in the batch: its tokens'
-        numbers}.
+        """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
+        tokens' numbers}.
         """
         out, start = {}, 0
         for row, count in zip(self.rows, self.counts, strict=True):
@@ -148,7 +148,7 @@ class MicroBatch:
 
 
 def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
-    """The sequences of this rank in chunks of at most `size`, like lengths together, longest first.
+    """Deals this rank sequences in chunks of at most `size`, like lengths together, longest first.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -161,7 +161,7 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
 
 
 def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """The micro batch of `rows`.
+    """Returns the micro batch of `rows`.
 
     The causal mask hides what lies to the right, so padding needs no mask of its own.
     """
@@ -193,8 +193,8 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:
-    """ValueError for an id out of range, which would kill a GPU's context, or a position that would
-    be scored wrongly.
+    """Raises a ValueError for an id out of range, which would kill a GPU's context, or a position
+    that would be scored wrongly.
 
     model: the configuration, with vocab_size and max_position_embeddings.
     """

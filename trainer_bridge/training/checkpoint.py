@@ -33,8 +33,8 @@ _FILE_BYTES = 2 << 30
 def state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """What a checkpoint holds of one model: all that is trained, by name; the tensors are the
-    model's and the optimizer's own.
+    """Returns what a checkpoint holds of one model: all that is trained, by name; the tensors are
+    the model's and the optimizer's own.
     """
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
@@ -113,7 +113,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Which file of a rank's, from 1 on, each tensor is in: a file is made in host memory."""
+    """Tells which file of a rank's, from 1 on, each tensor is in: a file is made in host memory."""
     size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
     total = 0
     for name, tensor in tensors.items():
@@ -123,7 +123,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Where its checkpoint is: a save that was killed may have left it under another name
+    """Returns where its checkpoint is: a save that was killed may have left it under another name
     (`_replace`).
     """
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):

@@ -14,7 +14,7 @@ _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model com
 
 
 def check_directory(path: str) -> None:
-    """A ValueError unless `path` holds a config.json."""
+    """Raises a ValueError unless `path` holds a config.json."""
     if not os.path.isfile(os.path.join(path, "config.json")):
         rule = "is no Hugging Face model directory: no config.json"
         raise ValueError(f"model_path={path!r} {rule}; check the path")
@@ -50,8 +50,8 @@ class CheckpointFiles:
             raise ValueError(f"weights in {self.path!r} do not fit its config.json: {text}")
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The elements from `start` to `start + shape` of a tensor, on the CPU, in the file's
-        dtype.
+        """Returns the elements from `start` to `start + shape` of a tensor, on the CPU, in the
+        file's dtype.
         """
         ranges = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
         return self._files[name].get_slice(name)[ranges]

@@ -40,14 +40,14 @@ class Critic:
         self.step = 0
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """fp32, one a response token."""
+        """Returns the values, fp32, one a response token."""
         check_tokens(batch, self.model.config)
         size = self.config.micro_batch_size
         return score_tokens(self.model, batch, self._values, size, self._runtime)
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
-        """One AdamW step on the clipped squared error to `returns`, the mean over all response
-        tokens of the batch.
+        """Makes one AdamW step on the clipped squared error to `returns`, the mean over all
+        response tokens of the batch.
 
         Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping). A gradient that
         is not finite raises a FloatingPointError and changes nothing.

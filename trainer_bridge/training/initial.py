@@ -1,4 +1,4 @@
-"""What a model begins with where no checkpoint says it: random weights, buffers computed anew."""
+"""Makes what a model begins with where no checkpoint says it: random weights, rebuilt buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers of the meta model, computed anew on the CPU (the same bits for every device) by
+    """Computes the buffers of the meta model anew on the CPU (the same bits for every device) by
     modules made again.
     """
     for path, module in model.named_modules():
@@ -33,8 +33,8 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
-    """What transformers initialises decoders with, on the device, and in place but for a block at a
-    time that several ranks share or that is drawn in another dtype.
+    """Fills in what transformers initialises decoders with, on the device, and in place but for a
+    block at a time that several ranks share or that is drawn in another dtype.
 
     Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits
     are a function of the seed, the parameter's name and the dtype drawn in, on one kind of device:
@@ -55,8 +55,8 @@ def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None 
 
 
 def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
-    """Block by block of rows, each from a generator of its own, so that it does not matter how many
-    ranks draw.
+    """Draws block by block of rows, each from a generator of its own, so that it does not matter
+    how many ranks draw.
     """
     shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
     rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
@@ -77,7 +77,7 @@ def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | No
 
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor of what another one holds."""
+    """Returns where a box lies in a tensor of what another one holds."""
     starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
     return tuple(
         slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True)

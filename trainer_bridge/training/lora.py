@@ -71,24 +71,24 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
 
 
 def linear_names(model: nn.Module) -> set[str]:
-    """Last parts of the names of its linear layers: what `target_modules` may name."""
+    """Returns the last parts of its linear layers' names: what `target_modules` may name."""
     return {_last(path) for path in _linear_layers(model)}
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """By path; empty without adapters."""
+    """Returns the adapted layers by path; empty without adapters."""
     return {
         path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
     }
 
 
 def is_adapter(name: str) -> bool:
-    """Of a parameter."""
+    """Tells whether a parameter of this name is an adapter."""
     return _last(name) in NAMES
 
 
 def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By checkpoint name, tied ones once; without adapters."""
+    """Returns the parameters by checkpoint name, tied ones once; without adapters."""
     return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
 
 

@@ -14,10 +14,10 @@ _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
 
 def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature)[target] and the entropy of that distribution (without
-    gradient).
+    """Returns log_softmax(logits / temperature)[target] and the entropy of that distribution
+    (without gradient).
 
-    logits: [N, V], any float dtype. target: int64 [N]. Returns two fp32 [N].
+    logits: [N, V], any float dtype. target: int64 [N]. Both answers are fp32 [N].
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logp.gather(-1, target[:, None]).squeeze(-1)
@@ -41,8 +41,8 @@ class PolicyLoss:
 def ppo_clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
 ) -> PolicyLoss:
-    """-sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio = exp(logprobs -
-    old). All fp32 [N].
+    """Returns -sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio =
+    exp(logprobs - old). All are fp32 [N].
 
     clipped: number of tokens where the clip was the smaller. kl: sum of ratio - 1 - log(ratio),
     never negative.
@@ -58,9 +58,9 @@ def ppo_clip(
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Sum of r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy:
-    estimates their KL divergence from the reference without bias, never negative. Both fp32 [N];
-    with gradient.
+    """Sums r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy, which
+    estimates their KL divergence from the reference without bias, never negative. Both are fp32
+    [N]; with gradient.
     """
     log_ratio = reference - logprobs
     return (log_ratio.exp() - 1 - log_ratio).sum()
@@ -75,7 +75,7 @@ class ValueLoss:
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> ValueLoss:
-    """Sum of max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2. All fp32 [N].
+    """Sums max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2. All are fp32 [N].
 
     clipped: number of tokens where the clipped value was the worse, so that no gradient is left.
     """

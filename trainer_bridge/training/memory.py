@@ -27,8 +27,8 @@ def side_by_side(
     tag: str,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """One tensor a (shape, dtype), all in one allocation of `tag` (content host); plain memory
-    without a saver.
+    """Makes one tensor a (shape, dtype), all in one allocation of `tag` (content host); plain
+    memory without a saver.
 
     starts: the first byte of each in the block, None: one after the other. The content is
     undefined. The tensors keep the block alive.

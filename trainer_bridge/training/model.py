@@ -53,8 +53,8 @@ def build_model(
     value_head: bool = False,
     drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """The sharded model with the weights of `config.model_path`, or random ones. The shards keep
-    their addresses.
+    """Returns the sharded model with the weights of `config.model_path`, or random ones. The shards
+    keep their addresses.
 
     shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`).
     layout: of a rollout, whose place for each parameter this one takes, too (one rank). tag: of the
@@ -87,12 +87,12 @@ def build_model(
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name: the adapters, or all parameters where there are none."""
+    """Returns what is trained, by name: the adapters, or all parameters where there are none."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def linear_layer_names(model_path: str) -> set[str]:
-    """What adapters of this model may target, from its config.json alone."""
+    """Tells what adapters of this model may target, from its config.json alone."""
     return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
 
 
@@ -124,7 +124,7 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
 
 
 def _put_value_head(model: Any, config: TrainerConfig) -> None:
-    """In the place of the output embedding, which is tied to nothing then."""
+    """Puts a value head in the place of the output embedding, which is tied to nothing then."""
     width = model.get_output_embeddings().in_features
     model.set_output_embeddings(
         nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
@@ -157,9 +157,9 @@ def _shard(
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
-    """Embedding and head where they are two matrices: each gathered and reduced alone, not both at
-    once with the rest, which takes 7 GiB less at 152,064 words of width 5,120. Tied ones are one
-    parameter of the root.
+    """Returns embedding and head where they are two matrices: each is gathered and reduced alone,
+    not both at once with the rest, which takes 7 GiB less at 152,064 words of width 5,120. Tied
+    ones are one parameter of the root.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     two = head.weight is not embedding.weight and head.weight.shape == embedding.weight.shape
@@ -223,7 +223,7 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _is_padded(param: Tensor) -> bool:
-    """By FSDP, which shares the first dimension as `torch.chunk` does, others in equal parts."""
+    """Tells whether FSDP pads it: rows are shared as by `torch.chunk`, other dimensions equally."""
     assert isinstance(param, DTensor)
     shards_rows = param.placements[0].is_shard(0)
     return shards_rows and _local(param).shape[0] < math.ceil(
@@ -232,8 +232,8 @@ def _is_padded(param: Tensor) -> bool:
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
-    """FSDP's lazy initialisation, which may move shards: inside the region, before anybody uses an
-    address.
+    """Runs FSDP's lazy initialisation, which may move shards: inside the region, before anybody
+    uses an address.
     """
     assert isinstance(model, FSDPModule)
     with _region(saver, tag):
@@ -241,8 +241,8 @@ def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
-    """What the lazy initialisation would do with padded adapters, on their own tag: it finds it
-    done.
+    """Does what the lazy initialisation would do with padded adapters, on their own tag: it finds
+    it done.
     """
     groups = [
         module._get_fsdp_state()._fsdp_param_group

@@ -1,4 +1,4 @@
-"""Which of a trainer's tags have memory at the moment, and when giving it back costs no copy."""
+"""Tracks which of a trainer's tags have memory now, and when giving it back costs no copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Parking:
         self._parked: set[str] = set()
 
     def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
-        """A tag that has memory now. version: says what its content is called; None: it always
+        """Adds a tag that has memory now. version: says what its content is called; None: it always
         changes. beside: tags that always change and go with it.
         """
         self._tags[tag] = version
@@ -54,8 +54,8 @@ class Parking:
         self._parked -= set(chosen)
 
     def require(self, method: str, *tags: str) -> None:
-        """StateError if one of these is parked; a tag that the trainer has not got is none of its
-        business.
+        """Raises a StateError if one of these is parked; a tag that the trainer has not got is none
+        of its business.
         """
         for tag in tags:
             if tag in self._parked:

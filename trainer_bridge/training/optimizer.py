@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:
-    """One clipped step with the learning rate after `done` updates; the gradients' norm before
-    clipping.
+    """Makes one clipped step with the learning rate after `done` updates; returns the gradients'
+    norm before clipping.
 
     A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
     Gradients are dropped.
@@ -46,7 +46,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done
 
 
 def set_steps(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Of a loaded state, which has none: the moments' step counters."""
+    """Sets the moments' step counters of a loaded state, which has none."""
     for state in optimizer.state.values():
         state["step"].fill_(done)
 
@@ -58,8 +58,8 @@ def build_optimizer(
     saver: MemorySaver | None,
     tag: str = OPTIM,
 ) -> torch.optim.AdamW:
-    """AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's own
-    memory.
+    """Makes AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
+    own memory.
 
     Fused: the unfused step on a GPU needs temporaries as large as the parameters.
     """

@@ -31,7 +31,7 @@ class Reference:
         self.model.requires_grad_(False)
 
     def compute_log_prob(self, batch: SequenceBatch, temperature: float) -> list[list[float]]:
-        """As `Trainer.compute_log_prob`, by the first weights."""
+        """Computes as `Trainer.compute_log_prob` does, by the first weights."""
         check_tokens(batch, self.model.config)
         return score_tokens(
             self.model,

@@ -1,4 +1,4 @@
-"""What a trainer runs on, and what it does there besides computing."""
+"""Defines what a trainer runs on, and what it does there besides computing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Runtime:
 
     @classmethod
     def open(cls, name: str) -> Runtime:
-        """All ranks of the default process group; where there is none, of one that is made here.
+        """Takes all ranks of the default process group; where there is none, of one made here.
 
         name: of this process's device, as `TrainerConfig.device` has it.
         """
@@ -62,11 +62,11 @@ class Runtime:
         empty_torch_cache(self.device)
 
     def numbers(self, tensor: Tensor) -> list[float]:
-        """The content of an fp32 tensor of shape [N], read from the device."""
+        """Returns the content of an fp32 tensor of shape [N], read from the device."""
         return tensor.tolist()
 
     def sum_ranks(self, values: list[float]) -> list[float]:
-        """The sums of the ranks' values, element by element, in fp64."""
+        """Returns the sums of the ranks' values, element by element, in fp64."""
         if self.world == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -75,7 +75,7 @@ class Runtime:
 
 
 def _use_device(name: str) -> torch.device:
-    """The device of that name; a GPU with its number, and current from here on."""
+    """Returns the device of that name; a GPU with its number, and current from here on."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device(

@@ -16,7 +16,7 @@ from trainer_bridge.training.runtime import Runtime
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """[N, V], in the model's dtype: the logits that predict the micro batch's N response tokens."""
+    """Returns the logits [N, V], in the model's dtype, that predict `micro`'s N response tokens."""
     needed = torch.arange(micro.first, micro.last + 1, device=micro.input_ids.device)
     logits = model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
     return logits[micro.row, micro.column]
@@ -29,7 +29,7 @@ def score_tokens(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[list[float]]:
-    """What `score` makes of each micro batch, [N] by the model in eval mode, as one list a
+    """Returns what `score` makes of each micro batch, [N] by the model in eval mode, as one list a
     sequence.
 
     Every rank calls it with the same batch. The model is left sharded.

@@ -10,8 +10,8 @@ from trainer_bridge.sync.shards import local_box
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """This rank's rows of a sharded parameter (or moment), without gradient; writing to it writes
-    the shard.
+    """Returns this rank's rows of a sharded parameter (or moment), without gradient; writing to it
+    writes the shard.
     """
     assert isinstance(param, DTensor)
     local = param.detach()
@@ -20,7 +20,7 @@ def local_shard(param: Tensor) -> Tensor:
 
 
 def like_shard(local: Tensor, param: Tensor) -> DTensor:
-    """`local` as this rank's shard of a tensor sharded like `param`."""
+    """Returns `local` as this rank's shard of a tensor sharded like `param`."""
     assert isinstance(param, DTensor)
     mesh, places = param.device_mesh, param.placements
     return DTensor.from_local(
@@ -29,7 +29,7 @@ def like_shard(local: Tensor, param: Tensor) -> DTensor:
 
 
 def shard_box(param: Tensor) -> Box:
-    """(start, shape) of this rank's shard in the whole parameter."""
+    """Returns (start, shape) of this rank's shard in the whole parameter."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh
     at = mesh.get_coordinate()

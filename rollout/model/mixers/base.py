@@ -1,5 +1,5 @@
-"""What mixes tokens in a layer: one config class and one computing class a kind, each in a file of
-its own.
+"""Defines what mixes tokens in a layer: one config class and one computing class a kind, each in a
+file of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MixerConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What mixers are built from.
+    """Holds what mixers are built from.
 
     store: the weights. layout: what each layer keeps; tokens in `pool`, states of linear layers in
     `table`. sparsity: what decode attends to, None for all. norm_eps, zero_centred_norms: see

@@ -55,7 +55,7 @@ class MLAConfig(MixerConfig):
 
     @classmethod
     def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
-        """From a Hugging Face config; ValueError naming the key of what is not computed here."""
+        """Reads a Hugging Face config; ValueError names the key of what is not computed here."""
         _refuse_unsupported(config, rope)
         return cls(
             num_heads=config.num_attention_heads,
@@ -183,7 +183,7 @@ class LatentAttention:
         return out
 
     def _expand(self, out: Tensor) -> Tensor:
-        """What heads saw of latent rows, [T, heads, rank] -> [T, heads * value_dim]."""
+        """Expands what heads saw of latent rows, [T, heads, rank] -> [T, heads * value_dim]."""
         values = out.new_empty((*out.shape[:2], self.config.value_dim))
         torch.bmm(out.transpose(0, 1), self._to_values.transpose(1, 2), out=values.transpose(0, 1))
         return values.flatten(1)

@@ -1,5 +1,5 @@
-"""What the ranks settle when they connect: the ways of all bytes, the wire between ranks, and what
-that costs.
+"""Settles, when the ranks connect, the ways of all bytes, the wire between ranks, and what that
+costs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Connection:
 
 
 def obstacles(place: str, plan: Plan) -> dict[int, str]:
-    """Targets whose pages this rank, at `place`, cannot map, and why."""
+    """Returns the targets whose pages this rank, at `place`, cannot map, and why."""
     places = {target.place for target in plan.targets}
     found = {where: obstacle(place, where) for where in places}
     return {

@@ -31,10 +31,10 @@ class IpcTicket:
     device_key: str
 
     def map(self) -> Tensor:
-        """uint8, all bytes of the tensor. Mapped once in this process; it stays so until others
+        """Maps all bytes of the tensor, uint8, once in this process; it stays mapped until others
         have taken its place.
 
-        ValueError: the GPU is not visible here. The maker of the ticket itself cannot map it.
+        Raises a ValueError if the GPU is not visible here. The ticket's own maker cannot map it.
         """
         return map_once(self)
 

@@ -1,4 +1,4 @@
-"""Which pages a rank can map, and mapping them."""
+"""Tells which pages a rank can map, and maps them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer_bridge.sync.transport.ipc import IpcTicket
 
 
 def obstacle(place: str, target: str) -> str | None:
-    """Why this process, whose device is at `place`, cannot map pages at `target`; None: it can.
+    """Tells why this process, its device at `place`, cannot map pages at `target`; None: it can.
 
-    Places as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a GPU
-    that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
+    Places are as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a
+    GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, mine), (other, theirs) = _split(place), _split(target)
     if host and other and host != other:
@@ -42,7 +42,7 @@ def _split(place: str) -> tuple[str, str]:
 
 
 def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
-    """All bytes of the offered pages, uint8, as long as the uses last."""
+    """Maps all bytes of the offered pages, uint8, for as long as the uses last."""
     if isinstance(offer.ticket, IpcTicket):
         pages = offer.ticket.map()
     else:

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
     @property
     def box(self) -> PackedBox:
-        """What a handle takes."""
+        """Returns what a handle takes."""
         copy = self.copy
         return PackedBox(
             at=self.at,
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class Message(NamedTuple):
-    """From `rank`, for `target`. nbytes: with the gaps between boxes."""
+    """A message from `rank`, for `target`. nbytes: with the gaps between boxes."""
 
     rank: int
     target: int
@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
-    """In the order of `copies`: each message of one rank and target, at most `limit` bytes long."""
+    """Packs `copies` in order: each message of one rank and target, at most `limit` bytes long."""
     made: list[Message] = []
     pieces: list[Packed] = []
     end = 0
@@ -76,8 +76,8 @@ def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
 
 
 def parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """The copy as boxes of at most `limit` bytes: rows together, or parts of a row that is larger
-    than that.
+    """Yields the copy as boxes of at most `limit` bytes: rows together, or parts of a row that is
+    larger than that.
     """
     if copy.nbytes <= limit:
         yield copy

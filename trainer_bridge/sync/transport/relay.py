@@ -1,7 +1,7 @@
-"""What goes from ranks to those who speak for targets that they cannot map, message by message.
+"""Relays what ranks send to those who speak for targets that they cannot map, message by message.
 
-Rounds in one order that all ranks know: in round (step, number) each rank sends message `number` of
-those that it has for the rank `step` places further, and takes one from the rank `step` places
+All ranks know the one order of the rounds: in round (step, number) each rank sends message `number`
+of those that it has for the rank `step` places further, and takes one from the rank `step` places
 before. So a rank has at most one message under way each way, and two buffers for each: the next is
 packed, and the last one unpacked, while one travels.
 
@@ -92,14 +92,14 @@ class Relay:
 
     @property
     def targets(self) -> list[int]:
-        """Those whose pages this rank has to map, to unpack into them."""
+        """Returns the targets whose pages this rank has to map, to unpack into them."""
         taken = [each.taken.message.target for each in self._exchanges if each.taken is not None]
         return sorted(set(taken) - self._routes.handled)
 
     def run(
         self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]
     ) -> dict[int, Written]:
-        """Make all exchanges, and wait. What this rank sent, by target; another rank wrote it.
+        """Makes all exchanges and waits; returns what this rank sent, by target; another wrote it.
 
         Raises what went wrong here after the exchanges, or a `SyncError` for one that broke off.
         """
@@ -150,7 +150,7 @@ class Relay:
         return exchanges
 
     def _unpack(self, message: Message, buffer: Buffer) -> Callable[[Mapping[int, Tensor]], None]:
-        """What is done with a message that has arrived in `buffer`."""
+        """Returns what is done with a message that has arrived in `buffer`."""
         if message.target in self._routes.handled:
             boxes, handle = [piece.box for piece in message.pieces], self._handles[message.target]
             return lambda pages: handle.write_update(boxes, buffer.wire[: message.nbytes])
@@ -184,7 +184,7 @@ class Relay:
         )
 
     def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
-        """This rank's own bytes by the handle."""
+        """Passes this rank's own bytes on by the handle."""
         message, buffer = packing.message, self._out[0]
         _staged(packing, buffer, factors)
         boxes = [piece.box for piece in message.pieces]
@@ -229,6 +229,6 @@ def _staged(packing: Packing, buffer: Buffer, factors: Mapping[str, LowRank]) ->
 def _buffers(
     wanted: Sequence[Message], device: torch.device, travels: torch.device
 ) -> list[Buffer]:
-    """Two that hold any of the messages; none for none."""
+    """Makes two buffers that hold any of the messages; none for none."""
     longest = max((message.nbytes for message in wanted), default=0)
     return [Buffer(longest, device, travels) for _ in range(2 if wanted else 0)]

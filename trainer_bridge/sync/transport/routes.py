@@ -1,4 +1,4 @@
-"""By which way each rank's bytes reach each target, decided alike on all ranks, and what the ways
+"""Decides, alike on all ranks, by which way each rank's bytes reach each target, and what the ways
 cost. Plain data.
 """
 
@@ -28,11 +28,11 @@ class Routes:
 
     @property
     def relayed(self) -> set[Pair]:
-        """Pairs whose bytes go from one rank to another."""
+        """Returns the pairs whose bytes go from one rank to another."""
         return {(rank, target) for rank, target in self.indirect if rank != self.speakers[target]}
 
     def direct(self, rank: int) -> set[int]:
-        """Targets into whose pages the rank writes what it has for them."""
+        """Returns the targets into whose pages the rank writes what it has for them."""
         return {
             target for target in range(len(self.speakers)) if (rank, target) not in self.indirect
         }
@@ -121,8 +121,8 @@ def transports(
     on_gpu: bool,
     buffers: Mapping[Kind, int],
 ) -> tuple[Transport, ...]:
-    """One for each kind that carries bytes. sizes: of the pairs known; total: of all pairs, known
-    or not. wire: "gloo", "nccl". on_gpu: the shards are. buffers: bytes of staging, by kind.
+    """Returns one for each kind that carries bytes. sizes: of the pairs known; total: of all pairs,
+    known or not. wire: "gloo", "nccl". on_gpu: the shards are. buffers: bytes of staging, by kind.
     """
     nbytes: Counter[Kind] = Counter()
     pairs: dict[Kind, list[Pair]] = {kind: [] for kind in get_args(Kind)}

@@ -27,7 +27,7 @@ class Buffer:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, nbytes: int) -> None:
-        """What is staged goes to the wire; waits, where that is another device."""
+        """Sends what is staged to the wire; waits, where that is another device."""
         if self.wire is not self.stage:
             self.wire[:nbytes].copy_(self.stage[:nbytes])
 
@@ -53,7 +53,7 @@ class Packing:
         self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
 
     def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
-        """On the current stream.
+        """Starts to pack on the current stream.
 
         Derived parameters wait, and make their tables anew: scratch of one message.
         """
@@ -65,7 +65,7 @@ class Packing:
             self._extra = made.digests()[self.message.target]
 
     def digest(self) -> int:
-        """Of what the last start packed; waits."""
+        """Returns the digest of what the last start packed; waits."""
         return self._cast.result() + self._extra
 
 
@@ -83,5 +83,5 @@ class Unpacking:
         self._cast = CastCopy(places)
 
     def start(self, pages: Tensor) -> None:
-        """On the current stream."""
+        """Starts to unpack on the current stream."""
         self._cast.start(pages)

@@ -57,7 +57,7 @@ class Posted:
         self._peers = peers
 
     def wait(self) -> None:
-        """Until both are through: the host on gloo, the current stream on NCCL."""
+        """Waits until both are through: the host on gloo, the current stream on NCCL."""
         try:
             for work in self._works:
                 work.wait()
@@ -79,8 +79,8 @@ def make_wire(
     *,
     host: bool,
 ) -> Wire:
-    """NCCL if all `ranks`, which take part, have GPUs of their own and the group has it; otherwise
-    gloo.
+    """Makes a wire of NCCL if all `ranks`, which take part, have GPUs of their own and the group
+    has it; otherwise of gloo.
 
     host: the bytes are wanted in host memory. A group without gloo gets one beside it, so all ranks
     call this.
