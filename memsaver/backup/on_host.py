@@ -84,5 +84,6 @@ def _aligned(nbytes: int) -> int:
 
 def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
     buffer = (ctypes.c_char * nbytes).from_address(address)
-    buffer.owner = owner  # type: ignore[attr-defined]  # the memory stays as long as a tensor looks at it
+    # The memory stays as long as a tensor looks at it.
+    buffer.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -37,7 +37,8 @@ def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
 
 def kv_heads(model: ModelConfig) -> int:
     """Returns the number of KV heads of the whole model."""
-    heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009  (staged_layers has seen to the kind)
+    # staged_layers has seen to the kind.
+    heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
     return heads
 
 

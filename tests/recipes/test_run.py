@@ -287,7 +287,9 @@ def ended_by(number: signal.Signals, folder: Path, seconds: float) -> tuple[int,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)]
+)
 def test_an_interrupt_at_any_moment_of_a_run(number: signal.Signals, tmp_path: Path) -> None:
     """While it sets up, generates, switches, trains or saves: the signal's status, one line, and
     pictures of what was done.
