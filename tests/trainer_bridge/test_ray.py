@@ -197,8 +197,8 @@ def test_a_cluster_that_is_too_small_is_told_at_once(ray_cluster: RayCluster) ->
 def test_what_is_taken_by_others_is_told_in_time(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_bridge.remote.ray_cluster.START_SECONDS", 0.2)
-    with reserved(1, CPUS // 2, on_gpu=False):
+    with reserved(1, CPUS // 2, on_gpu=False):  # may wait for what the test before gives back
+        monkeypatch.setattr("trainer_bridge.remote.ray_cluster.START_SECONDS", 0.2)
         with pytest.raises(
             ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"
         ):
