@@ -225,32 +225,12 @@ def run_grids(  # type: ignore[no-untyped-def]
     if LOOPING:
         while program < last:
             _grid(
-                shapes,
-                rows,
-                partials,
-                base,
-                program,
-                SOURCE,
-                TARGET,
-                BITS,
-                COPY,
-                ALIGNED,
-                VECTOR,
-                BLOCK,
-            )
+                shapes, rows, partials, base, program,
+                SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK,
+            )  # fmt: skip
             program += tl.num_programs(0)
     else:
         _grid(
-            shapes,
-            rows,
-            partials,
-            base,
-            program,
-            SOURCE,
-            TARGET,
-            BITS,
-            COPY,
-            ALIGNED,
-            VECTOR,
-            BLOCK,
-        )
+            shapes, rows, partials, base, program,
+            SOURCE, TARGET, BITS, COPY, ALIGNED, VECTOR, BLOCK,
+        )  # fmt: skip

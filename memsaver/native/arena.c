@@ -259,16 +259,17 @@ int ms_find(const void *address) {
     return -1;
 }
 
-/* Waits also where another thread captures a graph, and where no context is current, as in a finalizer's thread. */
+/* Waits also where another thread captures a graph, and where no context is current, as in a finalizer's thread. Not
+ * for a stream that captures: waiting would end the capture in an error, and nothing runs. */
 void ms_wait_for_stream(int slot, void *stream) {
     ms_phys *phys = arenas[slot].phys;
     if (!phys || phys->kind != MS_CUDA || ms_forked(phys)) return;
     const ms_driver *driver = &phys->driver;
-    int mode = MS_CUDA_RELAXED;
+    int mode = MS_CUDA_RELAXED, status = 0;
     void *context;
     if (driver->push(driver->context)) return; /* the process ends */
     driver->capture_mode(&mode);
-    driver->synchronize(stream);
+    if (!driver->capturing(stream, &status) && !status) driver->synchronize(stream);
     driver->capture_mode(&mode);
     driver->pop(&context);
 }

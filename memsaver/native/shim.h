@@ -77,6 +77,7 @@ typedef struct { /* CUDA driver entry points and arguments, handed in from Pytho
     int (*push)(void *context);
     int (*pop)(void **context);
     int (*capture_mode)(int *mode); /* exchanges the thread's */
+    int (*capturing)(void *stream, int *status); /* 0: it does not */
     int (*synchronize)(void *stream);
     void *context; /* the device's primary one */
     const void *prop;

@@ -120,7 +120,8 @@ class Driver(ctypes.Structure):
     _fields_ += [
         (name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy", "push", "pop")
     ]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("capture_mode", "synchronize", "context")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("capture_mode", "capturing")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("synchronize", "context")]
     _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
 
 

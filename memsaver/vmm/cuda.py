@@ -114,6 +114,7 @@ class CudaBackend(Backend):
             "cuCtxPushCurrent_v2",
             "cuCtxPopCurrent_v2",
             "cuThreadExchangeStreamCaptureMode",
+            "cuStreamIsCapturing",
             "cuStreamSynchronize",
         ]
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver import Event, Report, Usage
+from memsaver import Usage
+from recipes.planner.tracing import Unreported
 from rollout import Completion, SamplingParams
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
@@ -30,7 +31,7 @@ class EngineSizes:
         return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
 
 
-class PlannedRollout:
+class PlannedRollout(Unreported):
     """Sleeps, wakes up, and answers with as many tokens as it may.
 
     See `rollout.protocols.Rollout`.
@@ -77,19 +78,6 @@ class PlannedRollout:
             device_used_bytes=None,
             host_bytes=self._kept,
         )
-
-    def report(self) -> Report:
-        return Report(
-            device="planned",
-            limit_bytes=None,
-            committed_bytes=0,
-            pool_bytes=0,
-            backup_bytes=0,
-            tags={},
-        )
-
-    def drain_events(self) -> list[Event]:
-        return []
 
     def abort_update(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -209,7 +209,24 @@ def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
     return sizes
 
 
-class PlannedSaver:
+class Unreported:
+    """Tells a run's monitor of no memory: what is planned is read from the log."""
+
+    def report(self) -> Report:
+        return Report(
+            device="planned",
+            limit_bytes=None,
+            committed_bytes=0,
+            pool_bytes=0,
+            backup_bytes=0,
+            tags={},
+        )
+
+    def drain_events(self) -> list[Event]:
+        return []
+
+
+class PlannedSaver(Unreported):
     """Offers what a trainer asks of a `MemorySaver`. Tags have sizes and states, and no memory."""
 
     device = torch.device("cpu")
@@ -252,16 +269,3 @@ class PlannedSaver:
 
     def _placed(self, tag: str) -> int:
         return self._regions[tag].reserved if tag in self._regions else 0
-
-    def report(self) -> Report:
-        return Report(
-            device="planned",
-            limit_bytes=None,
-            committed_bytes=0,
-            pool_bytes=0,
-            backup_bytes=0,
-            tags={},
-        )
-
-    def drain_events(self) -> list[Event]:
-        return []
