@@ -209,7 +209,9 @@ class BlockManager:
         pages = self.allocator.alloc_pages(int(counts.sum()))
         if pages is None:
             return None
-        at = _page_index(growth, counts, self.page_size)
+        which, nth = _spread(counts)
+        # where the new pages go: rows and columns of the page table
+        at = growth.rows[which], -(-growth.start[which] // self.page_size) + nth
         before = self._pages[at]
         self._pages[at] = pages
         try:
@@ -239,10 +241,9 @@ class BlockManager:
             pages = self._row_pages(row)[first:]
             assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
             positions = np.arange(first * self.page_size, self._lens[row])
-            partial = self._lens[row] % self.page_size > 0
-            assert (
-                not partial or self.allocator.ref_counts(pages[-1:])[0] == 1 or self._forked[row]
-            ), f"row {row} would write to a shared page"
+            if self._lens[row] % self.page_size and not self._forked[row]:
+                owners = self.allocator.ref_counts(pages[-1:])[0]
+                assert owners == 1, f"row {row} would write to a shared page"
             same = table[row, positions] == self._slots(row, positions)
             assert same.all(), f"req_to_token row {row} differs from its page table"
         self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
@@ -263,10 +264,8 @@ class BlockManager:
 
     def _slots(self, rows: int | np.integer | Int64Array, positions: Int64Array) -> Int64Array:
         """Token ids of positions by the page table, int64 of the positions' shape."""
-        return (
-            self._pages[rows, positions // self.page_size] * self.page_size
-            + positions % self.page_size
-        )
+        pages, offsets = np.divmod(positions, self.page_size)
+        return self._pages[rows, pages] * self.page_size + offsets
 
     def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
         rows = self.req_to_token.rows(handles)
@@ -353,20 +352,11 @@ class BlockManager:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
         packed = np.empty(2 * n + -(-n // 2), dtype=np.int64)
         packed[:n], packed[n : 2 * n] = flat, loc
-        packed[2 * n :].view(np.int32)[:n] = (
-            loc  # as the table holds them: converting there takes a launch more
-        )
+        # as the table holds them: converting there takes a launch more
+        packed[2 * n :].view(np.int32)[:n] = loc
         sent = to_device(packed, self.allocator.device)
         self.req_to_token.write_flat(sent[:n], sent[2 * n :].view(torch.int32)[:n])
         return sent[n : 2 * n]
-
-
-def _page_index(
-    growth: _Growth, counts: Int64Array, page_size: int
-) -> tuple[Int64Array, Int64Array]:
-    """Returns where the new pages go, `counts` a request: rows and columns of the page table."""
-    which, nth = _spread(counts)
-    return growth.rows[which], -(-growth.start[which] // page_size) + nth
 
 
 def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:

@@ -80,11 +80,8 @@ class TokenConfig(ABC):
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype in which rows are read."""
-        return (
-            self.dtype
-            if store_dtype(self.dtype) == self.dtype
-            else self.compute_dtype or torch.bfloat16
-        )
+        as_stored = store_dtype(self.dtype) == self.dtype
+        return self.dtype if as_stored else self.compute_dtype or torch.bfloat16
 
     @property
     def bytes_per_token(self) -> int:

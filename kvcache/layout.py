@@ -7,11 +7,9 @@ V3), gated delta nets (Qwen3-Next) and Mamba-2 (Bamba) beside full attention. Mu
 embedding caches and vision towers are out of scope; of a config with a `text_config`, that is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,9 +19,7 @@ from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 Kind = Literal["full", "sliding", "mla", "linear"]
 PoolName = Literal["mha", "mla", "swa", "hybrid_linear"]
@@ -89,11 +85,11 @@ class KVLayout:
         return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
 
     def _bytes(self, layers: int) -> int:
-        return (
-            self.token_config(num_layers=layers, size=1, page_size=1, device="cpu").bytes_per_token
-            if layers
-            else 0
-        )
+        if not layers:
+            return 0
+        return self.token_config(
+            num_layers=layers, size=1, page_size=1, device="cpu"
+        ).bytes_per_token
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
         """The config of a pool of so many of the layers that keep tokens.
@@ -195,11 +191,8 @@ def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None 
 
 def _dtype(config: Any) -> torch.dtype:
     # transformers 5 has renamed torch_dtype, and warns of whoever asks a config for it
-    given = (
-        getattr(config, "dtype", None)
-        or vars(config).get("torch_dtype")
-        or torch.get_default_dtype()
-    )
+    given = getattr(config, "dtype", None) or vars(config).get("torch_dtype")
+    given = given or torch.get_default_dtype()
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ValueError(f"the config's dtype {given!r} is no torch dtype; pass dtype=")
@@ -254,11 +247,8 @@ def _states(config: Any) -> dict[str, Any]:
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
         conv = (2 * keys + values, config.linear_conv_kernel_dim - 1)
-        temporal = (
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-        )
+        heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+        temporal = (heads, config.linear_key_head_dim, width)
     elif getattr(config, "mamba_d_state", None):
         inner = config.mamba_expand * config.hidden_size
         conv = (inner + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv - 1)

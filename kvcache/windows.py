@@ -55,11 +55,9 @@ class WindowShares:
         self.allocator = allocator
         self.window = window
         self.behind = np.zeros(rows, dtype=np.int64)
-        self._two = (
-            allocator
-            if window is not None and isinstance(allocator, SWATokenToKVPoolAllocator)
-            else None
-        )
+        self._two: SWATokenToKVPoolAllocator | None = None
+        if window is not None and isinstance(allocator, SWATokenToKVPoolAllocator):
+            self._two = allocator
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:

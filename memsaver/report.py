@@ -60,9 +60,7 @@ class CallStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An operation on a tag: when it ended (``time.time()``), how long it took, and the tag's bytes
-    after it.
-    """
+    """An operation on a tag: when it ended (``time.time()``), its length, the tag's bytes then."""
 
     time: float
     seconds: float
@@ -77,7 +75,7 @@ class Usage:
     """Tells what one process holds of a saver's device; on the CPU the tags only."""
 
     tags: dict[str, int]
-    """Committed bytes, the page pool's under ``"page pool"``."""
+    """Committed bytes, the page pool's under ``"the page pool"``."""
     torch_bytes: int
     """Reserved by torch's own allocator, outside of every tag."""
     torch_peak_bytes: int

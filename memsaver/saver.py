@@ -17,21 +17,18 @@ import torch
 
 from memsaver.backup.disk_file import default_directory
 from memsaver.common.signals import Unbroken, held
-from memsaver.errors import StateError, format_bytes
-from memsaver.native import shim
+from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
 from memsaver.tag import integrity
+from memsaver.tag.accounts import Accounts
 from memsaver.tag.arena import Arena
-from memsaver.tag.out_of_memory import PAGE_POOL, explain
 from memsaver.tag.recorder import Recorder
 from memsaver.tag.save import read_saved
 from memsaver.tag.table import Tags, check_content
 from memsaver.tag.transaction import Transactions
 from memsaver.vmm import make_backend
-from memsaver.vmm.backend import ShortOfMemory
 from memsaver.vmm.page_pool import PagePool
 from memsaver.vmm.registrations import check_segments
-from memsaver.vmm.torch_usage import TorchUse
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
@@ -90,7 +87,7 @@ class MemorySaver:
         directory = Path(disk_dir or default_directory())
         self._transactions = Transactions(self.backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self.backend)
-        self._torch_use = TorchUse(self.backend.device)
+        self._accounts = Accounts(self.backend, self._pool, self._tags)
         self._lock = threading.RLock()
         _LOCKS.add(self._lock)
         self._closed = False
@@ -108,9 +105,7 @@ class MemorySaver:
 
     @property
     def limit_bytes(self) -> int | None:
-        """May be set at any time; below what is held, nothing more is taken until enough was given
-        back.
-        """
+        """May be set at any time; below what is held, nothing more is taken until it fits."""
         return self.backend.limit_bytes
 
     @limit_bytes.setter
@@ -167,13 +162,13 @@ class MemorySaver:
         arena = self._open_for_use(tag, content, enter=True)
         before = arena.stats.committed
         try:
-            with self._hook(arena):
+            with self.backend.allocate_from(arena.slot):
                 arena.settle_frees()
                 yield
         except torch.OutOfMemoryError as error:
             cause = arena.cause()
             if cause.code:
-                raise self._shortage(f"region {tag!r}", [arena], cause) from error
+                raise self._accounts.shortage(f"region {tag!r}", [arena], cause) from error
             raise
         finally:
             with self._lock:
@@ -205,30 +200,21 @@ class MemorySaver:
             return torch.empty(size, dtype=dtype, device=self.device)
         before = arena.stats.committed
         if elastic:
-            self._commit_pieces(arena, nbytes)
+            more = self.backend.round_up(arena.stats.top + nbytes) - before
+            explained = self._accounts.explained(f"empty on tag {tag!r}", [arena], more)
+            with self._operation(), explained:
+                self._transactions.commit_pieces(self._active(tag, "empty"), nbytes)
         tensor = arena.empty(nbytes)
         if tensor is None and self._transactions.make_room():
             tensor = arena.empty(nbytes)
         if tensor is None:
-            error = self._shortage(
-                f"empty({list(size)}, {dtype}) on tag {tag!r}", [arena], arena.cause()
-            )
+            what = f"empty({list(size)}, {dtype}) on tag {tag!r}"
+            error = self._accounts.shortage(what, [arena], arena.cause())
             if first:
                 self._forget(arena)
             raise error
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
-
-    def _commit_pieces(self, arena: Arena, nbytes: int) -> None:
-        """Put memory behind the next ``nbytes`` of a tag, in pieces, which it keeps to."""
-        arena.in_pieces(elastic=True)
-        end = self.backend.round_up(arena.stats.top + nbytes)
-        before = arena.stats.committed
-        if before < end <= arena.reservation.nbytes:  # beyond: the allocation fails, and says why
-            with self._operation():
-                self._active(arena.tag, "empty")  # still
-                with self._explained(f"empty on tag {arena.tag!r}", [arena], end - before):
-                    self._transactions.resize(arena, end)
 
     def mem_pool(self, tag: str, content: str | None = None) -> torch.cuda.MemPool:
         """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is
@@ -268,17 +254,8 @@ class MemorySaver:
         self._transactions.check_release(release, to)
         with self._operation():
             arenas = [arena for arena in self._select(tags) if not arena.paused]
-            for arena in arenas:
-                arena.require_no_region("pause")
-            kept = [(arena, content or arena.content) for arena in arenas]
-            saved = [(arena, where) for arena, where in kept if where != "discard"]
-            if lent := [arena.tag for arena, _ in saved if arena.borrowed is not None]:
-                raise ValueError(
-                    f"the pages of {lent} are borrowed, their content is their owner's; "
-                    "content='discard'"
-                )
             with self._recorder.timed("pause", arenas):
-                lost = self._transactions.pause(arenas, saved, release, to, streams)
+                lost = self._transactions.pause(arenas, content, release, to, streams)
             if lost is not None:
                 raise lost
 
@@ -298,19 +275,10 @@ class MemorySaver:
             arenas = [arena for arena in self._select(tags) if arena.paused]
             names = ", ".join(repr(arena.tag) for arena in arenas)
             with (
-                self._explained(f"resume({names})", arenas),
+                self._accounts.explained(f"resume({names})", arenas),
                 self._recorder.timed("resume", arenas),
             ):
-                try:
-                    self._transactions.resume(arenas)
-                except ShortOfMemory:
-                    if at_least is None or not self._resume_most(arenas, at_least):
-                        raise
-
-    def _resume_most(self, arenas: list[Arena], at_least: int) -> bool:
-        if len(arenas) != 1 or arenas[0].backup is not None:
-            raise ValueError("at_least takes one tag, whose content was discarded by its pause")
-        return self._transactions.resume_most(arenas[0], at_least)
+                self._transactions.resume(arenas, at_least)
 
     def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
         """Pause one tag and resume another at once: the memory of the first serves the second.
@@ -321,24 +289,17 @@ class MemorySaver:
         ``"discard"``. All or nothing, as ``pause`` and ``resume``. Memory in too large extents goes
         through the driver the first time, one tag after the other.
         """
+        check_content(content)
         with self._operation():
             out, into = self._active(pause, "swap"), self._arena(resume)
-            check_content(content)
-            if not into.paused:
-                raise StateError(f"swap: tag {resume!r} is not paused")
-            out.require_no_region("pause")
-            if (where := content or out.content) == "disk":
-                raise ValueError(
-                    "swap keeps content in host memory; pass content='host', or pause and resume"
-                )
             more = max(0, into.committed_when_paused - out.stats.committed)
             timed = self._recorder.timed
             with (
-                self._explained(f"swap({pause!r}, {resume!r})", [into], more),
+                self._accounts.explained(f"swap({pause!r}, {resume!r})", [into], more),
                 timed("resume", [into]),
                 timed("pause", [out]),
             ):
-                self._transactions.swap(out, where, into)
+                self._transactions.swap(out, content, into)
 
     # ---------------------------------------------------------------- content
 
@@ -387,28 +348,17 @@ class MemorySaver:
         (another process maps it), ``OutOfMemory``; nothing was changed then.
         """
         with self._operation():
-            arena = self._arena(tag)
-            if arena.paused:
-                raise StateError(
-                    f"tag {tag!r} is paused; resume it first, at_least= takes what fits"
-                )
-            arena.require_own(f"resize({tag!r}, {nbytes})")
-            wanted, before = self.backend.round_up(nbytes), arena.stats.committed
-            if nbytes < 0 or wanted > arena.reservation.nbytes:
-                raise ValueError(
-                    f"{nbytes} bytes are outside the {arena.reservation.nbytes} "
-                    f"reserved for {tag!r}"
-                )
-            with self._explained(f"resize({tag!r}, {nbytes})", [arena], wanted - before):
-                self._transactions.resize(arena, wanted)
+            arena = self._active(tag, "resize")
+            before = arena.stats.committed
+            more = self.backend.round_up(nbytes) - before
+            with self._accounts.explained(f"resize({tag!r}, {nbytes})", [arena], more):
+                self._transactions.resize(arena, nbytes)
             if arena.stats.committed != before:
                 self._recorder.record("resize", arena, 0.0)
             return arena.stats.committed
 
     def backed_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The leading rows of a contiguous tensor of one of the tags that have memory behind them
-        now.
-        """
+        """The leading rows of a contiguous tensor on a tag that have memory behind them now."""
         if not tensor.is_contiguous() or not tensor.ndim:
             raise ValueError(
                 f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}"
@@ -428,16 +378,7 @@ class MemorySaver:
         """
         with self._operation():
             arenas = self._select(() if tag is None else (tag,))
-            self._transactions.recall(arenas)
-            arenas = [
-                arena for arena in arenas if not arena.open_regions and not self._leases(arena.tag)
-            ]
-            kept = self._pool.extents if tag is None else []
-            if arenas and self.device.type == "cuda":
-                from memsaver.native import cuda_hook
-
-                cuda_hook.free_dead_blocks(arenas[0].slot, self.device)
-            return self._transactions.trim(arenas, kept)
+            return self._transactions.trim(arenas, pool=tag is None)
 
     # ---------------------------------------------------------------- pages of other tags
 
@@ -453,10 +394,6 @@ class MemorySaver:
         """
         with self._operation():
             arenas = [self._active(tag, "exchange") for tag in (one, other)]
-            if one == other:
-                raise ValueError(f"exchange needs two tags, got {one!r} twice")
-            for arena in arenas:
-                arena.require_no_region("exchange")
             with self._recorder.timed("exchange", arenas):
                 self._transactions.exchange(*arenas)
 
@@ -474,51 +411,19 @@ class MemorySaver:
         this saver, or the tag's tensors need more bytes than the other tag has), ``LeaseError``
         (the owner refuses or is gone); nothing was changed then.
         """
-        with self._lock:
-            self._borrower(tag, ticket)
-        from memsaver.sharing.lease import lease_extents
-        from memsaver.sharing.peer_backend import peer_backend
-        from memsaver.tag.borrowed import BorrowedPages
+        from memsaver.sharing.lease import borrow_pages
 
-        started, ends = time.perf_counter(), contextlib.ExitStack()
+        with self._lock:
+            self._transactions.check_borrow(self._arena(tag), ticket)
+        started = time.perf_counter()
         with held(), contextlib.ExitStack() as undo:
-            undo.callback(ends.close)
-            backend = peer_backend(ticket.device_key, self.backend.device)
             # without the lock: the owner may be waiting for this saver
-            grant = lease_extents(ticket, backend, ends)
+            borrowed = borrow_pages(ticket, self.device, undo)
             with self._operation():
-                arena = self._borrower(tag, ticket)
-                borrowed = BorrowedPages(ticket, grant.extents, ends.close)
-                self._check_size(arena, ticket, borrowed.nbytes)
+                arena = self._arena(tag)
                 self._transactions.borrow(arena, borrowed)
                 undo.pop_all()
                 self._recorder.record("borrow", arena, time.perf_counter() - started)
-
-    def _borrower(self, tag: str, ticket: Ticket) -> Arena:
-        """The tag, if it may borrow what the ticket is for."""
-        arena = self._arena(tag)
-        arena.require_own(f"borrow({tag!r})")
-        if not arena.paused:
-            raise StateError(f"borrow({tag!r}): the tag is active; pause it first")
-        if ticket.device_key != self.backend.device_key:
-            raise ValueError(
-                f"borrow({tag!r}): pages of {ticket.device_key} cannot serve "
-                f"{self.backend.device_key}"
-            )
-        if self._transactions.server is not None and self._transactions.server.made(ticket):
-            raise ValueError(
-                f"borrow({tag!r}): {ticket.tag!r} is a tag of the same saver; use exchange()"
-            )
-        return arena
-
-    def _check_size(self, arena: Arena, ticket: Ticket, nbytes: int) -> None:
-        needed = min(arena.committed_when_paused, self.backend.round_up(arena.stats.top))
-        if not needed <= nbytes <= arena.reservation.nbytes:
-            raise ValueError(
-                f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses "
-                f"for {format_bytes(arena.reservation.nbytes)}; "
-                f"tag {ticket.tag!r} has {format_bytes(nbytes)}"
-            )
 
     # ---------------------------------------------------------------- sharing
 
@@ -530,9 +435,7 @@ class MemorySaver:
             return self._sharing().ticket(arena, writable)
 
     def pool_ticket(self) -> PoolTicket:
-        """A ticket with which a saver of this user hands its memory over to this one
-        (``pause(to=...)``).
-        """
+        """A ticket with which a saver of this user hands memory to this one (``pause(to=)``)."""
         with self._lock:
             self._require_open()
             return self._sharing().pool_ticket(self.backend.device_key)
@@ -550,21 +453,12 @@ class MemorySaver:
     def report(self) -> Report:
         """Returns what every tag holds now."""
         with self._lock:
-            tags = {arena.tag: arena.report(len(self._leases(arena.tag))) for arena in self._tags}
-            return Report(
-                device=str(self.device),
-                limit_bytes=self.limit_bytes,
-                committed_bytes=self.backend.committed_bytes,
-                pool_bytes=self._pool.held_bytes,
-                backup_bytes=sum(tag.backup_bytes for tag in tags.values()),
-                tags=tags,
-                others=self.backend.other_holders(),
-            )
+            return self._accounts.report(self._transactions.leases)
 
     def leases(self, tag: str) -> int:
         """Counts how often leases and borrowers map the tag now; much cheaper than ``report``."""
         with self._lock:
-            return len(self._leases(self._arena(tag).tag))
+            return len(self._transactions.leases(self._arena(tag).tag))
 
     def take_usage(self) -> Usage:
         """Tells what this process holds of the device now, and torch's most since the last call.
@@ -572,25 +466,10 @@ class MemorySaver:
         Takes some 0.1 ms.
         """
         with self._lock:
-            tags = {arena.tag: arena.stats.committed for arena in self._tags}
-            if kept := self._pool.held_bytes:
-                tags[PAGE_POOL] = kept
-            saved = sum(arena.backup.host_bytes for arena in self._tags if arena.backup)
-            now, peak, used = self._torch_use.take(
-                tuple((a.tag, a.stats.blocks, a.stats.frees) for a in self._tags)
-            )
-            return Usage(
-                tags=tags,
-                torch_bytes=now,
-                torch_peak_bytes=peak,
-                device_used_bytes=used,
-                host_bytes=saved,
-            )
+            return self._accounts.usage()
 
     def statistics(self) -> dict[str, CallStats]:
-        """Calls, failures, bytes and seconds of every driver operation so far (``"create"``,
-        ``"map"``, ...).
-        """
+        """Calls, failures, bytes, seconds of each driver operation (``"create"``, ``"map"``)."""
         return self._recorder.statistics()
 
     def drain_events(self) -> list[Event]:
@@ -653,41 +532,8 @@ class MemorySaver:
         self._require_open()
         return self._tags.select(tags)
 
-    def _leases(self, tag: str) -> list[int]:
-        return [] if self._transactions.server is None else self._transactions.server.holders(tag)
-
-    @contextlib.contextmanager
-    def _explained(self, what: str, arenas: list[Arena], needed: int = 0) -> Iterator[None]:
-        """Turns ``ShortOfMemory`` into an error that says what was missing, and who holds it."""
-        try:
-            yield
-        except ShortOfMemory as short:
-            raise self._shortage(what, arenas, short.cause, needed) from None
-
-    def _shortage(
-        self, what: str, arenas: list[Arena], cause: shim.Cause, needed: int = 0
-    ) -> Exception:
-        """needed: bytes; 0: those of the paused arenas, or what the failed call asked for."""
-        needed = needed or sum(arena.committed_when_paused for arena in arenas if arena.paused)
-        holders = {arena.tag: arena.stats.committed for arena in self._tags}
-        holders[PAGE_POOL] = self._pool.held_bytes
-        return explain(
-            what, cause, needed or cause.requested, self._tags.reserve_bytes, holders, self.backend
-        )
-
-    def _hook(self, arena: Arena) -> contextlib.AbstractContextManager[None]:
-        if self.device.type == "cuda":
-            from memsaver.native import cuda_hook
-
-            return cuda_hook.allocate_from(arena.slot, self.device)
-        from memsaver.native import cpu_hook
-
-        return cpu_hook.allocate_from(arena.slot)
-
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
-        """The tag's arena, made on first use; ``enter`` counts one more open region, so that no
-        pause comes between.
-        """
+        """The tag's arena, made on first use; ``enter``: with one more region, before any pause."""
         with held(), self._lock:
             self._require_open()
             arena = self._tags.open(tag, content)
@@ -705,7 +551,7 @@ class MemorySaver:
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
         """Gives back the unused tail after allocating, never under a lease; tells the timeline."""
         with self._operation():
-            if trim and not arena.open_regions and not self._leases(arena.tag):
+            if trim and not arena.open_regions and not self._transactions.leases(arena.tag):
                 arena.trim()
             if arena.stats.committed != before:
                 self._recorder.record(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from recipes.errors import RecipeError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(NamedTuple):
     name: str
     help: str
     description: str
@@ -94,19 +93,7 @@ def _plan(arguments: Namespace) -> int:
     recipe, overrides = recipe_and_overrides(arguments)
     if recipe is None:
         raise RecipeError("plan: names no recipe; try: memsaver plan qwen2.5-7b")
-    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
-        raise RecipeError(
-            f"--prompt-tokens {arguments.prompt_tokens}: must be at least 1; leave it away"
-        )
-    return plan_recipe(
-        recipe,
-        overrides,
-        gpu=arguments.gpu,
-        unstaged=arguments.unstaged,
-        prompt_tokens=arguments.prompt_tokens,
-        picture=arguments.picture,
-        into=arguments.into,
-    )
+    return plan_recipe(recipe, overrides, arguments)
 
 
 def _fetch_arguments(parser: ArgumentParser) -> None:
@@ -154,41 +141,16 @@ def _doctor(arguments: Namespace) -> int:
     return report(arguments.device)
 
 
+PLAN = "Bytes of every stage, process, GPU and host before anything is run; "
+PLAN += "exit status 3: does not fit."
+REPORT = "Write one HTML page about a run; it needs no other file and no network."
+DOCTOR = "Examine this machine; exit status 1 when a check failed."
 COMMANDS = (
+    Command("run", "run a recipe", "Run a recipe, or continue a run.", _run_arguments, _run),
+    Command("plan", "what a recipe takes", PLAN, _plan_arguments, _plan),
     Command(
-        name="run",
-        help="run a recipe",
-        description="Run a recipe, or continue a run.",
-        arguments=_run_arguments,
-        execute=_run,
+        "fetch", "bring a model", "Bring a model into the models folder.", _fetch_arguments, _fetch
     ),
-    Command(
-        name="plan",
-        help="what a recipe takes",
-        description="Bytes of every stage, process, GPU and host before anything is run; "
-        "exit status 3: does not fit.",
-        arguments=_plan_arguments,
-        execute=_plan,
-    ),
-    Command(
-        name="fetch",
-        help="bring a model",
-        description="Bring a model into the models folder.",
-        arguments=_fetch_arguments,
-        execute=_fetch,
-    ),
-    Command(
-        name="report",
-        help="write a page about a run",
-        description="Write one HTML page about a run; it needs no other file and no network.",
-        arguments=_report_arguments,
-        execute=_report,
-    ),
-    Command(
-        name="doctor",
-        help="examine this machine",
-        description="Examine this machine; exit status 1 when a check failed.",
-        arguments=_doctor_arguments,
-        execute=_doctor,
-    ),
+    Command("report", "write a page about a run", REPORT, _report_arguments, _report),
+    Command("doctor", "examine this machine", DOCTOR, _doctor_arguments, _doctor),
 )

@@ -22,16 +22,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import (
-    Loop,
-    PerToken,
-    TrainerSide,
-    compute_log_prob,
-    compute_ref_log_prob,
-    spread_of,
-    step_row,
-)
+from recipes.generation import Samples
+from recipes.loop import Loop, PerToken, TrainerSide, spread_of, step_row
 from recipes.recipe import Recipe
 
 
@@ -48,33 +40,19 @@ class GrpoLoop(Loop):
         }
 
     def train_step(self, step: int) -> dict[str, Any]:
-        setup, trainer, grpo = self.setup, self.trainer, self.setup.recipe.grpo
-        temperature = setup.recipe.sampling.temperature
-        self.to_rollout(step)
-        with self.stage("generate_sequences"):
-            samples = generate_sequences(self.rollout, setup, step)
-        ref_logprobs = None
-        if grpo.kl_coef:
-            self.to_score(self.reference)
-            with self.stage("compute_ref_log_prob"):
-                ref_logprobs = compute_ref_log_prob(trainer, samples, temperature)
-        self.to_score()
-        with self.stage("compute_log_prob"):
-            logprobs = compute_log_prob(trainer, samples, temperature)
-        with self.stage("compute_reward"):
-            scores = compute_reward(setup.task, samples)
+        grpo = self.setup.recipe.grpo
+        samples = self.sample(step)
+        ref_logprobs = self.score_by_reference(samples)
+        logprobs, scores = self.score(samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = [score.reward for score in scores]
             advantages = compute_advantages(rewards, grpo.samples_per_prompt, grpo.normalize_std)
         with self.stage("update_actor"):
             learned = update_actor(
-                trainer, samples, logprobs, advantages, temperature, ref_logprobs
+                self.trainer, samples, logprobs, advantages, self.temperature, ref_logprobs
             )
-        return {
-            **learned,
-            **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds),
-        }
+        return learned | step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
 
 
 def compute_advantages(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from recipes.generation import Samples, evaluate
+from recipes.generation import Samples, compute_reward, evaluate, generate_sequences
 from recipes.recipe import Recipe
 from recipes.setup.preparation import Setup
 from recipes.tasks import Score
@@ -77,17 +77,17 @@ class Loop(abc.ABC):
 
     def _one(self, step: int) -> None:
         started, monitor = time.time(), self.monitor
-        row = self.train_step(step)
-        seconds = {
-            "step_seconds": time.time() - started,
-            "stages": dict(monitor.seconds),
-            "sync": monitor.sync,
-        }
-        memory = {"memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
-        monitor.row({"kind": "train", "step": step, **row, **seconds, **memory})
+        row = {"kind": "train", "step": step, **self.train_step(step)}
+        row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
+        monitor.row(row)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.monitor.stage(name)
+
+    @property
+    def temperature(self) -> float:
+        return self.setup.recipe.sampling.temperature
 
     def to_rollout(self, step: int) -> None:
         """Wakes the rollout, and runs the evaluation that is due before the step."""
@@ -95,16 +95,32 @@ class Loop(abc.ABC):
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)
 
+    def sample(self, step: int) -> Samples:
+        """Answers to this step's prompts, by a rollout that has the step's weights."""
+        self.to_rollout(step)
+        with self.stage("generate_sequences"):
+            return generate_sequences(self.rollout, self.setup, step)
+
     def to_score(self, model: str = PARAMS) -> None:
         with self.monitor.phase("to_score"):
             self.cycle.to_score(model)
 
-    @property
-    def reference(self) -> str:
-        """The tag of the model that scores as the reference: with adapters their base, which is the
-        policy's own.
-        """
-        return PARAMS if self.setup.recipe.lora.rank else REFERENCE
+    def score_by_reference(self, samples: Samples) -> PerToken | None:
+        """The samples' log-probabilities under the reference; None without `kl_coef`."""
+        if not self.setup.recipe.loop.kl_coef:
+            return None
+        # With adapters the reference is their base, which is the policy's own.
+        self.to_score(PARAMS if self.setup.recipe.lora.rank else REFERENCE)
+        with self.stage("compute_ref_log_prob"):
+            return compute_ref_log_prob(self.trainer, samples, self.temperature)
+
+    def score(self, samples: Samples) -> tuple[PerToken, list[Score]]:
+        """The samples' log-probabilities under the trainer's weights, and the task's scores."""
+        self.to_score()
+        with self.stage("compute_log_prob"):
+            logprobs = compute_log_prob(self.trainer, samples, self.temperature)
+        with self.stage("compute_reward"):
+            return logprobs, compute_reward(self.setup.task, samples)
 
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):

@@ -32,17 +32,8 @@ from itertools import chain, starmap
 from operator import add, itemgetter
 from typing import Any
 
-from recipes.generation import Samples, compute_reward, generate_sequences
-from recipes.loop import (
-    Loop,
-    PerToken,
-    TrainerSide,
-    compute_log_prob,
-    compute_ref_log_prob,
-    pairs,
-    spread_of,
-    step_row,
-)
+from recipes.generation import Samples
+from recipes.loop import Loop, PerToken, TrainerSide, pairs, spread_of, step_row
 from recipes.recipe import Recipe
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
@@ -68,24 +59,13 @@ class PpoLoop(Loop):
         }
 
     def train_step(self, step: int) -> dict[str, Any]:
-        setup, trainer, ppo = self.setup, self.trainer, self.setup.recipe.ppo
-        temperature = setup.recipe.sampling.temperature
-        self.to_rollout(step)
-        with self.stage("generate_sequences"):
-            samples = generate_sequences(self.rollout, setup, step)
-        ref_logprobs = None
-        if ppo.kl_coef:
-            self.to_score(self.reference)
-            with self.stage("compute_ref_log_prob"):
-                ref_logprobs = compute_ref_log_prob(trainer, samples, temperature)
+        trainer, recipe, ppo = self.trainer, self.setup.recipe, self.setup.recipe.ppo
+        samples = self.sample(step)
+        ref_logprobs = self.score_by_reference(samples)
         self.to_score(CRITIC)
         with self.stage("compute_values"):
             values = compute_values(trainer, samples)
-        self.to_score()
-        with self.stage("compute_log_prob"):
-            logprobs = compute_log_prob(trainer, samples, temperature)
-        with self.stage("compute_reward"):
-            scores = compute_reward(setup.task, samples)
+        logprobs, scores = self.score(samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = token_rewards(
@@ -100,18 +80,15 @@ class PpoLoop(Loop):
             "values": values,
             "returns": returns,
         }
-        batch = samples.batch(temperature, **learning)
-        parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, setup.recipe.seed, step)
+        batch = samples.batch(self.temperature, **learning)
+        parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
             learned = update_critic(trainer, batch, parts)
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
                 learned |= update_actor(trainer, batch, parts)
         learned["value_explained_variance"] = explained_variance(values, returns)
-        return {
-            **learned,
-            **step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds),
-        }
+        return learned | step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
 
 
 def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:

@@ -66,44 +66,32 @@ def continue_run(
     What decides the numbers (model, task, sampling, ...) must be as it was; RecipeError names the
     first difference.
     """
-    saved_file = run_dir / "recipe.yaml"
+    saved_file, option = run_dir / "recipe.yaml", f"--resume {run_dir}"
     if not saved_file.is_file():
-        raise RecipeError(
-            f"--resume {run_dir}: holds no run (no recipe.yaml); give the folder of an earlier run"
-        )
+        rule = "holds no run (no recipe.yaml); give the folder of an earlier run"
+        raise RecipeError(f"{option}: {rule}")
     with claimed(run_dir):
-        _continue(run_dir, saved_file, recipe_path, overrides)
+        saved, recipe = load(saved_file), load(recipe_path or saved_file, overrides)
+        if key := _first_difference(saved, recipe, MAY_CHANGE):
+            rule = "differs from the run's own recipe.yaml; start a new run instead"
+            raise RecipeError(f"{option}: {key}: {rule}")
+        step = RunFolder(run_dir).last_checkpoint_step()
+        if step >= recipe.steps:
+            rule = f"{step} steps are already done; set steps={step + 10} to go on"
+            raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
+        setup = prepare(recipe, run_dir.absolute())
+        _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
     return run_dir
 
 
-def _continue(
-    run_dir: Path, saved_file: Path, recipe_path: str | None, overrides: Sequence[str]
-) -> None:
-    saved = load(saved_file)
-    recipe = load(recipe_path or saved_file, overrides)
-    for field in dataclasses.fields(Recipe):
-        was, now = getattr(saved, field.name), getattr(recipe, field.name)
-        if was != now and field.name not in MAY_CHANGE:
-            key = _first_difference(field.name, was, now)
-            rule = "differs from the run's own recipe.yaml; start a new run instead"
-            raise RecipeError(f"--resume {run_dir}: {key}: {rule}")
-    step = RunFolder(run_dir).last_checkpoint_step()
-    if step >= recipe.steps:
-        remedy = f"set steps={step + 10} to go on"
-        raise RecipeError(
-            f"--resume {run_dir}: steps={recipe.steps}: {step} steps are already done; {remedy}"
-        )
-    setup = prepare(recipe, run_dir.absolute())
-    _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
-
-
-def _first_difference(name: str, was: Any, now: Any) -> str:
-    if not dataclasses.is_dataclass(was):
-        return f"{name}={now}"
-    for field in dataclasses.fields(was):
-        if getattr(was, field.name) != getattr(now, field.name):
-            return f"{name}.{field.name}={getattr(now, field.name)}"
-    raise AssertionError("no difference")
+def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str:
+    """`key=value` of the first that is another now; empty where none is."""
+    for name in [field.name for field in dataclasses.fields(was) if field.name not in apart_from]:
+        before, after = getattr(was, name), getattr(now, name)
+        if before != after:
+            inside = dataclasses.is_dataclass(before)
+            return f"{name}.{_first_difference(before, after)}" if inside else f"{name}={after}"
+    return ""
 
 
 def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
@@ -247,6 +235,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "page_size": section.page_size,
         "max_running": section.max_running,
         "max_prefill_tokens": section.max_prefill_tokens,
+        "prefix_states": section.prefix_states,
         "max_context_len": setup.max_request_tokens,
         "cuda_graphs": section.cuda_graphs,
         "kv_cache_dtype": section.kv_cache_dtype,

@@ -144,9 +144,8 @@ def _own_task(section: TaskSection) -> Task:
             f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH"
         ) from error
     if not callable(function):
-        raise RecipeError(
-            f"{key}: {module_name} has no function {name}; define it, or correct the name"
-        )
+        rule = f"{module_name} has no function {name}; define it, or correct the name"
+        raise RecipeError(f"{key}: {rule}")
     try:
         task = function(section)
     except Exception as error:

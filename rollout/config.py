@@ -33,8 +33,9 @@ class EngineConfig:
     graph_batch_sizes: batches that get a graph, others are padded to the next or run without; None
     takes a ladder up to max_running.
     prefix_cache: prompts that begin like earlier ones share their pages instead of being computed;
-    only with full or latent attention in every layer, without double sparsity, and otherwise off
-    whatever it says.
+    only without sliding layers and double sparsity, and otherwise off whatever it says.
+    prefix_states: prompts whose states the prefix cache keeps, in a model with linear layers; each
+    takes a slot as a running sample does, and 0 turns the cache off there.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
     neither.
     seed: of the requests that bring none.
@@ -55,6 +56,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     prefix_cache: bool = True
+    prefix_states: int = 16
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -69,6 +71,8 @@ class EngineConfig:
         ):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        if self.prefix_states < 0:
+            raise ValueError(f"prefix_states={self.prefix_states} must be at least 0")
         self._check_whole_pages("kv_tokens", self.kv_tokens)
         if self.window_tokens is not None:
             self._check_whole_pages("window_tokens", self.window_tokens)
@@ -114,6 +118,11 @@ class EngineConfig:
                 )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+
+    @property
+    def state_slots(self) -> int:
+        """Counts the state slots of a model with linear layers, without the padding slot."""
+        return self.max_running + (self.prefix_states if self.prefix_cache else 0)
 
     def _check_double_sparsity(self) -> None:
         if self.attention == "triton":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # no
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
+gc.disable()  # until the tests run: imports of all files make a million objects and no garbage
 
 # The same examples in every run, and no deadline: how long one takes says more of the machine than
 # of the code.
@@ -59,6 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"tests marked `ray` belong to files named test_ray*.py: {strays[0]}"
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What was imported is not looked through by each of the tests' collections."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from examples import hybrid_prefix
-from memsaver import MemorySaver
 from rollout import Completion, DoubleSparsity, Engine, SamplingParams, heavy_channels
 from rollout.disagg import (
     DecodeEngine,
@@ -153,46 +151,6 @@ def test_double_sparsity_over_all_tokens_is_the_plain_engine(
             assert ids(every.generate(PROMPTS, params)) == expected
             nap(every)
         assert ids(few.generate(PROMPTS, SAMPLED)) != expected
-
-
-# ---------------------------------------------------------------- prefixes of hybrid models
-
-
-def test_prefixes_of_a_hybrid_model_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Answers are those without a cache, whatever is found; nothing is found of a time before a
-    pause or other weights. The engine computes such prompts anew.
-    """
-    model = save_tiny(tmp_path / "hybrid", "qwen3_next")
-    answers, computed = hybrid_prefix.main(str(tmp_path / "hybrid"))
-    asked = [[*hybrid_prefix.SYSTEM, last] for last in (1, 2)]
-    assert answers == [greedy(model, prompt, 8) for prompt in asked]
-    assert computed == 2 * 12 - 8, "two pages were found"
-    base = random_prompts((22,), seed=1)[0]
-    other = [*base[:18], 5, 6, 7]
-    prompts = [base, other, [*base[:9], 8], base, [*other, 9]]
-    saver = MemorySaver(device="cpu")
-    prefixes = hybrid_prefix.Prefixes(model, saver, tokens=64, states=3)
-    spent = []
-    for seed in (0, 1):
-        if seed:
-            model.load_state_dict(save_tiny(tmp_path / "other", "qwen3_next", seed).state_dict())
-            prefixes.forget()
-            saver.pause("kv_cache")
-            assert not saver.report().committed_bytes
-            saver.resume("kv_cache")
-            prefixes.kv.on_resume()
-            prefixes.states.on_resume()
-        before = prefixes.computed
-        for prompt in prompts:
-            assert prefixes.generate(prompt, 6) == greedy(model, prompt, 6)
-            prefixes.cache.check_integrity()
-        spent.append(prefixes.computed - before)
-    assert spent[0] == spent[1] < sum(map(len, prompts)) - len(base) // 2
-    engine = Engine.from_pretrained(tmp_path / "other", **SIZES)
-    twice = [engine.generate([base], GREEDY)[0][0].token_ids for _ in range(2)]
-    assert twice == [greedy(model, base, GREEDY.max_tokens)] * 2
-    assert engine.stats.prefix_hit_tokens == 0
-    saver.close()
 
 
 # ---------------------------------------------------------------- shadow updates

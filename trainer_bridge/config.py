@@ -1,10 +1,9 @@
 """Defines what a trainer is told: plain data, frozen, checked when made."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -96,35 +95,35 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check(self, "model_path", bool(self.model_path), "name a Hugging Face model directory")
-        _check(self, "dtype", self.dtype in _DTYPES, f"use one of {', '.join(_DTYPES)}")
-        ok = self.param_dtype is None or self.param_dtype in _DTYPES
-        _check(self, "param_dtype", ok, f"use one of {', '.join(_DTYPES)}, or None for dtype")
-        ok = 0 <= self.learning_rate < math.inf
-        _check(self, "learning_rate", ok, "must be finite, not negative")
-        ok = self.decay_steps is None or self.decay_steps >= 1
-        _check(self, "decay_steps", ok, "must be at least 1, or None for a constant rate")
-        ok = 0 <= self.weight_decay < math.inf
-        _check(self, "weight_decay", ok, "must be finite, not negative")
-        ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _check(self, "betas", ok, "must be two numbers in [0, 1), as (0.9, 0.999)")
-        _check(self, "adam_eps", 0 < self.adam_eps < math.inf, "must be positive and finite")
-        ok = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        _check(self, "max_grad_norm", ok, "must be positive and finite; None does not clip")
-        _check(self, "clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]")
-        ok = 0 < self.clip_eps_high < math.inf
-        _check(self, "clip_eps_high", ok, "must be positive and finite")
-        ok = 0 <= self.kl_loss_coef < math.inf
-        _check(self, "kl_loss_coef", ok, "must be finite, not negative")
-        ok = self.reference or self.kl_loss_coef == 0
-        _check(self, "kl_loss_coef", ok, "needs reference=True")
-        _check(self, "micro_batch_size", self.micro_batch_size >= 1, "must be at least 1")
-        ok = self.threads is None or self.threads >= 1
-        _check(self, "threads", ok, "must be at least 1, or None")
-        ok = self.device == "cpu" or self.device.split(":")[0] == "cuda"
-        _check(self, "device", ok, 'use "cpu", "cuda" or "cuda:N"')
+        dtypes, inf = f"use one of {', '.join(_DTYPES)}", math.inf
+        betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        norm_fits = self.max_grad_norm is None or 0 < self.max_grad_norm < inf
+        on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
+        for name, ok, rule in (
+            ("model_path", self.model_path, "name a Hugging Face model directory"),
+            ("dtype", self.dtype in _DTYPES, dtypes),
+            ("param_dtype", self.param_dtype in (None, *_DTYPES), f"{dtypes}, or None for dtype"),
+            ("learning_rate", 0 <= self.learning_rate < inf, "must be finite, not negative"),
+            (
+                "decay_steps",
+                self.decay_steps is None or self.decay_steps >= 1,
+                "must be at least 1, or None for a constant rate",
+            ),
+            ("weight_decay", 0 <= self.weight_decay < inf, "must be finite, not negative"),
+            ("betas", betas_fit, "must be two numbers in [0, 1), as (0.9, 0.999)"),
+            ("adam_eps", 0 < self.adam_eps < inf, "must be positive and finite"),
+            ("max_grad_norm", norm_fits, "must be positive and finite; None does not clip"),
+            ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
+            ("clip_eps_high", 0 < self.clip_eps_high < inf, "must be positive and finite"),
+            ("kl_loss_coef", 0 <= self.kl_loss_coef < inf, "must be finite, not negative"),
+            ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
+            ("micro_batch_size", self.micro_batch_size >= 1, "must be at least 1"),
+            ("threads", self.threads is None or self.threads >= 1, "must be at least 1, or None"),
+            ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
+        ):
+            _check(self, name, bool(ok), rule)
 
-    def of_critic(self) -> TrainerConfig:
+    def of_critic(self) -> Self:
         """Returns this configuration with the critic's learning rate and decay, all parameters
         trained: what its model and optimizer are made with.
         """

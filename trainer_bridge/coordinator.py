@@ -5,8 +5,6 @@ Each side has a saver of its own. The pair comes in state "train": the rollout a
 awake.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -22,8 +22,6 @@ fails ends the cycle; where weights were being replaced, the rollout is poisoned
 serves nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -160,9 +158,8 @@ class Cycle:
     def _make_room(self) -> None:
         before = set(self._held)
         self._park_all_but([PARAMS])
-        if (
-            self._held == before and self._sleeping
-        ):  # nothing of the trainer's, but what training left in torch's cache
+        # nothing of the trainer's, but what training left in torch's cache
+        if self._held == before and self._sleeping:
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
 
@@ -196,7 +193,6 @@ class Cycle:
     def _poison(self, failure: CycleError) -> None:
         try:
             self._rollout.abort_update(str(failure))
-        except (
-            Exception
-        ) as error:  # the rollout may be what died; the first failure is the one to report
+        # the rollout may be what died; the first failure is the one to report
+        except Exception as error:
             failure.add_note(f"the rollout could not be told: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """Errors of the wake-up cycle and of the actors it drives; users' mistakes are ValueError."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 
 class CycleError(RuntimeError):
@@ -74,3 +74,9 @@ class SyncError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.stage, self.reason)
+
+
+def listed(problems: Sequence[str], limit: int = 20) -> str:
+    """Returns the problems in one text; of very many the first, and how many more there are."""
+    more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
+    return f"{'; '.join(problems[:limit])}{more}"

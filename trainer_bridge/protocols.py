@@ -1,7 +1,5 @@
 """Defines what the cycle and recipes drive: a `Trainer`, or a handle on actors that hold one."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from trainer_bridge.sync.weight_sync import SyncReceipt

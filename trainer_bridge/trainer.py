@@ -2,23 +2,29 @@
 its uses.
 """
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from memsaver import Event, MemorySaver, Report, Usage
+from memsaver.common.device_ids import place_of
 from memsaver.errors import StateError
 from rollout.protocols import SyncTarget
+from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.cast_copy import OnPart
-from trainer_bridge.sync.consensus import Consensus
-from trainer_bridge.sync.publisher import Publisher
+from trainer_bridge.sync.consensus import Consensus, group_consensus
+from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.page_share import PageShare
+from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.transport.routes import Transport
-from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
@@ -27,22 +33,16 @@ from trainer_bridge.training.batch import (
     SequenceBatch,
     check_temperature,
     check_tokens,
-    deal,
-    pad,
 )
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.lora import base_params, without_adapters
-from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs
+from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import build_model, reshard, trained_params
 from trainer_bridge.training.offload import Parking
 from trainer_bridge.training.optimizer import build_optimizer, optimizer_step, set_steps
-from trainer_bridge.training.reference import Reference
 from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.scoring import score_tokens, token_logits
-
-if TYPE_CHECKING:
-    from memsaver import Event, MemorySaver, Report, Usage
-    from rollout.types import Manifest
+from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
+from trainer_bridge.training.shards import local_shard
 
 
 class Trainer:
@@ -108,9 +108,12 @@ class Trainer:
             self._add_params()
             self._parking.add(OPTIM)
             self.critic = self._value_model()
-            self._publisher = Publisher(
-                base_params(self.model), self.device, saver, layout, self._adapters
-            )
+            self._params, self._layout = base_params(self.model), layout
+            self._factors: Mapping[str, LowRank] = {}
+            self._shards: dict[str, Tensor] = {}
+            self._addresses: list[int] = []
+            self._sync: WeightSync | None = None
+            self._share: PageShare | None = None
             undo.pop_all()
 
     def compute_log_prob(
@@ -124,18 +127,9 @@ class Trainer:
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
-        temperature = batch.temperature if temperature is None else temperature
-        check_temperature(temperature)
         self._parking.require("compute_log_prob", PARAMS)
-        check_tokens(batch, self.model.config)
         with without_adapters(self.model) if base else contextlib.nullcontext():
-            return score_tokens(
-                self.model,
-                batch,
-                lambda micro: self._score(micro, temperature)[0],
-                self.config.micro_batch_size,
-                self._runtime,
-            )
+            return self._logprobs(self.model, batch, temperature)
 
     def compute_ref_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None
@@ -145,14 +139,12 @@ class Trainer:
         """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, temperature, base=True)
-        temperature = batch.temperature if temperature is None else temperature
-        check_temperature(temperature)
         if self.reference is None:
             raise StateError(
                 "compute_ref_log_prob() has no reference; make the trainer with reference=True"
             )
         self._parking.require("compute_ref_log_prob", REFERENCE)
-        return self.reference.compute_log_prob(batch, temperature)
+        return self._logprobs(self.reference, batch, temperature)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Returns the critic's value per response token (`Critic`); needs tag `critic` restored."""
@@ -181,16 +173,14 @@ class Trainer:
             )
         if not batch.num_tokens:
             raise ValueError("update_actor got no response tokens to learn from; skip the step")
-        self.model.train()
         self.zero_grad()
-        sums = [0.0, 0.0, 0.0, 0.0]
-        for rows in deal(batch, self.rank, self._runtime.world, self.config.micro_batch_size):
-            part = self._backward(batch, pad(batch, rows, self.device))
-            sums = [total + value for total, value in zip(sums, part, strict=True)]
+        size = self.config.micro_batch_size
+        means = add_gradients(
+            self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
+        )
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
-        means = [total / batch.num_tokens for total in self._runtime.sum_ranks(sums)]
         return dict(zip(names, means, strict=True)) | {
             "grad_norm": grad_norm,
             "tokens": float(batch.num_tokens),
@@ -214,15 +204,14 @@ class Trainer:
     def empty_cache(self) -> None:
         """Drop gradients and unsharded layers, and give torch's cached blocks to the device."""
         self.zero_grad()
-        for side in (self, self.critic, self.reference):
-            if side is not None:
-                reshard(side.model)
+        for model in self.models():
+            reshard(model)
         self._runtime.empty_cache()
 
     def models(self) -> list[nn.Module]:
         """Returns policy, reference and critic, as far as there are."""
-        beside = [side.model for side in (self.reference, self.critic) if side is not None]
-        return [self.model, *beside]
+        critic = None if self.critic is None else self.critic.model
+        return [model for model in (self.model, self.reference, critic) if model is not None]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -244,12 +233,31 @@ class Trainer:
         ValueError lists what does not fit, a `SyncError` says which other rank found that; nothing
         has been touched then.
         """
-        self._publisher.connect(targets, consensus, transport)
+        if consensus is None:
+            assert dist.group.WORLD is not None
+            consensus = group_consensus(dist.group.WORLD)
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = WeightSync(
+            self._my_shards(),
+            self.shards,
+            targets,
+            consensus,
+            place=place_of(self.device),
+            derived=lambda: self._factors,
+            transport=transport,
+            group=dist.group.WORLD,
+        )
+        if self._layout is not None:
+            assert self.saver is not None
+            self._share = PageShare(
+                self.saver, PARAMS, self._layout, self.shards, targets, consensus
+            )
 
     @property
     def transports(self) -> tuple[Transport, ...]:
         """Tells which ways the bytes of a sync go, and what they cost; empty before `connect`."""
-        return self._publisher.transports
+        return () if self._sync is None else self._sync.transports
 
     def sync_weights(
         self,
@@ -266,9 +274,19 @@ class Trainer:
         still serve what the sync before wrote.
         """
         self._parking.require("sync_weights", PARAMS)
-        return self._publisher.sync(
-            version, shadow=shadow, check_finite=check_finite, on_part=on_part
-        )
+        if self._sync is None:
+            rule = "sync_weights() has no rollout to write to"
+            raise StateError(f"{rule}; call connect([engine]) first, on every rank")
+        names = None
+        if self._adapters is not None:
+            names = self._adapters.names if self._sync.holds() else None
+            self._factors = self._adapters.factors()
+        try:
+            return self._sync.sync(
+                version, shadow=shadow, names=names, check_finite=check_finite, on_part=on_part
+            )
+        finally:
+            self._factors = {}  # what was gathered for it
 
     def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
         """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is
@@ -278,13 +296,21 @@ class Trainer:
         `PageShare.share`.
         """
         self._parking.require("share_weights", PARAMS)
-        return self._publisher.share(version, verify)
+        if self._share is None:
+            rule = "share_weights() needs parameters that lie as the rollout's weights do"
+            remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
+            raise StateError(f"{rule}; {remedy}")
+        return self._share.share(version, verify=verify)
 
     def shards(self) -> dict[str, Tensor]:
         """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
         ones once. It is the same dict until a shard moves.
         """
-        return self._publisher.shards()
+        addresses = [_address(param) for param in self._params.values()]
+        if addresses != self._addresses:
+            self._shards = {name: local_shard(param) for name, param in self._params.items()}
+            self._addresses = addresses
+        return self._shards
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
@@ -338,21 +364,36 @@ class Trainer:
 
         The saver is its maker's.
         """
-        self._publisher.close()
+        if self._sync is not None:
+            self._sync.close()
         self._runtime.close()
 
-    def _score(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro
-        batch's response tokens.
-        """
-        return token_logprobs(token_logits(self.model, micro), micro.target, temperature)
+    def _my_shards(self) -> list[SourceShard]:
+        rank, found = dist.get_rank(), []
+        for name, param in self._params.items():
+            assert isinstance(param, DTensor)
+            found += [shard for shard in dtensor_shards(name, param) if shard.rank == rank]
+        return found
+
+    def _logprobs(
+        self, model: nn.Module, batch: SequenceBatch, asked: float | None
+    ) -> list[list[float]]:
+        temperature = batch.temperature if asked is None else asked
+        check_temperature(temperature)
+        return score_tokens(
+            model,
+            batch,
+            lambda micro: micro_logprobs(model, micro, temperature)[0],
+            self.config.micro_batch_size,
+            self._runtime,
+        )
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
         """Add the micro batch's gradient.
 
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
-        logprobs, entropy = self._score(micro, batch.temperature)
+        logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
         old = batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         sums = ppo_clip(
@@ -375,11 +416,18 @@ class Trainer:
         alone = self.reference is None and self.config.critic is None
         self._parking.add(PARAMS, None if alone else lambda: self.step)
 
-    def _first_weights(self) -> Reference | None:
-        """Returns the reference, parked before anything else takes memory."""
-        if not self.config.reference or self.config.lora is not None:
+    def _first_weights(self) -> nn.Module | None:
+        """Returns the reference, frozen, parked before anything else takes memory. It is in the
+        dtype that the policy computes in: what never changes needs no masters of more precision.
+        """
+        config = self.config
+        if not config.reference or config.lora is not None:
             return None
-        reference = Reference(self.config, self._runtime, self.saver)
+        stored = dataclasses.replace(config, dtype=config.param_dtype or config.dtype)
+        reference = build_model(
+            stored, self._runtime, self.saver, tag=REFERENCE, drawn_as=config.torch_dtype
+        )
+        reference.requires_grad_(False)
         self._parking.add(REFERENCE, lambda: 0)
         self._parking.park(REFERENCE)
         return reference
@@ -414,3 +462,9 @@ class Trainer:
         if self.saver is not None and self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
             raise StateError(f"{text}; put its weights to sleep first")
+
+
+def _address(param: Tensor) -> int:
+    """Returns the local shard's address. `to_local` takes a hundred times as long, every time."""
+    assert isinstance(param, DTensor)
+    return param._local_tensor.data_ptr()

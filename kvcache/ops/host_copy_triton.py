@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.ops.host_copy_plan import HostCopyPlan
 from kvcache.ops.units_triton import WORDS, unit_pointer
 
 BLOCK = 4096  # units
@@ -21,19 +20,25 @@ FIELDS = tl.constexpr(6)  # of a row of the plan's table
 
 
 def copy_rows_triton(
-    plan: HostCopyPlan,
+    table: torch.Tensor,
+    entries: range,
     host_rows: torch.Tensor,
     device_slots: torch.Tensor,
-    layers: range,
+    *,
+    page_size: int,
+    widest: int,
+    unit: int,
     to_host: bool,
 ) -> None:
-    """Same contract as `copy_rows`."""
-    unit, parts, n = plan.unit, len(plan.parts), len(host_rows)
-    blocks = triton.cdiv(n * plan.widest // unit, BLOCK)
-    with torch.cuda.device_of(plan.table):
-        copy_rows_kernel[(min(blocks * len(layers) * parts, PROGRAMS),)](
-            plan.table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0),
-            n, blocks, layers.start * parts, layers.stop * parts, plan.page_size, UNIT=unit,
+    """Copies rows as `copy_rows` does, those of `entries` of the plan's table. widest: bytes of the
+    longest row; unit: bytes that are moved at once.
+    """
+    n = len(host_rows)
+    blocks = triton.cdiv(n * widest // unit, BLOCK)
+    with torch.cuda.device_of(table):
+        copy_rows_kernel[(min(blocks * len(entries), PROGRAMS),)](
+            table, host_rows, device_slots, host_rows.stride(0), device_slots.stride(0),
+            n, blocks, entries.start, entries.stop, page_size, UNIT=unit,
             WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, BLOCK=BLOCK, TO_HOST=to_host,
             num_warps=WARPS,
         )  # fmt: skip

@@ -111,12 +111,8 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     head = block * 16 // DIM
     first = block * 16 % DIM
     pair, element = tl.arange(0, 8), tl.arange(0, 16)
-    at = (
-        rows
-        + i * stride_n
-        + (head * stride_h + first * stride_d)[:, None]
-        + element[None, :] * stride_d
-    )
+    at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None]
+    at += element[None, :] * stride_d
     values = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
     values = tl.where(values == values, values, 0.0)
     even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))

@@ -32,16 +32,9 @@ def move_triton(parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Ten
         sizes = {"WIDTH": width, "BLOCK": block}
         with torch.cuda.device_of(part):
             _stage_kernel[(triton.cdiv(count, _STAGED_AT_ONCE),)](
-                part,
-                staged,
-                written,
-                src,
-                count,
-                *strides,
-                LAYERS=layers,
-                ROWS=_STAGED_AT_ONCE,
-                **sizes,
-            )
+                part, staged, written, src, count, *strides,
+                LAYERS=layers, ROWS=_STAGED_AT_ONCE, **sizes,
+            )  # fmt: skip
             _move_kernel[(triton.cdiv(count, rows), layers)](
                 part, staged, written, tgt, src, count, tgt.stride(0), *strides, ROWS=rows, **sizes
             )
@@ -67,11 +60,8 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
                 for _ in range(LAYERS):
                     for start in range(0, WIDTH, BLOCK):
                         column = start + tl.arange(0, BLOCK)
-                        tl.store(
-                            to + column,
-                            tl.load(at + column, mask=column < WIDTH),
-                            mask=column < WIDTH,
-                        )
+                        inside = column < WIDTH
+                        tl.store(to + column, tl.load(at + column, mask=inside), mask=inside)
                     at += layer_stride
                     to += WIDTH
 

@@ -31,9 +31,8 @@ def quantise_fp8(
     saturated; a new one.
     """
     limit = torch.finfo(dtype).max
-    return (
-        (rows.float() * inverse_scale).nan_to_num(0.0, limit, -limit).clamp(-limit, limit).to(dtype)
-    )
+    scaled = (rows.float() * inverse_scale).nan_to_num(0.0, limit, -limit)
+    return scaled.clamp(-limit, limit).to(dtype)
 
 
 def read_fp8(

@@ -22,9 +22,8 @@ class RotaryTables:
         """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they
         multiply.
         """
-        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(
-            1
-        )
+        cos, sin = (table[positions].to(dtype) for table in (self.cos, self.sin))
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate_and_store(
@@ -69,9 +68,8 @@ def rotate(
         rows = torch.arange(len(k), device=k.device)
         rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         none = k[..., :0]
-        return rotate_and_store_triton(
-            q, k, none, positions, rows, cos, sin, rotated, none
-        ), rotated
+        q = rotate_and_store_triton(q, k, none, positions, rows, cos, sin, rotated, none)
+        return q, rotated
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
     return apply_rotary(q, cos_rows, sin_rows), apply_rotary(k, cos_rows, sin_rows)
 

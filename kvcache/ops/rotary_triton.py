@@ -31,12 +31,8 @@ def rotate_and_store_triton(
             "the rows of a KV buffer must be contiguous"
         )
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    block_heads = max(
-        1,
-        min(
-            _TILE // triton.next_power_of_2(dim // 2), triton.next_power_of_2(max(heads, kv_heads))
-        ),
-    )
+    most_heads = triton.next_power_of_2(max(heads, kv_heads))
+    block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), most_heads))
     q_blocks, kv_blocks = triton.cdiv(heads, block_heads), triton.cdiv(kv_heads, block_heads)
     with torch.cuda.device_of(out):
         _rotate_and_store[(tokens, q_blocks + kv_blocks)](
@@ -105,9 +101,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     dtype = x.dtype.element_ty
     cosine = _table_row(cos, position, pair, dtype, HALF)
     sine = _table_row(sin, position, pair, dtype, HALF)
-    source = (
-        x + token * stride_x + head * stride_x_head + (2 * pair if INTERLEAVED else pair)[None, :]
-    )
+    column = (2 * pair if INTERLEAVED else pair)[None, :]
+    source = x + token * stride_x + head * stride_x_head + column
     to = out + token * stride_out + head * stride_out_head + pair[None, :]
     inside = (head < heads) & (pair < HALF)[None, :]
     _rotate(source, to, cosine, sine, inside, HALF, 1 if INTERLEAVED else HALF)
@@ -154,17 +149,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         to = k_cache + slot * stride_k_slot + head * DIM
         if VALUE_DIM:
             value = v + token * stride_v + head * stride_v_head
-            _copy(
-                value, v_cache + slot * stride_v_slot + head * VALUE_DIM, inside, VALUE_DIM, BLOCK_V
-            )
-    _rotate(
-        source + pair[None, :],
-        to + pair[None, :],
-        cosine,
-        sine,
-        inside & (pair < HALF)[None, :],
-        HALF,
-        HALF,
-    )
+            stored = v_cache + slot * stride_v_slot + head * VALUE_DIM
+            _copy(value, stored, inside, VALUE_DIM, BLOCK_V)
+    column, rotated = pair[None, :], inside & (pair < HALF)[None, :]
+    _rotate(source + column, to + column, cosine, sine, rotated, HALF, HALF)
     if DIM > 2 * HALF:
         _copy(source + 2 * HALF, to + 2 * HALF, inside, DIM - 2 * HALF, BLOCK_REST)

@@ -7,6 +7,7 @@ the writers of a range one after the other. All on one device; slots are not ran
 nothing synchronises there. Errors are ValueError, before anything is written.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,23 +33,17 @@ class Writers:
 
         ValueError where two writers have a head in common.
         """
-        rows, before = [], 0
-        for first, count in heads:
-            rows.append((first, count, before))
-            before += count
+        ends = list(itertools.accumulate(count for _, count in heads))
+        pairs = zip(heads, ends, strict=True)
+        rows = [(first, count, end - count) for (first, count), end in pairs]
         taken = set[int]().union(*(range(first, first + count) for first, count in heads))
-        if (
-            not rows
-            or len(taken) != before
-            or any(first < 0 or count < 1 for first, count in heads)
-        ):
+        wrong = any(first < 0 or count < 1 for first, count in heads)
+        if not rows or len(taken) != ends[-1] or wrong:
             raise ValueError(
                 f"writers (first head, heads) {list(heads)} must be some, "
                 "and have no head in common"
             )
-        return Writers(
-            tuple((first, count) for first, count in heads), torch.tensor(rows, device=device)
-        )
+        return Writers(tuple(heads), torch.tensor(rows, device=device))
 
     @property
     def total(self) -> int:
@@ -80,9 +75,9 @@ def gather_staged(
         return
     k, v = (t.view(torch.uint8)[:, :, head_start : head_start + num_heads] for t in (k, v))
     if use_triton(impl, k.device):
-        from kvcache.ops.staging_triton import gather_triton
+        from kvcache.ops.staging_triton import copy_triton
 
-        gather_triton(k, v, loc, staged)
+        copy_triton(k, v, loc, staged, [num_heads])
         return
     for pages, part in zip((k, v), _parts(staged, k, v, len(loc), num_heads), strict=True):
         part.copy_(pages[:, loc])
@@ -109,16 +104,15 @@ def scatter_staged(
         return
     k, v = k.view(torch.uint8), v.view(torch.uint8)
     if use_triton(impl, k.device):
-        from kvcache.ops.staging_triton import scatter_triton
+        from kvcache.ops.staging_triton import copy_triton
 
-        scatter_triton(staged, k, v, loc, writers.heads, writers.table)
+        copy_triton(k, v, loc, staged, [count for _, count in writers.heads], writers.table)
         return
     at = 0
     for first, count in writers.heads:
         size = staged_bytes(k, v, len(loc), count)
-        for pages, part in zip(
-            (k, v), _parts(staged[at : at + size], k, v, len(loc), count), strict=True
-        ):
+        parts = _parts(staged[at : at + size], k, v, len(loc), count)
+        for pages, part in zip((k, v), parts, strict=True):
             pages[:, loc, first : first + count] = part
         at += size
 
@@ -128,9 +122,8 @@ def _parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
     keys, values = staged.split([k.shape[0] * tokens * heads * row for row in _row_bytes(k, v)])
-    return keys.view(-1, tokens, heads, _row_bytes(k, v)[0]), values.view(
-        -1, tokens, heads, _row_bytes(k, v)[1]
-    )
+    shape = (k.shape[0], tokens, heads, -1)
+    return keys.view(shape), values.view(shape)
 
 
 def _row_bytes(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:

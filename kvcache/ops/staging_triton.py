@@ -19,34 +19,24 @@ MAX_BLOCKS = 65535
 WARPS = 8
 
 
-def gather_triton(
-    k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, staged: torch.Tensor
-) -> None:
-    """k and v: uint8, sliced to the heads wanted."""
-    layers, heads, tokens = k.shape[0], k.shape[2], len(loc)
-    unit, constants, blocks = _instance(k, v, staged, heads, tokens)
-    with torch.cuda.device_of(k):
-        gather_kernel[(2 * layers, blocks)](
-            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
-            heads, *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
-        )  # fmt: skip
-
-
-def scatter_triton(
-    staged: torch.Tensor,
+def copy_triton(
     k: torch.Tensor,
     v: torch.Tensor,
     loc: torch.Tensor,
-    heads: Sequence[tuple[int, int]],
-    writers: torch.Tensor,
+    staged: torch.Tensor,
+    counts: Sequence[int],
+    writers: torch.Tensor | None = None,
 ) -> None:
-    """k and v: uint8. heads, writers: both fields of the `Writers`."""
+    """k and v: uint8. Copies what writers of so many heads each (`counts`) staged into slots `loc`;
+    writers: the table of `Writers`. Without one, copies all heads of k and v to `staged`.
+    """
     layers, tokens = k.shape[0], len(loc)
-    unit, constants, blocks = _instance(k, v, staged, max(count for _, count in heads), tokens)
+    unit, constants, blocks = _instance(k, v, staged, max(counts), tokens)
     with torch.cuda.device_of(k):
-        scatter_kernel[(len(heads) * 2 * layers, blocks)](
+        copy_kernel[(len(counts) * 2 * layers, blocks)](
             k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
-            writers, *_strides(k, unit), *_strides(v, unit), **constants, num_warps=WARPS,
+            k.shape[2], writers, *_strides(k, unit), *_strides(v, unit), **constants,
+            TO_PAGES=writers is not None, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -107,31 +97,6 @@ def _copy_layer(  # type: ignore[no-untyped-def]
         block += tl.num_programs(1)
 
 
-@triton.jit
-def _copy_part(  # type: ignore[no-untyped-def]
-    part, k, v, staged, loc, loc_stride, layers, tokens, heads, first_head,
-    k_layer, k_slot, k_head, v_layer, v_slot, v_head,
-    K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
-):  # fmt: skip
-    """Part < layers: keys of that layer, else values. `staged`: where the writer's bytes begin."""
-    rows = tokens * heads  # int64, as all offsets: pools and buffers may pass 2**31
-    if part < layers:
-        pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
-        _copy_layer(
-            pages, staged + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, heads,
-            k_slot, k_head, K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
-        )  # fmt: skip
-    else:
-        layer = part - layers
-        pages = unit_pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
-        before = rows * (layers * K_UNITS + layer * V_UNITS)
-        _copy_layer(
-            pages, staged + before * VECTOR, loc, loc_stride, tokens, heads, v_slot, v_head,
-            V_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
-        )  # fmt: skip
-
-
 _NUMBERS = [
     "k", "v", "staged", "loc_stride", "layers", "tokens", "heads",
     "k_layer", "k_slot", "k_head", "v_layer", "v_slot", "v_head",
@@ -139,38 +104,36 @@ _NUMBERS = [
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def gather_kernel(  # type: ignore[no-untyped-def]
-    k, v, staged, loc, loc_stride, layers, tokens, heads,
+def copy_kernel(  # type: ignore[no-untyped-def]
+    k, v, staged, loc, loc_stride, layers, tokens, heads, writers,
     k_layer, k_slot, k_head, v_layer, v_slot, v_head,
     K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """k, v, staged: addresses. Strides of pages in units."""
-    part = tl.program_id(0).to(tl.int64)
-    tokens = tokens.to(tl.int64)
-    _copy_part(
-        part, k, v, unit_pointer(staged, WORD, VECTOR), loc, loc_stride, layers, tokens,
-        heads.to(tl.int64), 0, k_layer, k_slot, k_head, v_layer, v_slot, v_head,
-        K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, False,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=[name for name in _NUMBERS if name != "heads"])
-def scatter_kernel(  # type: ignore[no-untyped-def]
-    k, v, staged, loc, loc_stride, layers, tokens, writers,
-    k_layer, k_slot, k_head, v_layer, v_slot, v_head,
-    K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Counts as `gather_kernel`; the grid's first dimension goes over writers, then their parts."""
+    """k, v, staged: addresses. Strides of pages in units. The grid's first dimension goes over
+    writers, where there are some, then their parts: keys of each layer, then values.
+    """
     program = tl.program_id(0).to(tl.int64)
-    writer = writers + program // (2 * layers) * 3
-    tokens = tokens.to(tl.int64)
-    first_head, heads, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
-    begins = before * tokens * layers * (K_UNITS + V_UNITS)
-    _copy_part(
-        program % (2 * layers), k, v, unit_pointer(staged, WORD, VECTOR) + begins * VECTOR,
-        loc, loc_stride, layers, tokens, heads, first_head,
-        k_layer, k_slot, k_head, v_layer, v_slot, v_head,
-        K_UNITS, V_UNITS, WORD, VECTOR, COLUMNS, CHUNKS, BLOCK, True,
-    )  # fmt: skip
+    tokens = tokens.to(tl.int64)  # as all offsets: pools and buffers may pass 2**31
+    stage = unit_pointer(staged, WORD, VECTOR)
+    if TO_PAGES:
+        writer = writers + program // (2 * layers) * 3
+        first_head, mine, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
+        stage += before * tokens * layers * (K_UNITS + V_UNITS) * VECTOR
+    else:
+        first_head, mine = 0, heads.to(tl.int64)
+    part, rows = program % (2 * layers), tokens * mine
+    if part < layers:
+        pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
+        _copy_layer(
+            pages, stage + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, mine,
+            k_slot, k_head, K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
+        )  # fmt: skip
+    else:
+        layer = part - layers
+        pages = unit_pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
+        before_values = rows * (layers * K_UNITS + layer * V_UNITS)
+        _copy_layer(
+            pages, stage + before_values * VECTOR, loc, loc_stride, tokens, mine,
+            v_slot, v_head, V_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
+        )  # fmt: skip

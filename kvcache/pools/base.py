@@ -1,7 +1,5 @@
 """Defines what every device pool of keys and values does."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

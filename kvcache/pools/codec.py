@@ -1,13 +1,11 @@
 """Defines how the elements of a row are kept: as they are, as scaled fp8, or as FP4 blocks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from kvcache.config import FP4_BLOCK, FP4_DTYPE, FP8_DTYPES, TokenConfig
+from kvcache.config import FP4_BLOCK, FP4_DTYPE, FP8_DTYPES, TokenConfig, store_dtype
 from kvcache.ops.kv_write import set_kv_buffer, set_kv_buffer_fp4, set_kv_buffer_fp8
 from kvcache.ops.quant import read_fp4, read_fp8
 from kvcache.pools.storage import Part
@@ -27,9 +25,9 @@ class Codec(ABC):
     def __init__(self, config: TokenConfig) -> None:
         self.config = config
 
-    @abstractmethod
     def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
         """Returns what a slot holds for a row of this shape."""
+        return (Part(name=name, row=(heads, width), dtype=store_dtype(self.config.dtype)),)
 
     @abstractmethod
     def write(
@@ -41,9 +39,9 @@ class Codec(ABC):
     def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
         """The rows in slots `loc` as `config.row_dtype`; nth: which kind of row, for its scale."""
 
-    @abstractmethod
     def view(self, stored: Stored) -> torch.Tensor:
         """A whole layer as `[N, H, W]`."""
+        return stored[0].view(self.config.dtype)
 
     def scales(self, layer: int) -> tuple[float, ...]:
         """Returns what values read from the layer are multiplied by, one number a kind of row."""
@@ -66,9 +64,6 @@ class PlainCodec(Codec):
         super().__init__(config)
         self.accepts = (config.dtype,)
 
-    def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
-        return (Part(name=name, row=(heads, width), dtype=self.config.dtype),)
-
     def write(
         self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
     ) -> None:
@@ -76,9 +71,6 @@ class PlainCodec(Codec):
 
     def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
         return stored[0][loc]
-
-    def view(self, stored: Stored) -> torch.Tensor:
-        return stored[0]
 
 
 class FP8Codec(Codec):
@@ -99,9 +91,6 @@ class FP8Codec(Codec):
             (2, config.num_layers, 2), device=config.device
         )
 
-    def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
-        return (Part(name=name, row=(heads, width), dtype=torch.uint8),)
-
     def write(
         self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
     ) -> None:
@@ -119,9 +108,6 @@ class FP8Codec(Codec):
             stored[0], loc, self._device_scales[layer, nth], config.dtype, config.row_dtype
         )
 
-    def view(self, stored: Stored) -> torch.Tensor:
-        return stored[0].view(self.config.dtype)
-
     def scales(self, layer: int) -> tuple[float, ...]:
         return self._scales[layer]
 
@@ -131,10 +117,8 @@ class FP8Codec(Codec):
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
         exact = torch.tensor([float(scale) for scale in scales])  # as fp32
         inverse = 1 / exact
-        if (
-            len(scales) != len(self.config.rows)
-            or not ((exact > 0) & exact.isfinite() & inverse.isfinite()).all()
-        ):
+        usable = ((exact > 0) & exact.isfinite() & inverse.isfinite()).all()
+        if len(scales) != len(self.config.rows) or not usable:
             names = ", ".join(self.config.rows)
             raise ValueError(
                 f"scales {tuple(scales)} of layer {layer} must be one finite number "

@@ -2,10 +2,7 @@
 of the keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +11,7 @@ from kvcache.ops.kv_write import set_rows
 from kvcache.pools.base import check_loc
 from kvcache.pools.mha import MHATokenToKVPool
 from kvcache.pools.storage import Part
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 class DoubleSparseTokenToKVPool(MHATokenToKVPool):

@@ -1,9 +1,5 @@
 """Keys and values of multi-head (and grouped-query) attention."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from kvcache.config import KVCacheConfig
@@ -11,9 +7,7 @@ from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
 from kvcache.pools.base import check_loc
 from kvcache.pools.codec import PlainCodec
 from kvcache.pools.token import TokenPool
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 class MHATokenToKVPool(TokenPool):
@@ -24,12 +18,8 @@ class MHATokenToKVPool(TokenPool):
     ) -> None:
         self.config = config
         super().__init__(config, saver, tag)
-        # all layers: [L, size + ps, H, ...]
-        self._k = self._storage.parts["k"]
-        self._v = self._storage.parts["v"]
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if not self.fp4:
-            self._views = [(self._codec.view(k), self._codec.view(v)) for k, v in self._layers]
+        view = self._codec.view
+        self._views = [] if self.fp4 else [(view(k), view(v)) for k, v in self._layers]
 
     def set_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -88,11 +78,8 @@ class MHATokenToKVPool(TokenPool):
         """Keys `[n, H, D]` and values `[n, H, Dv]` as `config.row_dtype`."""
         self._check_layer(layer_id)
         check_loc("loc", loc, self.device)
-        k, v = (
-            self._codec.read(layer_id, nth, stored, loc)
-            for nth, stored in enumerate(self._layers[layer_id])
-        )
-        return k, v
+        k, v = self._layers[layer_id]
+        return self._codec.read(layer_id, 0, k, loc), self._codec.read(layer_id, 1, v, loc)
 
 
 class MHATokenToKVPoolFP4(MHATokenToKVPool):
@@ -105,5 +92,5 @@ class MHATokenToKVPoolFP4(MHATokenToKVPool):
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ValueError: FP4 elements have no views."""
         self._check_layer(layer_id)
-        k, v = (self._codec.view(stored) for stored in self._layers[layer_id])
-        return k, v
+        k, v = self._layers[layer_id]
+        return self._codec.view(k), self._codec.view(v)

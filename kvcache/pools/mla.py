@@ -1,17 +1,11 @@
 """The latent rows of multi-head latent attention (DeepSeek-V2, V3)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from kvcache.config import FP4_BLOCK, MLACacheConfig
 from kvcache.pools.base import check_loc
 from kvcache.pools.token import TokenPool
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 class MLATokenToKVPool(TokenPool):
@@ -60,15 +54,8 @@ class MLATokenToKVPool(TokenPool):
         """The latent and the rotary side of each stored part."""
         rank = self.config.kv_lora_rank
         cuts = [rank] if len(stored) == 1 else [rank // 2, rank // FP4_BLOCK]
-        return tuple(
-            zip(
-                *(
-                    (part[..., :cut], part[..., cut:])
-                    for part, cut in zip(stored, cuts, strict=True)
-                ),
-                strict=True,
-            )
-        )
+        sides = (part.tensor_split([cut], -1) for part, cut in zip(stored, cuts, strict=True))
+        return tuple(zip(*sides, strict=True))
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[size + ps, 1, rank + rope]` and values, a view of their first `rank` elements."""

@@ -1,20 +1,14 @@
 """Pools for models whose layers differ: a layer id leads to a pool and an index in it."""
 
-from __future__ import annotations
-
 import itertools
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache.config import KVCacheConfig
 from kvcache.pools.base import HostCopy, KVPool, check_loc, check_pairs
 from kvcache.pools.mha import MHATokenToKVPool
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 class RoutedKVPool(KVPool):
@@ -35,18 +29,19 @@ class RoutedKVPool(KVPool):
         self.device = first.device
         self.dtype = first.dtype
 
-    @abstractmethod
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
         """Slots `loc` as slots of `pool`."""
+        return loc
 
-    @abstractmethod
-    def _no_such_layer(self, layer_id: int) -> str:
-        """Returns what to say of a layer without keys and values here."""
+    def _no_such_layer(self, layer_id: int, layers: str) -> str:
+        """Returns what to say of a layer that is none of those that have keys and values here."""
+        return f"layer {layer_id} is not in this pool; it holds layers {layers}"
 
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
         """The pool that holds a layer, and the layer's index in it; ValueError if none does."""
         if layer_id not in self._routes:
-            raise ValueError(self._no_such_layer(layer_id))
+            layers = ", ".join(map(str, sorted(self._routes)))
+            raise ValueError(self._no_such_layer(layer_id, layers))
         return self._routes[layer_id]
 
     @property
@@ -105,7 +100,7 @@ class RoutedKVPool(KVPool):
             raise ValueError(f"the host copy is of {copy.format}, not of {len(self.pools)} pools")
         parts, start = [], 0
         for pool, form in zip(self.pools, copy.format, strict=True):
-            count = pool.num_parts
+            count = len(pool.stored)
             parts.append(HostCopy(form, copy.tensors[start : start + count]))  # type: ignore[arg-type]
             start += count
         for pool, part in zip(self.pools, parts, strict=True):
@@ -182,10 +177,6 @@ class SWAKVPool(RoutedKVPool):
     def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
         return loc if pool is self.full_pool else self.translate(loc)
 
-    def _no_such_layer(self, layer_id: int) -> str:
-        layers = ", ".join(map(str, sorted(self._routes)))
-        return f"layer {layer_id} is not in this pool; it holds layers {layers}"
-
 
 class HybridLinearKVPool(RoutedKVPool):
     """Keys and values of the full-attention layers only, of a model whose other layers keep states
@@ -206,21 +197,14 @@ class HybridLinearKVPool(RoutedKVPool):
             (self.full_pool,), {layer: (self.full_pool, i) for i, layer in enumerate(full_layers)}
         )
 
-    def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
-        return loc
-
-    def _no_such_layer(self, layer_id: int) -> str:
-        layers = ", ".join(map(str, sorted(self._routes)))
+    def _no_such_layer(self, layer_id: int, layers: str) -> str:
         why = "(a linear layer, or none of the model)"
         return f"layer {layer_id} keeps no keys and values {why}; layers {layers} do"
 
 
 def _check_layers(kind: str, config: KVCacheConfig, layers: Sequence[int]) -> None:
-    if (
-        len(layers) != config.num_layers
-        or len(set(layers)) != len(layers)
-        or any(layer < 0 for layer in layers)
-    ):
+    wrong = len(set(layers)) != len(layers) or any(layer < 0 for layer in layers)
+    if len(layers) != config.num_layers or wrong:
         raise ValueError(
             f"the {kind} pool is for {config.num_layers} layers, got the layer ids {list(layers)}"
         )

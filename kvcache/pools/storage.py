@@ -1,18 +1,13 @@
 """One block of memory for the slots of a pool, all layers and parts of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache.ops.move import move_rows
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,7 @@
 """Defines what all pools with one block of token rows share; the config gives the kinds of rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +9,7 @@ from kvcache.config import FP4_DTYPE, TokenConfig, store_dtype
 from kvcache.pools.base import HostCopy, KVPool, check_copy, check_loc, check_pairs
 from kvcache.pools.codec import make_codec
 from kvcache.pools.storage import Part, SlotStorage
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 class TokenPool(KVPool):
@@ -30,7 +25,11 @@ class TokenPool(KVPool):
     def __init__(
         self, config: TokenConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
     ) -> None:
-        self._check_kind(config)
+        if self.fp4 != (config.dtype == FP4_DTYPE):
+            raise ValueError(
+                f"{type(self).__name__} can't store {config.dtype}; "
+                "FP4 has pools of its own (...PoolFP4)"
+            )
         self.size = config.size
         self.page_size = config.page_size
         self.dtype = config.dtype
@@ -52,13 +51,6 @@ class TokenPool(KVPool):
         for layer in range(config.num_layers):
             self._layers.append([self._stored(parts, layer) for parts in by_row])
         self.on_resume()
-
-    def _check_kind(self, config: TokenConfig) -> None:
-        if self.fp4 != (config.dtype == FP4_DTYPE):
-            raise ValueError(
-                f"{type(self).__name__} can't store {config.dtype}; "
-                "FP4 has pools of its own (...PoolFP4)"
-            )
 
     def _stored(self, parts: Sequence[Part], layer: int) -> tuple[torch.Tensor, ...]:
         return tuple(self._storage.parts[part.name][layer] for part in parts)
@@ -112,11 +104,6 @@ class TokenPool(KVPool):
         check_copy(copy, self.format(), count)
 
     @property
-    def num_parts(self) -> int:
-        """Tensors that a host copy has."""
-        return len(self._storage.parts)
-
-    @property
     def stored(self) -> Mapping[str, torch.Tensor]:
         """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows
         contiguous.
@@ -131,9 +118,8 @@ class TokenPool(KVPool):
         return (config.dtype, config.num_layers, shapes, scales)
 
     def on_resume(self) -> None:
-        self.size = (
-            max(0, self._storage.refresh() - self.page_size) // self.page_size * self.page_size
-        )
+        usable = max(0, self._storage.refresh() - self.page_size)
+        self.size = usable // self.page_size * self.page_size
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:

@@ -1,7 +1,5 @@
 """Prefix cache of attention K/V."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property

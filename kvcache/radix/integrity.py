@@ -1,7 +1,5 @@
 """Checks what has to hold for a prefix tree, by walking it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

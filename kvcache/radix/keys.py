@@ -57,11 +57,9 @@ def common_prefix(run: bytes, key: memoryview) -> int:
 def _fit(ids: npt.NDArray[np.integer]) -> bool:
     """Tells whether int32 can hold them; makes one pass where none is negative."""
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))
-    return (
-        not len(ids)
-        or unsigned.max() <= _BOUNDS.max
-        or bool(_BOUNDS.min <= ids.min() <= ids.max() <= _BOUNDS.max)
-    )
+    if not len(ids) or unsigned.max() <= _BOUNDS.max:
+        return True
+    return bool(_BOUNDS.min <= ids.min() <= ids.max() <= _BOUNDS.max)
 
 
 def _integers(values: Tokens, name: str, typecode: str) -> npt.NDArray[np.integer]:

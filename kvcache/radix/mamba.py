@@ -11,7 +11,7 @@ from typing import Protocol
 from kvcache.radix.cache import PrefixMatch
 from kvcache.radix.keys import Tokens, as_run
 from kvcache.radix.node import RadixNode, Usage
-from kvcache.radix.tree import PageLedger, PrefixTree
+from kvcache.radix.tree import PageLedger, PrefixTree, Walk
 
 
 class StatePool(Protocol):
@@ -24,9 +24,13 @@ class StatePool(Protocol):
 class MambaMatch(PrefixMatch):
     """`state` is the slot with the states after `length` tokens; clone it before writing. None
     where length is 0.
+
+    paged: tokens whose pages the cache has, without the states after them where they are more than
+    `length`.
     """
 
     state: int | None
+    paged: int
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,21 @@ class MambaRadixCache(PrefixTree):
         run = as_run(key, "key")
         self._now += 1
         walk = self._walk(run, extra_key)
-        path = walk.path
-        while path and not path[-1].state:
-            path.pop()
+        path, paged = self._to_state(walk), walk.length + walk.inside
         if not path:
-            return MambaMatch(0, (), walk.root, None)
+            return MambaMatch(0, (), walk.root, None, paged)
         self._use_state(path[-1])
         self._touch(path)
-        return MambaMatch(sum(node.length for node in path), walk.parts, path[-1], path[-1].state)
+        length = sum(node.length for node in path)
+        return MambaMatch(length, walk.parts, path[-1], path[-1].state, paged)
+
+    def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
+        """(tokens that `match_prefix` would find, how many of them are locked).
+
+        Changes nothing, uses included.
+        """
+        path = self._to_state(self._walk(as_run(key, "key"), extra_key))
+        return sum(node.length for node in path), sum(node.length for node in path if node.lock_ref)
 
     def insert(
         self,
@@ -152,15 +163,22 @@ class MambaRadixCache(PrefixTree):
         self._release(gone)
         return before - self._num_states
 
+    def state_slots(self) -> list[int]:
+        """All state slots that the cache owns, those of older versions included.
+
+        Walks all nodes.
+        """
+        return [node.state for node in self._nodes() if node.state]
+
     def reset(self) -> None:
-        held = [node.state for node in self._nodes() if node.state]
+        held = self.state_slots()
         super().reset()
         self.states.free(held)
         self._num_states = 0
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        held = [node.state for node in self._nodes() if node.state]
+        held = self.state_slots()
         assert len(held) == len(set(held)) == self._num_states, (
             "a state is in the cache twice, or was lost"
         )
@@ -173,6 +191,12 @@ class MambaRadixCache(PrefixTree):
         assert node.generation.states.is_right(node, bool(wanted)), (
             f"the state of {node} is queued wrongly"
         )
+
+    def _to_state(self, walk: Walk) -> list[RadixNode]:
+        """Cuts the walk's path to the deepest node that has a state, and returns it."""
+        while walk.path and not walk.path[-1].state:
+            walk.path.pop()
+        return walk.path
 
     def _use_state(self, node: RadixNode, priority: int | None = None) -> None:
         # only the state that was used, not those above it: a longer prefix makes the shorter one's

@@ -44,11 +44,9 @@ class EvictionQueue(Generic[T]):
     def is_right(self, item: T, wanted: bool) -> bool:
         """Tells whether an item is queued exactly where that is `wanted`, and comes up in time."""
         entry = self._live.get(item)
-        return (
-            entry[:-2] <= self._rank(item)
-            if wanted and entry is not None
-            else (entry is not None) == wanted
-        )
+        if entry is None or not wanted:
+            return (entry is not None) == wanted
+        return entry[:-2] <= self._rank(item)
 
     def push(self, item: T) -> None:
         """Adds an item, or notices that its rank fell."""
@@ -79,8 +77,7 @@ class EvictionQueue(Generic[T]):
 
     def _entry(self, item: T, rank: Rank) -> tuple[Any, ...]:
         """Its only one that counts from here on."""
-        self._pushes += (
-            1  # between equal ranks the order of pushes decides; items are never compared
-        )
+        # between equal ranks the order of pushes decides; items are never compared
+        self._pushes += 1
         entry = self._live[item] = (*rank, self._pushes, item)
         return entry

@@ -2,8 +2,6 @@
 locks, counters, eviction and its policies.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +71,10 @@ class PrefixTree:
     def __init__(
         self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0
     ) -> None:
-        self._policy = _policy(eviction_policy)
+        if eviction_policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ValueError(f"no eviction policy {eviction_policy!r}; there are {known}")
+        self._policy = POLICIES[eviction_policy]
         self._rank_falls = eviction_policy in FALLING
         self.eviction_policy = eviction_policy
         self.allocator = allocator
@@ -279,14 +280,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut, byte = at // self.page_size, at * TOKEN_BYTES
-        upper = RadixNode(
-            node.created,
-            node.last_access,
-            node.generation,
-            node.run[:byte],
-            node.pages[:cut].copy(),
-            parent,
-        )
+        pages, born, used = node.pages[:cut].copy(), node.created, node.last_access
+        upper = RadixNode(born, used, node.generation, node.run[:byte], pages, parent)
         upper.hits, upper.priority, upper.lock_ref = node.hits, node.priority, node.lock_ref
         parent.children[self._edge(upper)] = upper
         node.run, node.pages, node.parent = node.run[byte:], node.pages[cut:].copy(), upper
@@ -359,9 +354,3 @@ class PrefixTree:
         for node in gone:  # outdated queue entries and old handles shall not keep the arrays
             node.parent, node.run, node.pages = None, b"", EMPTY
             node.children.clear()
-
-
-def _policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
-    return POLICIES[name]

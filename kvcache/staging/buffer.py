@@ -1,7 +1,5 @@
 """The bytes that a staging ring hands out, and pools as the staging kernels take them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

@@ -3,8 +3,7 @@
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout
 from kvcache.tiers.keys import page_hashes
-from kvcache.tiers.policies import WritePolicy, check_policy
-from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache
+from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache, WritePolicy, check_policy
 from kvcache.tiers.transfer import Transfer
 
 __all__ = [

@@ -2,8 +2,6 @@
 checksum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging
@@ -16,16 +14,15 @@ import torch
 
 from kvcache.tiers.keys import HASH_BYTES, stable_hash
 from kvcache.tiers.lru import VersionedLRU
-from kvcache.tiers.memory import host_memory
+from kvcache.tiers.memory import check_page, host_memory
 from memsaver.backup import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 
 _MAGIC = b"kvpage01"
 # magic, format, version, page hash, payload bytes
 _FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")
-_HEADER = (
-    BLOCK  # bytes of the file before the payload: fields, then the checksum of fields and payload
-)
+# bytes of the file before the payload: fields, then the checksum of fields and payload
+_HEADER = BLOCK
 _SUFFIX, _PART = ".kvpage", ".kvpage.part"
 _log = logging.getLogger("kvcache")
 _ADVICE = "free some space or pass another directory; pages stored before are still there"
@@ -105,17 +102,13 @@ class DiskTier:
         Evicts what was used longest ago, older versions first. `BackendError` for a full or failing
         disk: the page is not stored, nothing else is lost but what had to make room.
         """
-        if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
-            raise ValueError(
-                f"a page is uint8 [{self.page_bytes}], "
-                f"got {content.dtype} of {tuple(content.shape)}"
-            )
+        check_page(content, self.page_bytes)
         if self.use(key):
             return
         self._make_room()
-        fields = self._fields(key)
         self._payload[:] = content.numpy()
-        self._memory[: len(fields) + HASH_BYTES] = fields + stable_hash(fields, self._payload.data)
+        header = self._header(key)
+        self._memory[: len(header)] = header
         path = self._path(key)
         self._write(path)
         self._count += path not in self._stuck
@@ -245,13 +238,13 @@ class DiskTier:
 
     def _is_intact(self, key: bytes) -> bool:
         """Tells whether the buffer holds that page, as it was written."""
-        fields = self._fields(key)
-        return self._memory[: len(fields) + HASH_BYTES] == fields + stable_hash(
-            fields, self._payload.data
-        )
+        header = self._header(key)
+        return self._memory[: len(header)] == header
 
-    def _fields(self, key: bytes) -> bytes:
-        return _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)
+    def _header(self, key: bytes) -> bytes:
+        """The fields of a page, and the checksum of them and of the payload that is there now."""
+        fields = _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)
+        return fields + stable_hash(fields, self._payload.data)
 
     def _path(self, key: bytes) -> Path:
         return self.directory / f"{self._format.hex()}-{self.version}-{key.hex()}{_SUFFIX}"

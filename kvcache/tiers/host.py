@@ -1,7 +1,5 @@
 """The host tier: pages of a device pool in host memory."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -11,10 +9,9 @@ import torch
 
 from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
 from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
-from kvcache.ops.host_copy import copy_rows
-from kvcache.ops.host_copy_plan import HostCopyPlan, Side
+from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
-from kvcache.tiers.memory import host_memory
+from kvcache.tiers.memory import check_page, host_memory
 from kvcache.tiers.transfer import Clock, Transfer
 from memsaver.common.dispatch import Impl
 
@@ -52,12 +49,9 @@ class HostCacheConfig:
     def pages(self, pool: TokenPool) -> int:
         """Host pages for a pool; ValueError where not even one fits."""
         page_bytes = pool.page_size * pool.bytes_per_token
-        size = (
-            self.size_bytes
-            if self.ratio is None
-            else int(self.ratio * pool.size) * pool.bytes_per_token
-        )
-        assert size is not None
+        size = self.size_bytes or 0
+        if self.ratio is not None:
+            size = int(self.ratio * pool.size) * pool.bytes_per_token
         if size < page_bytes:
             raise ValueError(
                 f"{size} bytes of host memory hold no page of {page_bytes} bytes; "
@@ -135,11 +129,7 @@ class HostKVCache:
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """Fills a page with what `read_page` gave. Waits until nothing reads it."""
-        if content.dtype != torch.uint8 or content.shape != (self.page_bytes,):
-            raise ValueError(
-                f"a page is uint8 [{self.page_bytes}], "
-                f"got {content.dtype} of {tuple(content.shape)}"
-            )
+        check_page(content, self.page_bytes)
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
             rows.copy_(part.view(rows.shape))

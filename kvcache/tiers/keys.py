@@ -1,7 +1,5 @@
 """Names pages where no slot number means anything: by the tokens up to their end."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """Host and disk as one store of pages by hash: what the host has no room for goes to the disk."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

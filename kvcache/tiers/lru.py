@@ -1,7 +1,5 @@
 """Entries of one weight version in order of use, and those of older versions, which go first."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar

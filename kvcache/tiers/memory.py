@@ -2,8 +2,6 @@
 nobody looks at it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import weakref
@@ -39,6 +37,14 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, _give_back, address, size, pinner, device).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def check_page(content: torch.Tensor, nbytes: int) -> None:
+    """ValueError unless it is uint8 `[nbytes]`, all bytes of a page."""
+    if content.dtype != torch.uint8 or content.shape != (nbytes,):
+        raise ValueError(
+            f"a page is uint8 [{nbytes}], got {content.dtype} of {tuple(content.shape)}"
+        )
 
 
 def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.device) -> None:

@@ -1,10 +1,9 @@
 """A prefix cache over all tiers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -17,10 +16,21 @@ from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostKVCache
 from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.lower import LowerTiers
-from kvcache.tiers.policies import WritePolicy, backs_up_on_eviction, backup_hits, check_policy
 from kvcache.tiers.transfer import Transfer
 
 _log = logging.getLogger("kvcache")
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+# After how many hits a page is written while it is on the device; 0: when inserted; else never.
+_HITS = {"write_through": 0, "write_through_selective": 2}
+
+
+def check_policy(policy: str) -> None:
+    """ValueError for a name that is none."""
+    if policy not in get_args(WritePolicy):
+        raise ValueError(
+            f"no write policy {policy!r}; there are {', '.join(get_args(WritePolicy))}"
+        )
 
 
 @dataclass
@@ -97,7 +107,7 @@ class TieredPrefixCache(RadixCache):
         )
         new = ids[length // self.page_size :]
         self._register(new, hashes[length // self.page_size :])
-        if backup_hits(self.write_policy) == 0:
+        if _HITS.get(self.write_policy) == 0:
             self._save(new)
         return length
 
@@ -173,7 +183,7 @@ class TieredPrefixCache(RadixCache):
 
     def _count_hits(self, pages: Int64Array) -> None:
         self._hits[pages] += 1
-        if due := backup_hits(self.write_policy):
+        if due := _HITS.get(self.write_policy):
             # again and again: they may have left the host since
             self._save(pages[self._hits[pages] % due == 0])
 
@@ -223,9 +233,8 @@ class TieredPrefixCache(RadixCache):
         if current:
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
             try:
-                self._last = (
-                    self.lower.save([each for _, each in current], device_pages) or self._last
-                )
+                hashes = [each for _, each in current]
+                self._last = self.lower.save(hashes, device_pages) or self._last
             except (RuntimeError, OSError, MemoryError) as error:
                 # a copy that nobody waits for is not worth failing
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
@@ -235,7 +244,7 @@ class TieredPrefixCache(RadixCache):
         before that is over.
         """
         try:
-            if backs_up_on_eviction(self.write_policy):
+            if self.write_policy == "write_back":
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))
             self.wait_for_copies()
         finally:

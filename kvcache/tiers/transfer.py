@@ -1,7 +1,5 @@
 """Copies between tiers that are under way."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memsaver.backup.ranges import Ranges, joined
 from memsaver.common.digest import Digest
+from memsaver.common.ranges import Ranges, joined
 from memsaver.errors import BackendError
 
 View = Callable[[int, int], torch.Tensor]
@@ -20,9 +20,7 @@ _BYTES = 1 << 62  # numbers of single bytes, apart from those of words
 
 
 def fingerprint(ranges: Ranges, view: View) -> Digest:
-    """One digest of all ranges (offset, nbytes), to be run as often as wanted while their addresses
-    hold.
-    """
+    """One digest of all ranges (offset, nbytes), to be run as often as their addresses hold."""
     parts = (_parts(offset, view(offset, nbytes)) for offset, nbytes in joined(ranges))
     return Digest([*itertools.chain.from_iterable(parts)])
 
@@ -36,9 +34,7 @@ def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 @dataclass(frozen=True)
 class Checksums:
-    """A digest of each range: taken before a pause that keeps the content, compared after the
-    resume.
-    """
+    """A digest of each range: taken before a pause that keeps content, compared after a resume."""
 
     tag: str
     digests: Mapping[tuple[int, int], int]
@@ -48,9 +44,7 @@ class Checksums:
         return cls(tag, {item: fingerprint([item], view).run() for item in ranges})
 
     def verify(self, view: View, end: int) -> None:
-        """Raise ``BackendError`` where a range's bytes are not what they were; ranges beyond
-        ``end`` were trimmed.
-        """
+        """Raise ``BackendError`` where a range changed; ranges beyond ``end`` were trimmed."""
         there = {item: digest for item, digest in self.digests.items() if sum(item) <= end}
         changed = [
             item for item, digest in there.items() if fingerprint([item], view).run() != digest

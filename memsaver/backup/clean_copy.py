@@ -35,9 +35,7 @@ class CleanCopy:
             self._expected = self.digest.result()
 
     def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
-        """Is it said to be the content of a tag that has memory behind ``committed`` bytes? Then
-        ``holds`` follows.
-        """
+        """Is it said to be the content of a tag of ``committed`` bytes? Then ``holds`` follows."""
         kind = HostBackup if content == "host" else DiskBackup
         if version is None or version != self.version or not isinstance(self.backup, kind):
             return False
@@ -48,7 +46,5 @@ class CleanCopy:
         return True
 
     def holds(self, ranges: list[tuple[int, int]]) -> bool:
-        """Is it the content? The owner said so by the version; who else may have written shows in
-        the digest.
-        """
+        """Is it the content? The owner said so by the version; other writers show in the digest."""
         return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

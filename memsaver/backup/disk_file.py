@@ -44,12 +44,8 @@ class BlockFile:
     def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
         """A new file of that name, which must not be there."""
         with explained("making a file", path, nbytes, advice):
-            file = cls(
-                os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600),
-                path,
-                nbytes,
-                advice,
-            )
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            file = cls(fd, path, nbytes, advice)
         try:
             file.reserve()
         except BackendError:
@@ -102,9 +98,7 @@ class BlockFile:
 
 
 class DiskFile(BlockFile):
-    """A file without a name in ``directory``: the kernel frees it when the process ends, however it
-    does.
-    """
+    """A file without a name in ``directory``: the kernel frees it however the process ends."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         advice = (

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from memsaver.backup.disk_file import BLOCK, DiskFile
-from memsaver.backup.ranges import Ranges, cut
+from memsaver.common.ranges import Ranges, cut
 from memsaver.common.rounding import round_up
 from memsaver.common.signals import deliver
 from memsaver.vmm.backend import Backend
@@ -57,12 +57,8 @@ class DiskBackup:
         """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
 
         def out(at: int, parts: Sequence[tuple[int, int]], buffer: Piece) -> None:
-            backend.copy(
-                [
-                    (to, base + offset, nbytes)
-                    for to, offset, nbytes in _placed(buffer.address, parts)
-                ]
-            )
+            placed = _placed(buffer.address, parts)
+            backend.copy([(to, base + offset, nbytes) for to, offset, nbytes in placed])
             self._file.write(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
 
         self._each_chunk(backend, out)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memsaver.backup.ranges import Ranges, joined
+from memsaver.common.ranges import Ranges, joined
 from memsaver.common.rounding import round_up
 from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
@@ -19,9 +19,7 @@ Run = tuple[int, int, int]
 
 
 class HostBackup:
-    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena that are given
-    back when it dies.
-    """
+    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena, for its life."""
 
     def __init__(self, ranges: Ranges, arena: HostArena) -> None:
         self.ranges = tuple(ranges)
@@ -47,9 +45,7 @@ class HostBackup:
         """Nothing is left to do: ``fill`` has brought it."""
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
-        """uint8 tensors over the saved bytes of the tag from ``offset`` on; good as long as this
-        backup lives.
-        """
+        """uint8 tensors over the saved bytes from ``offset`` on; good while this backup lives."""
         found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
         return [_view(address, size, self) for address, size in found]
 

@@ -13,22 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = (
-    "source",
-    "target",
-    "count",
-    "index",
-    "rows",
-    "source_pitch",
-    "target_pitch",
-    "index_pitch",
-)
+_PITCHES = ("source_pitch", "target_pitch", "index_pitch")
+FIELDS = ("source", "target", "count", "index", "rows", *_PITCHES)
 SOURCE, TARGET, COUNT, INDEX, ROWS = range(5)  # addresses in bytes, count: elements of a row
 PITCHES = slice(5, 8)  # elements
 VECTOR = 16  # bytes an aligned access takes, and elements an aligned run is a multiple of
-_LONG = (
-    4  # chunks a row must have to be cut for itself: at most a quarter more programs than chunks
-)
+_LONG = 4  # chunks of a row that is cut for itself: at most a quarter more programs than chunks
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ _RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is fre
 
 
 def available_memory() -> int:
-    """Bytes that can be taken now without a limit being passed, or Ray's memory monitor killing
-    somebody.
-    """
+    """Bytes that can be taken now, past no limit, and with Ray's memory monitor killing nobody."""
     total, free = meminfo("MemTotal"), meminfo("MemAvailable")
     if (group := container_memory()) is not None and group.limit < total:
         total, free = group.limit, min(free, group.limit - group.used)
@@ -26,9 +24,7 @@ def available_memory() -> int:
 
 
 class Group(NamedTuple):
-    """The tightest memory limit above this process, and what counts against it (without droppable
-    file cache).
-    """
+    """The tightest memory limit above this process, and what counts against it (no file cache)."""
 
     limit: int
     used: int
@@ -48,9 +44,7 @@ def container_memory() -> Group | None:
 
 
 def _memory_folders() -> list[tuple[Path, str, str]]:
-    """The groups from this process's own to the root, as far as they can be seen from inside a
-    container.
-    """
+    """The groups from this process's own to the root, as far as a container shows them."""
     folders = []
     for line in _read(CGROUP_OF_SELF).splitlines():
         _number, controllers, path = line.split(":", 2)

@@ -1,6 +1,4 @@
-"""Offers what Python does not of the C library: mapping memory at an address of one's own,
-exchanging two names.
-"""
+"""Offers what Python does not of the C library: mapping at an address, exchanging two names."""
 
 from __future__ import annotations
 
@@ -22,20 +20,12 @@ def libc() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.renameat2.argtypes = [
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_uint,
-    ]
+    library.renameat2.argtypes = [*(ctypes.c_int, ctypes.c_char_p) * 2, ctypes.c_uint]
     return library
 
 
 def exchange_names(one: str, other: str) -> None:
-    """Two files or folders of one file system swap their names at once; OSError where it cannot
-    (NFS, for one).
-    """
+    """Two files or folders of a file system swap names at once; OSError where none can (NFS)."""
     if libc().renameat2(
         _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
     ):

@@ -32,9 +32,7 @@ class Plain:
     """
 
     def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
-        """whole: of these (dataclasses that never change), large ones whose text is made, and read,
-        once.
-        """
+        """whole: of these (dataclasses that never change) large texts are made, and read, once."""
         self._records = {record.__name__: record for record in (*records, *whole)}
         self._whole = whole
         self._read_whole = lru_cache(maxsize=64)(self.value)

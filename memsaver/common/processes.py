@@ -9,9 +9,7 @@ _LONGEST = 40
 
 
 def command_of(pid: int) -> str:
-    """``"python train.py"``: the start of a process's command line, paths without folders; ``""``
-    when unreadable.
-    """
+    """``"python train.py"``: a process's command line, cut, without folders; ``""``: unreadable."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -122,9 +122,7 @@ class SegmentTable:
 
 
 def _chunk(elements: int) -> int:
-    """Elements of one program: as few as the table's size allows, so that the last programs end
-    together.
-    """
+    """Elements of one program: as few as the table's size allows, so that all end together."""
     chunk = MIN_CHUNK
     while elements > chunk * _MAX_PROGRAMS:
         chunk *= 2

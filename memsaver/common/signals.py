@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 _SIGNALS = (  # what is sent to programs, and what their timers send
@@ -53,17 +53,13 @@ class held(contextlib.ContextDecorator):
 
 
 def deliver() -> None:
-    """Inside one ``held`` and no other, where an exception does no harm: call the handlers that are
-    to run.
-    """
+    """Inside one ``held`` and no other, where an exception does no harm: call what is to run."""
     if _noted and _depth == 1 and threading.get_ident() == _main:
         _call_noted()
 
 
 class Unbroken(Generic[_Value]):
-    """A context manager whose ends no interrupt cuts short; what is between them may be
-    interrupted.
-    """
+    """A context manager whose ends no interrupt cuts short; what is between them it may."""
 
     def __init__(self, inner: contextlib.AbstractContextManager[_Value]) -> None:
         self._inner = inner
@@ -81,15 +77,10 @@ class Unbroken(Generic[_Value]):
                 self.__exit__(*sys.exc_info())
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, *error: Any) -> bool | None:
         with held():
             _count(-1)
-            return self._inner.__exit__(kind, error, trace)
+            return self._inner.__exit__(*error)
 
 
 def _count(more: int) -> None:

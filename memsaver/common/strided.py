@@ -42,13 +42,8 @@ def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
         )
     if 0 in shape:
         return []
-    dims = _merged(
-        [
-            _Dim(size, by)
-            for size, by in zip(shape, zip(*strides, strict=True), strict=True)
-            if size > 1
-        ]
-    )
+    sides = zip(shape, zip(*strides, strict=True), strict=True)
+    dims = _merged([_Dim(size, by) for size, by in sides if size > 1])
     width = 1
     if dims and set(dims[-1].strides) == {1}:
         width = dims.pop().size
@@ -78,9 +73,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """Dimensions that go on over each other in every space made one; outermost of the first space
-    first.
-    """
+    """Joins dimensions that go on over each other in every space; outermost of the first first."""
     merged: list[_Dim] = []
     for dim in sorted(dims, key=lambda dim: dim.strides, reverse=True):
         if merged and merged[-1].strides == tuple(stride * dim.size for stride in dim.strides):

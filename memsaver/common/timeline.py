@@ -11,9 +11,7 @@ from memsaver.common.files import replace_text
 
 
 class Timeline:
-    """Collects spans and counters; times are ``time.time()`` seconds, so that processes of one
-    machine line up.
-    """
+    """Collects spans and counters at ``time.time()`` seconds: a machine's processes line up."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -21,15 +19,8 @@ class Timeline:
 
     def span(self, name: str, start: float, end: float, process: str = "main", **args: Any) -> None:
         """A named piece of work of ``process``."""
-        event = {
-            "ph": "X",
-            "name": name,
-            "ts": start * 1e6,
-            "dur": (end - start) * 1e6,
-            "tid": 1,
-            "args": args,
-        }
-        self._add(event, process)
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        self._add({"ph": "X", "name": name, **times, "tid": 1, "args": args}, process)
 
     def counter(
         self, name: str, time: float, values: Mapping[str, float], process: str = "main"

@@ -48,9 +48,7 @@ def install(*names: str) -> None:
 
 
 def uninstall(*names: str) -> None:
-    """Take our modules out again (no name: all). What was imported from them meanwhile stays what
-    it is.
-    """
+    """Take our modules out again (no name: all). What was imported from them stays what it is."""
     for name in names or _OURS:
         if _installed(name):
             del sys.modules[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
 from memsaver.vmm.registrations import check_capture
 
@@ -49,7 +50,8 @@ class GraphPools:
         with torch.cuda.stream(capturing.capture_stream):
             # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
             torch.cuda.current_blas_handle()
-        weakref.finalize(graph, drop, memory).atexit = False
+        # torch aborts if a pool goes while a region is open
+        weakref.finalize(graph, cuda_hook.retire, memory).atexit = False
         with capturing:
             yield
 
@@ -64,10 +66,3 @@ class GraphPools:
         for key in [(pool.id,), *keys[:1]]:
             self._pools[key] = pool
         return pool
-
-
-def drop(pool: torch.cuda.MemPool) -> None:
-    """Drops a pool when no region is open: torch aborts if one goes while another is in use."""
-    from memsaver.native import cuda_hook
-
-    cuda_hook.retire(pool)

@@ -1,12 +1,18 @@
-"""The regions that a thread is in, so that it can leave all of them for a while."""
+"""Regions of the drop-in, which a thread can leave for a while, and which leave memory free."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
+from dataclasses import dataclass, field
+from typing import Any
+
+from memsaver.common.signals import Unbroken
+from memsaver.errors import OutOfMemory
+from memsaver.saver import MemorySaver
 
 _thread = threading.local()  # .regions: those that the thread is in, outermost first
 
@@ -28,31 +34,18 @@ class Region:
         inside.enter_context(self._make())
         self._inside = inside
 
-    def leave(self) -> None:
-        self._end(None, None, None)
+    def leave(self, *error: Any) -> bool:
+        """``error`` goes through the saver's region, which may have a better one to raise."""
+        inside, self._inside = self._inside, None
+        return inside is not None and bool(inside.__exit__(*(error or (None, None, None))))
 
     def __enter__(self) -> None:
         self.enter()
         _regions().append(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, *error: Any) -> bool:
         _regions().pop()
-        return self._end(kind, error, trace)
-
-    def _end(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        """``error`` goes through the saver's region, which may have a better one to raise."""
-        inside, self._inside = self._inside, None
-        return inside is not None and bool(inside.__exit__(kind, error, trace))
+        return self.leave(*error)
 
 
 @contextlib.contextmanager
@@ -70,3 +63,50 @@ def outside() -> Iterator[None]:
         _thread.regions = []
         back.callback(setattr, _thread, "regions", left)
         yield
+
+
+@dataclass
+class _Limits:
+    """The saver's own limit, and those of the regions that are open, in whatever threads."""
+
+    own: int | None
+    open: list[int] = field(default_factory=list)
+
+    @property
+    def tightest(self) -> int | None:
+        return min([*self.open, *([] if self.own is None else [self.own])], default=None)
+
+
+_lock = threading.Lock()
+_limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictionary()
+
+
+def headroom(saver: MemorySaver, nbytes: int) -> AbstractContextManager[None]:
+    """Inside, the saver's tags cannot grow so far that less than ``nbytes`` stays free:
+    ``OutOfMemory``.
+
+    What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
+    """
+    return Unbroken(_headroom(saver, nbytes)) if nbytes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
+    most = saver.report().committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
+    with _lock:
+        limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
+        limits.open.append(most)
+        saver.limit_bytes = limits.tightest
+    try:
+        yield
+    except OutOfMemory as error:
+        error.add_note(
+            f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more"
+        )
+        raise
+    finally:
+        with _lock:
+            limits.open.remove(most)
+            saver.limit_bytes = limits.tightest
+            if not limits.open:
+                del _limits[saver]

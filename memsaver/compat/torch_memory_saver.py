@@ -17,8 +17,7 @@ from typing import Literal
 import torch
 
 from memsaver.compat.graphs import GraphPools, Handle
-from memsaver.compat.headroom import headroom
-from memsaver.compat.regions import Region, outside
+from memsaver.compat.regions import Region, headroom, outside
 from memsaver.compat.savers import Savers
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
@@ -123,14 +122,12 @@ class TorchMemorySaver:
         with headroom(saver, self.memory_margin_bytes), capture:
             yield
 
-    @contextlib.contextmanager
-    def disable(self) -> Iterator[None]:
+    def disable(self) -> contextlib.AbstractContextManager[None]:
         """Lets what this thread allocates inside be torch's own memory.
 
         Does nothing outside of a region.
         """
-        with outside():
-            yield
+        return outside()
 
     def _saver_to_place(self, tag: str) -> MemorySaver:
         _refuse_whole_process()
@@ -166,9 +163,7 @@ class TorchMemorySaver:
             undo.pop_all()
 
     def _select(self, tag: str | None, paused: bool) -> list[tuple[MemorySaver, list[str]]]:
-        """Returns each device's parts that are ``paused``; ``StateError`` where a tag has parts,
-        but none is.
-        """
+        """Returns each device's parts that are ``paused``; ``StateError``: a tag has others."""
         states: dict[str, set[bool]] = {}
         chosen: dict[MemorySaver, list[str]] = {}
         for saver, part in self._parts(tag):

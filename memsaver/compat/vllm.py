@@ -16,8 +16,8 @@ from typing import ClassVar
 
 import torch
 
-from memsaver.compat.graphs import drop
 from memsaver.compat.savers import Savers
+from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
 from memsaver.vmm.registrations import check_capture
 
@@ -31,9 +31,7 @@ _AGAIN = " again, "
 
 
 class CuMemAllocator:
-    """Memory by tags that can be put to sleep; ``sleep`` says which tags' content is kept in host
-    memory.
-    """
+    """Memory by tags that can be put to sleep; ``sleep`` says whose content is kept on the host."""
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = "default"
@@ -142,7 +140,7 @@ class CuMemAllocator:
         Tensors and graphs stay valid; the next ``cudagraph_pool`` is another one. May be repeated.
         """
         while self._graph_pools:
-            drop(self._graph_pools.popitem()[1])
+            cuda_hook.retire(self._graph_pools.popitem()[1])
         for saver in self._savers:
             saver.trim()
 

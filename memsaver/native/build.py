@@ -1,6 +1,4 @@
-"""Compile the C parts: the shim (``*.c``, also built by setup.py) and the hook into torch's CPU
-allocator.
-"""
+"""Compile the C parts: the shim (as setup.py does), and the hook into torch's CPU allocator."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def find_compiler(*names: str) -> str:
 def build_library(
     name: str, sources: list[Path], compilers: tuple[str, ...], flags: list[str], version: str
 ) -> Path:
-    """Compile into the cache, keyed by the text of sources and headers, flags and ``version``; safe
-    under races.
-    """
+    """Compile into the cache, keyed by text, headers, flags and ``version``; safe under races."""
     text = b"".join(path.read_bytes() for path in [*sources, *sorted(HERE.glob("*.h"))])
     digest = hashlib.sha256(text + " ".join(flags).encode() + version.encode()).hexdigest()[:16]
     target = cache_dir() / f"{name}-{digest}.so"
@@ -46,16 +42,8 @@ def build_library(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [
-            compiler,
-            "-O2",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(built),
-            *map(str, sources),
-            *flags,
-        ]
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(built)]
+        command += [*map(str, sources), *flags]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise CompilerError(f"{' '.join(command)} failed:\n{result.stderr}")

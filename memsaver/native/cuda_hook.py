@@ -1,6 +1,4 @@
-"""torch's CUDA allocations of a thread, sent to an arena through a ``MemPool`` whose segments the
-shim serves.
-"""
+"""torch's CUDA allocations of a thread, sent to an arena: a ``MemPool`` of the shim's segments."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _open = threading.local()  # .stack: the pools this thread is in, outermost firs
 
 @cache
 def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
-    """The symbol pair of a slot; kept for life, because torch frees segments through it whenever it
-    likes.
-    """
+    """The symbol pair of a slot; kept for life: torch frees segments through it at any time."""
     names = f"ms_cuda_alloc_{slot:02x}", f"ms_cuda_free_{slot:02x}"
     return torch.cuda.memory.CUDAPluggableAllocator(shim.path(), *names)
 
@@ -49,18 +45,14 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
 
 
 def free_dead_blocks(slot: int, device: torch.device) -> None:
-    """Free the blocks of ended regions, of any tag, whose tensors have died since; torch keeps them
-    otherwise.
-    """
+    """Free the blocks of ended regions, of any tag, whose tensors have died; torch keeps them."""
     with _in_new_pool(slot, device):
         pass
 
 
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
-    """Dead blocks of ended regions are freed first: a region that is entered at every step uses its
-    memory again.
-    """
+    """Dead blocks of ended regions are freed first: a region of every step finds them again."""
     stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
     with contextlib.ExitStack() as undo:
         if stack:

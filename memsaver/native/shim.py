@@ -7,6 +7,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from memsaver.native import build
 
@@ -35,17 +36,14 @@ class Operation(enum.IntEnum):
 
 
 _size = ctypes.c_size_t
+_Item = TypeVar("_Item", bound=ctypes.Structure)
 
 
 class Cause(ctypes.Structure):
     """A call's failure: code (E_*), the driver's own number, bytes asked for and bytes missing."""
 
-    _fields_ = [
-        ("code", ctypes.c_int),
-        ("driver", ctypes.c_int),
-        ("requested", _size),
-        ("missing", _size),
-    ]
+    _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int)]
+    _fields_ += [("requested", _size), ("missing", _size)]
     code: int
     driver: int
     requested: int
@@ -53,13 +51,8 @@ class Cause(ctypes.Structure):
 
 
 class _Extent(ctypes.Structure):
-    _fields_ = [
-        ("handle", ctypes.c_uint64),
-        ("id", ctypes.c_uint64),
-        ("offset", _size),
-        ("nbytes", _size),
-    ]
-    _fields_ += [("shared", ctypes.c_int)]
+    _fields_ = [*((name, ctypes.c_uint64) for name in ("handle", "id")), ("offset", _size)]
+    _fields_ += [("nbytes", _size), ("shared", ctypes.c_int)]
 
 
 class _Block(ctypes.Structure):
@@ -85,12 +78,8 @@ class Stats(ctypes.Structure):
 class Call(ctypes.Structure):
     """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error (0: none)."""
 
-    _fields_ = [
-        ("ns", ctypes.c_uint64),
-        ("nbytes", _size),
-        ("operation", ctypes.c_int),
-        ("error", ctypes.c_int),
-    ]
+    _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size)]
+    _fields_ += [("operation", ctypes.c_int), ("error", ctypes.c_int)]
     ns: int
     nbytes: int
     operation: int
@@ -114,15 +103,9 @@ class _Transfer(ctypes.Structure):
 class Driver(ctypes.Structure):
     """Entry points of the CUDA driver for calls made under torch's allocator lock."""
 
-    _fields_ = [
-        (name, ctypes.c_void_p) for name in ("create", "release", "map", "unmap", "set_access")
-    ]
-    _fields_ += [
-        (name, ctypes.c_void_p) for name in ("export_fd", "import_fd", "copy", "push", "pop")
-    ]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("capture_mode", "capturing")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("synchronize", "context")]
-    _fields_ += [("prop", ctypes.c_void_p), ("access", ctypes.c_void_p)]
+    _calls = ("create", "release", "map", "unmap", "set_access", "export_fd", "import_fd", "copy")
+    _context = ("push", "pop", "capture_mode", "capturing", "synchronize", "context")
+    _fields_ = [(name, ctypes.c_void_p) for name in (*_calls, *_context, "prop", "access")]
 
 
 @dataclass(frozen=True)
@@ -140,65 +123,49 @@ class Extent:
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class Block:
-    """A live allocation: offset in the arena and bytes asked for."""
-
-    offset: int
-    nbytes: int
-
-
+_pointer, _int, _u64, _to = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.POINTER
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "ms_phys_new": (ctypes.c_void_p, [ctypes.c_int, _size, _size, ctypes.POINTER(Driver)]),
-    "ms_phys_free": (None, [ctypes.c_void_p]),
-    "ms_phys_committed": (_size, [ctypes.c_void_p]),
-    "ms_phys_limit": (_size, [ctypes.c_void_p]),
-    "ms_phys_set_limit": (None, [ctypes.c_void_p, _size]),
-    "ms_create": (
-        ctypes.c_int,
-        [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), ctypes.POINTER(Cause)],
-    ),
-    "ms_release": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, _size]),
-    "ms_export": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)]),
-    "ms_import": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]),
-    "ms_charge": (ctypes.c_int, [ctypes.c_void_p, _size, ctypes.POINTER(Cause)]),
-    "ms_discharge": (None, [ctypes.c_void_p, _size]),
-    "ms_mark_shared": (
-        None,
-        [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), _size, ctypes.c_int],
-    ),
-    "ms_map": (ctypes.c_int, [ctypes.c_void_p, _size, _size, ctypes.c_uint64, _size, ctypes.c_int]),
-    "ms_set_access": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
-    "ms_unmap": (ctypes.c_int, [ctypes.c_void_p, _size, _size]),
-    "ms_copy": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Transfer), _size, ctypes.c_void_p]),
-    "ms_forked": (ctypes.c_int, [ctypes.c_void_p]),
-    "ms_pool_put": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
-    "ms_pool_take": (_size, [ctypes.c_void_p, _size, ctypes.POINTER(_Extent), _size]),
-    "ms_pool_get": (_size, [ctypes.c_void_p, ctypes.POINTER(_Extent), _size]),
-    "ms_pool_drop": (_size, [ctypes.c_void_p, _size]),
-    "ms_record": (None, [ctypes.c_void_p, ctypes.c_int, _size, ctypes.c_uint64, ctypes.c_int]),
-    "ms_get_calls": (None, [ctypes.c_void_p, ctypes.POINTER(Calls)]),
-    "ms_get_recent": (
-        _size,
-        [ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(Call)],
-    ),
-    "ms_inject": (ctypes.c_long, [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]),
-    "ms_fault": (ctypes.c_int, [ctypes.c_void_p]),
-    "ms_arena_new": (ctypes.c_int, [ctypes.c_void_p, _size, _size, _size]),
-    "ms_arena_free": (ctypes.c_int, [ctypes.c_int]),
-    "ms_alloc": (ctypes.c_void_p, [ctypes.c_int, _size]),
-    "ms_free": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p]),
-    "ms_find": (ctypes.c_int, [ctypes.c_void_p]),
-    "ms_get_stats": (None, [ctypes.c_int, ctypes.POINTER(Stats)]),
-    "ms_get_cause": (None, [ctypes.c_int, ctypes.POINTER(Cause), ctypes.c_int]),
-    "ms_get_extents": (_size, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
-    "ms_get_blocks": (_size, [ctypes.c_int, ctypes.POINTER(_Block), _size]),
-    "ms_set_extents": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
-    "ms_set_state": (None, [ctypes.c_int, ctypes.c_int]),
-    "ms_trim": (_size, [ctypes.c_int]),
-    "ms_shrink": (_size, [ctypes.c_int, _size]),
-    "ms_dlpack_delete": (None, [ctypes.c_void_p]),
-    "ms_extend": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Extent), _size]),
+    "ms_phys_new": (_pointer, [_int, _size, _size, _to(Driver)]),
+    "ms_phys_free": (None, [_pointer]),
+    "ms_phys_committed": (_size, [_pointer]),
+    "ms_phys_limit": (_size, [_pointer]),
+    "ms_phys_set_limit": (None, [_pointer, _size]),
+    "ms_create": (_int, [_pointer, _size, _to(_Extent), _to(Cause)]),
+    "ms_release": (_int, [_pointer, _u64, _size]),
+    "ms_export": (_int, [_pointer, _u64, _to(_int)]),
+    "ms_import": (_int, [_pointer, _int, _to(_u64)]),
+    "ms_charge": (_int, [_pointer, _size, _to(Cause)]),
+    "ms_discharge": (None, [_pointer, _size]),
+    "ms_mark_shared": (None, [_pointer, _to(_u64), _size, _int]),
+    "ms_map": (_int, [_pointer, _size, _size, _u64, _size, _int]),
+    "ms_set_access": (_int, [_pointer, _size, _size]),
+    "ms_unmap": (_int, [_pointer, _size, _size]),
+    "ms_copy": (_int, [_pointer, _to(_Transfer), _size, _pointer]),
+    "ms_forked": (_int, [_pointer]),
+    "ms_pool_put": (_int, [_pointer, _to(_Extent), _size]),
+    "ms_pool_take": (_size, [_pointer, _size, _to(_Extent), _size]),
+    "ms_pool_get": (_size, [_pointer, _to(_Extent), _size]),
+    "ms_pool_drop": (_size, [_pointer, _size]),
+    "ms_record": (None, [_pointer, _int, _size, _u64, _int]),
+    "ms_get_calls": (None, [_pointer, _to(Calls)]),
+    "ms_get_recent": (_size, [_pointer, _to(_u64), _to(Call)]),
+    "ms_inject": (ctypes.c_long, [_pointer, ctypes.c_long, _int]),
+    "ms_fault": (_int, [_pointer]),
+    "ms_arena_new": (_int, [_pointer, _size, _size, _size]),
+    "ms_arena_free": (_int, [_int]),
+    "ms_alloc": (_pointer, [_int, _size]),
+    "ms_free": (_int, [_int, _pointer]),
+    "ms_find": (_int, [_pointer]),
+    "ms_get_stats": (None, [_int, _to(Stats)]),
+    "ms_get_cause": (None, [_int, _to(Cause), _int]),
+    "ms_get_extents": (_size, [_int, _to(_Extent), _size]),
+    "ms_get_blocks": (_size, [_int, _to(_Block), _size]),
+    "ms_set_extents": (_int, [_int, _to(_Extent), _size]),
+    "ms_set_state": (None, [_int, _int]),
+    "ms_trim": (_size, [_int]),
+    "ms_shrink": (_size, [_int, _size]),
+    "ms_dlpack_delete": (None, [_pointer]),
+    "ms_extend": (_int, [_int, _to(_Extent), _size]),
 }
 
 
@@ -231,7 +198,7 @@ def cause(slot: int, clear: bool = False) -> Cause:
 
 
 def extents(slot: int) -> list[Extent]:
-    return _read(library().ms_get_extents, slot)
+    return [_extent(item) for item in _read(library().ms_get_extents, slot, _Extent)]
 
 
 def set_extents(slot: int, items: Sequence[Extent]) -> None:
@@ -283,9 +250,7 @@ def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
 
 
 def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
-    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error number, 0 for
-    none.
-    """
+    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error, or 0."""
     array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
     error: int = library().ms_copy(phys, array, len(transfers), stream)
     return error
@@ -312,14 +277,13 @@ def pool_drop(phys: int, nbytes: int) -> int:
 
 
 def pool(phys: int) -> list[Extent]:
-    return _read(library().ms_pool_get, phys)
+    return [_extent(item) for item in _read(library().ms_pool_get, phys, _Extent)]
 
 
-def _read(get: Callable[..., int], owner: int) -> list[Extent]:
+def _read(get: Callable[..., int], owner: int, kind: type[_Item]) -> list[_Item]:
     count = get(owner, None, 0)
-    array = (_Extent * count)()
-    count = min(count, get(owner, array, count))
-    return [_extent(item) for item in array[:count]]
+    array = (kind * count)()
+    return array[: min(count, get(owner, array, count))]
 
 
 def _extent(item: _Extent) -> Extent:
@@ -332,9 +296,7 @@ def _array(items: Sequence[Extent]) -> ctypes.Array[_Extent]:
     )
 
 
-def blocks(slot: int) -> list[Block]:
-    """Live blocks in order of offset."""
-    count = library().ms_get_blocks(slot, None, 0)
-    array = (_Block * count)()
-    count = min(count, library().ms_get_blocks(slot, array, count))
-    return [Block(item.offset, item.requested) for item in array[:count]]
+def blocks(slot: int) -> list[tuple[int, int]]:
+    """Live blocks in order of offset: the offset in the arena, and the bytes asked for."""
+    found = _read(library().ms_get_blocks, slot, _Block)
+    return [(block.offset, block.requested) for block in found]

@@ -59,9 +59,7 @@ class Owner:
             self._recall(list(self.recalls))
 
     def _late(self, answer: dict[str, Any]) -> None:
-        """Give back a lease that nobody waits for any longer; what came with it, the next one asks
-        for.
-        """
+        """Give back a lease that nobody waits for; what came with it, the next one asks for."""
         if "lease" in answer:
             self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
 

@@ -48,9 +48,7 @@ class Imports:
 
     @contextlib.contextmanager
     def arriving(self, ids: Sequence[int]) -> Iterator[None]:
-        """Inside, these may be added, and their owner, who knows that already, may revoke them:
-        that waits.
-        """
+        """Inside, these may be added; their owner, who knows of it, may revoke them: that waits."""
         with self._lock:
             self._arriving.update(ids)
         try:
@@ -95,11 +93,10 @@ class Imports:
         with self._lock:
             return [extent_id for extent_id in ids if extent_id not in self._by_id]
 
-    def take(self, extent_id: int) -> int | None:
-        """The handle, which is the caller's from here on; None if it is not here."""
+    def take(self, extent_id: int) -> int:
+        """The handle, which is the caller's from here on; KeyError if it is not here."""
         with self._lock:
-            item = self._by_id.pop(extent_id, None)
-            return None if item is None else item.handle
+            return self._by_id.pop(extent_id).handle
 
     def drop(self, ids: Sequence[int]) -> list[int]:
         """Release those that no lease maps; the ids of the others."""

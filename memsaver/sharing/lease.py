@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,10 +20,9 @@ from memsaver.sharing import rpc
 from memsaver.sharing.client import Owner, owner_of
 from memsaver.sharing.import_table import Import, imports
 from memsaver.sharing.peer_backend import peer_backend
-from memsaver.tag.arena import Reservation
-from memsaver.tag.borrowed import endings
+from memsaver.tag.borrowed import BorrowedPages, endings
 from memsaver.tag.tickets import PoolTicket, Ticket
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Reservation
 from memsaver.vmm.device_lock import device_lock
 
 TIMEOUT_SECONDS = 10.0
@@ -63,8 +61,8 @@ class Lease:
             self._mapped = _Mapped(
                 self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all()
             )
-            pid = os.getpid()
-            weakref.finalize(self, _drop, self._mapped, pid, endings(pid)).atexit = False
+            # it may run under any lock, so another thread talks to the owner
+            weakref.finalize(self, endings().put, self._mapped.end_dropped).atexit = False
 
     def _open_access(self) -> None:
         try:
@@ -129,59 +127,44 @@ class Lease:
         self.close()
 
 
+@dataclass
 class _Mapped:
-    """Holds what belongs to a lease, apart from it, for a finalizer."""
+    """Holds what belongs to a lease, apart from it, for a finalizer.
 
-    def __init__(
-        self,
-        backend: Backend,
-        device_key: str,
-        address: int,
-        nbytes: int,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        """undo: of the rest, when nothing is mapped any more."""
-        self.closed = False
-        self._backend = backend
-        self._device_key = device_key
-        self._address = address
-        self._nbytes = nbytes
-        self._undo = undo
+    ``undo``: of the rest, when nothing is mapped any more.
+    """
+
+    backend: Backend
+    device_key: str
+    address: int
+    nbytes: int
+    undo: contextlib.ExitStack
+    closed: bool = False
 
     @held()
     def end(self) -> None:
         if not self.closed:
-            with device_lock(self._device_key):
-                if self._nbytes:
-                    self._backend.unmap(self._address, self._nbytes)
+            with device_lock(self.device_key):
+                if self.nbytes:
+                    self.backend.unmap(self.address, self.nbytes)
             self.closed = True
-            self._undo.close()
+            self.undo.close()
 
     def end_dropped(self) -> None:
         """Ends a lease that nobody closed, in a thread of our own."""
         if not self.closed:
-            self._backend.bind_thread()
-            self._backend.synchronize()
+            self.backend.bind_thread()
+            self.backend.synchronize()
             self.end()
 
 
-def _drop(mapped: _Mapped, pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """Runs in a finalizer, maybe under any lock, so another thread talks to the owner."""
-    if os.getpid() == pid and not mapped.closed:
-        endings.put(mapped.end_dropped)
-
-
 def attach(ticket: Ticket) -> Lease:
-    """Map the tag that ``ticket`` names into this process (also into the owner's, at a second
-    address).
-    """
+    """Map the ticket's tag into this process (also into the owner's, at a second address)."""
     return Lease(ticket)
 
 
 class Grant(NamedTuple):
-    """A lease as its owner knows it: its number there, and the tag's extents by this process's
-    handles.
-    """
+    """A lease as its owner knows it: its number, and the extents by handles of this process."""
 
     owner: Owner
     number: int
@@ -211,6 +194,14 @@ def lease_extents(
     return Grant(owner, number, extents)
 
 
+def borrow_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack) -> BorrowedPages:
+    """A lease of the tag for a tag on ``device``, until that ends it, or ``undo`` unwinds."""
+    ends = contextlib.ExitStack()
+    undo.callback(ends.close)
+    grant = lease_extents(ticket, peer_backend(ticket.device_key, device), ends)
+    return BorrowedPages(ticket, grant.extents, ends.close)
+
+
 def _ask(
     owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool
 ) -> tuple[int, list[tuple[int, int, int]], list[int]]:
@@ -236,9 +227,7 @@ def import_all(
     owner: Owner,
     left: list[int],
 ) -> None:
-    """Import (id, nbytes) each from its descriptor, closing all; ids leave ``left`` as they
-    succeed.
-    """
+    """Import (id, nbytes) each from its descriptor, closing all; what succeeds leaves ``left``."""
     pending = list(fds)
     try:
         # the kernel leaves out those that would pass the limit of open files
@@ -261,13 +250,16 @@ def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
 
-def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) -> None:
+def hand_over(
+    extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
+) -> LeaseError | None:
     """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become
     imports.
 
-    Raises ``LeaseError`` when it refuses (nothing was changed), and ``Lost`` when it is not known
-    what became of them.
+    Raises ``LeaseError`` when it refuses (nothing was changed). Returns the one to raise when all
+    is done: the peer fell silent while they changed hands. It may own them, so we must not.
     """
+    lost = None
     _giving[threading.get_ident()] = time.monotonic()
     try:
         with explained("the memory was not handed over", "the saver to hand it to"):
@@ -280,8 +272,17 @@ def hand_over(extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend) 
             _give(owner, extents, to, backend, answer["need"])
             for extent in extents:
                 imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
+    except (rpc.Closed, TimeoutError) as error:
+        lost = LeaseError(
+            f"the memory was given to process {to.pid}, which fell silent ({error}): "
+            "the tags are paused, and what it did not take is the driver's again"
+        )
+        for extent in extents:
+            backend.release(extent.handle, 0)
     finally:
         del _giving[threading.get_ident()]
+    shim.discharge(backend.phys, sum(extent.nbytes for extent in extents))
+    return lost
 
 
 _giving: dict[int, float] = {}  # by thread: when its hand-over began
@@ -307,14 +308,8 @@ def _give(
         )
     except rpc.Refused as error:
         raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
-    except (rpc.Closed, TimeoutError) as error:
-        raise Lost(str(error)) from error
     finally:
         rpc.close_all(fds)
-
-
-class Lost(Exception):
-    """The peer fell silent while extents changed hands: it may own them, so the giver must not."""
 
 
 def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:

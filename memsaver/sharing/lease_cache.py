@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -21,7 +20,7 @@ from memsaver.common.signals import Unbroken
 from memsaver.errors import StateError
 from memsaver.sharing.lease import Lease
 from memsaver.sharing.peer_backend import peer_backend
-from memsaver.tag.borrowed import endings
+from memsaver.tag.borrowed import Endings, endings
 from memsaver.tag.tickets import Ticket
 
 _Key = tuple[Ticket, torch.device]
@@ -90,7 +89,7 @@ class LeaseCache:
         self._kept: dict[_Key, Kept] = {}
         self._closed = False
         self._pid = os.getpid()
-        dropped = weakref.finalize(self, _drop, self._kept, self._pid, endings(self._pid))
+        dropped = weakref.finalize(self, _drop, self._kept, endings())
         dropped.atexit = False  # the kernel does it
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
@@ -160,9 +159,7 @@ class LeaseCache:
         self.close()
 
 
-def _drop(kept: dict[_Key, Kept], pid: int, endings: queue.SimpleQueue[Callable[[], None]]) -> None:
+def _drop(kept: dict[_Key, Kept], endings: Endings) -> None:
     """Runs in a finalizer, maybe under any lock, so another thread ends them."""
-    if os.getpid() == pid:
-        for item in kept.values():
-            endings.put(item.lease.bind_thread)
-            endings.put(item.recall)
+    for item in kept.values():
+        endings.put(item.lease.bind_thread, item.recall)

@@ -324,24 +324,20 @@ class ShareServer:
             self._lock.release()
 
 
+@dataclass
 class Handler:
     """Requests of one connection, by name."""
 
-    def __init__(self, server: ShareServer, link: Link) -> None:
-        self._operations: dict[str, Callable[..., rpc.Reply]] = {
-            "lease": server.lease,
-            "unlease": server.unlease,
-            "offer": server.offer,
-            "give": server.give,
-        }
-        self._link = link
+    server: ShareServer
+    link: Link
 
     def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
         try:
-            if op not in self._operations:
+            if op not in ("lease", "unlease", "offer", "give"):
                 raise rpc.Refused(f"unknown operation {op!r}")
             if op == "give":
                 arguments["fds"] = fds  # those that it takes leave the list
-            return self._operations[op](self._link, **arguments)
+            reply: rpc.Reply = getattr(self.server, op)(self.link, **arguments)
+            return reply
         finally:
             rpc.close_all(fds)

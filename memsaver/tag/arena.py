@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import weakref
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,11 +26,10 @@ import torch
 from memsaver.backup import Backup
 from memsaver.backup.checksums import Checksums, fingerprint
 from memsaver.backup.clean_copy import CleanCopy
-from memsaver.common.signals import held
 from memsaver.errors import LeaseError, StateError
 from memsaver.native import shim
-from memsaver.report import TagReport
-from memsaver.vmm.backend import Backend
+from memsaver.tag import reaper
+from memsaver.vmm.backend import Backend, Reservation
 
 if TYPE_CHECKING:
     from memsaver.tag.borrowed import BorrowedPages
@@ -48,20 +45,6 @@ _NEXT = {
     ("borrowed", "thaw"): "borrowed",
     ("borrowed", "end_pause"): "paused",
 }
-_Parts = tuple[Backend, "Reservation", int, "list[BorrowedPages]"]
-_forgotten: deque[_Parts] = deque()  # of arenas that nobody refers to, not given back yet
-
-
-class Reservation:
-    """An address range without memory; ``close`` is its exact undo."""
-
-    def __init__(self, backend: Backend, nbytes: int) -> None:
-        self._backend = backend
-        self.nbytes = nbytes
-        self.address = backend.reserve(nbytes)
-
-    def close(self) -> None:
-        self._backend.unreserve(self.address, self.nbytes)
 
 
 class Arena:
@@ -76,14 +59,12 @@ class Arena:
         self.tag = tag
         self.content = content
         self.backend = backend
-        give_back_forgotten()
+        reaper.give_back_forgotten()
         self.reservation = Reservation(backend, reserve_bytes)
-        base = self.reservation.address
-        self.slot: int = shim.library().ms_arena_new(
-            backend.phys, base, reserve_bytes, backend.unit
-        )
+        place = backend.phys, self.reservation.address, reserve_bytes, backend.unit
+        self.slot: int = shim.library().ms_arena_new(*place)
         if self.slot < 0 and gc.collect():  # savers that only cycles keep have slots, too
-            self.slot = shim.library().ms_arena_new(backend.phys, base, reserve_bytes, backend.unit)
+            self.slot = shim.library().ms_arena_new(*place)
         if self.slot < 0:
             self.reservation.close()
             raise MemoryError(
@@ -96,18 +77,16 @@ class Arena:
         self.whole = True  # resume with one extent: another tag is not to use it
         self.elastic = False  # never with one extent
         self.backup: Backup | None = None
-        self.version: Hashable | None = (
-            None  # what the owner calls the content, until the next pause
-        )
+        # what the owner calls the content, until the next pause
+        self.version: Hashable | None = None
         self.clean_copy: CleanCopy | None = None
         self.open_regions = 0
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
         self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
-        self._finalizer = weakref.finalize(
-            self, _give_back, backend, self.reservation, self.slot, self._borrowed
-        )
+        self._parts = reaper.Parts(backend, self.reservation, self.slot, self._borrowed)
+        self._finalizer = weakref.finalize(self, reaper.forget, self._parts)
         self._finalizer.atexit = False
 
     @property
@@ -146,9 +125,7 @@ class Arena:
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 tensor ``[nbytes]``, freed with its storage; ``None`` when it failed (see
-        ``cause``).
-        """
+        """uint8 tensor ``[nbytes]``, freed with its storage; ``None``: failed (see ``cause``)."""
         self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
@@ -165,28 +142,19 @@ class Arena:
         """Tells why the last allocation failed (code 0: none did); clears it."""
         return shim.cause(self.slot, clear=True)
 
-    @property
-    def resized(self) -> bool:
-        """Tensors reach beyond the memory that is there."""
-        return self.stats.top > self.stats.committed
-
     def unused(self) -> list[shim.Extent]:
         """Extents, or their ends, that a trim would give back."""
         top = self.stats.top
         return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
 
     def settle_frees(self) -> None:
-        """Wait for work that may still use what was freed, on whatever stream: others get that
-        memory from here on.
-        """
+        """Wait for work that may use what was freed, on any stream: others get it from here on."""
         if (frees := self.stats.frees) != self._settled_frees:
             self.backend.synchronize()
             self._settled_frees = frees
 
     def trim(self) -> int:
-        """Give back the extents behind the unused tail; bytes given back. If paused: not to be put
-        back any more.
-        """
+        """Give back the unused tail; its bytes. If paused: not to be put back any more."""
         stats = self.stats
         if self.paused:
             self.committed_when_paused = min(
@@ -205,23 +173,6 @@ class Arena:
             raise StateError(
                 f"cannot {what} {self.tag!r}: a region of it is open; leave the region first"
             )
-
-    def report(self, leases: int) -> TagReport:
-        stats = self.stats
-        return TagReport(
-            state="paused" if self.paused else "active",
-            content=self.content,
-            reserved_bytes=stats.reserved,
-            committed_bytes=stats.committed,
-            borrowed_bytes=0 if self.borrowed is None else self.borrowed.nbytes,
-            live_bytes=sum(nbytes for _, nbytes in self.live_ranges()),
-            backup_bytes=self.backup.host_bytes if self.backup else 0,
-            disk_bytes=self.backup.disk_bytes if self.backup else 0,
-            extents=stats.extents,
-            leases=leases,
-            last_pause_seconds=self.last_pause_seconds,
-            last_resume_seconds=self.last_resume_seconds,
-        )
 
     def enter(self) -> None:
         """A region of the tag is open from here on."""
@@ -279,22 +230,6 @@ class Arena:
         elif op in ("resume", "borrow"):
             self.last_resume_seconds = seconds
 
-    def live_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(offset, nbytes) of what is in use.
-
-        Under torch's caching allocator: the live blocks inside its segments.
-        """
-        blocks = [(block.offset, block.nbytes) for block in shim.blocks(self.slot)]
-        if self.backend.device.type != "cuda":
-            return tuple(blocks)
-        inside: dict[int, list[tuple[int, int]]] = {}
-        for segment in torch.cuda.memory_snapshot():
-            offset = segment["address"] - self.address
-            if 0 <= offset < self.reservation.nbytes:
-                inside[offset] = _live_blocks(segment, self.address)
-        parts = (inside.get(block[0], [block]) for block in blocks)
-        return tuple(itertools.chain.from_iterable(parts))
-
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]`` where they are."""
         return self.backend.view(self.address + offset, nbytes)[0]
@@ -303,15 +238,6 @@ class Arena:
         """The address is this tag's, and there is no memory behind it. Takes no lock."""
         offset = address - self.address
         return 0 <= offset < self.reservation.nbytes and offset >= self.backed
-
-    def saved_ranges(self) -> list[tuple[int, int]]:
-        """(offset, nbytes) of the live content, where there is memory behind it."""
-        end = self.stats.committed
-        return [
-            (offset, min(nbytes, end - offset))
-            for offset, nbytes in self.live_ranges()
-            if offset < end
-        ]
 
     def verify(self) -> None:
         """Raises ``BackendError`` if, in debug mode, content is not as it was before the pause."""
@@ -325,9 +251,7 @@ class Arena:
     def keep_clean_copy(
         self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]
     ) -> CleanCopy:
-        """Keep a backup of the content that its owner calls ``version``, for the next pause; its
-        digest is begun.
-        """
+        """Keep a backup of content called ``version``, for the next pause; begins its digest."""
         self.version = version
         self.clean_copy = CleanCopy(backup, version, fingerprint(ranges, self.bytes_at))
         self.clean_copy.digest.start()
@@ -395,9 +319,7 @@ class Arena:
         undo: contextlib.ExitStack,
         writable: bool = True,
     ) -> list[shim.Extent]:
-        """Put extents behind the addresses from byte ``first`` on; as they are there, for the
-        shim's table.
-        """
+        """Put extents behind the addresses from byte ``first`` on; as the shim's table has them."""
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
@@ -425,83 +347,6 @@ class Arena:
         if self.borrowed is not None:
             self.unmap(contextlib.ExitStack())
             self.end_borrowing()
-        _decommit(self.backend, self.address, self.slot)
+        reaper.decommit(self._parts)
         if not self.stats.blocks:
             self._finalizer()  # else when the last tensor dies
-
-
-def _decommit(backend: Backend, address: int, slot: int) -> None:
-    committed = shim.stats(slot).committed
-    if committed:
-        backend.unmap(address, committed)
-    extents = shim.extents(slot)
-    shim.set_extents(slot, [])
-    for extent in extents:
-        backend.release(extent.handle, extent.nbytes)
-
-
-@held()
-def _give_back(
-    backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]
-) -> None:
-    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait,
-    or where a region's tensors live on.
-    """
-    _forgotten.append((backend, reservation, slot, borrowed))
-    give_back_forgotten()
-
-
-def give_back_forgotten() -> None:
-    """Gives back those arenas that nobody refers to and no tensor lies on any more."""
-    _retry(list(_forgotten))
-
-
-@held()
-def _retry(items: Sequence[_Parts]) -> None:
-    for item in items:
-        if _may_end(item):
-            # finalizers run in any thread: another one took it
-            with contextlib.suppress(ValueError):
-                _forgotten.remove(item)
-                _undo(*item)
-    if _forgotten and _retry_on_host not in gc.callbacks:
-        gc.callbacks.append(_retry_on_host)
-
-
-def _retry_on_host(phase: str, info: object) -> None:
-    """Tries again, on the host, when garbage is collected.
-
-    GPUs are left out: waiting for one would break a graph that another thread captures.
-    """
-    if phase == "stop":
-        _retry([item for item in _forgotten if item[0].device.type == "cpu"])
-        if not _forgotten:
-            with contextlib.suppress(ValueError):
-                gc.callbacks.remove(_retry_on_host)
-
-
-def _may_end(item: _Parts) -> bool:
-    backend, _, slot, _ = item
-    return not backend.capturing and (backend.forked or not shim.stats(slot).blocks)
-
-
-def _undo(
-    backend: Backend, reservation: Reservation, slot: int, borrowed: list[BorrowedPages]
-) -> None:
-    if backend.forked:
-        return  # nothing of it came along
-    backend.synchronize()  # kernels that use it may be queued on any stream
-    while borrowed:
-        borrowed.pop().drop(backend, reservation.address)
-    _decommit(backend, reservation.address, slot)
-    if shim.library().ms_arena_free(slot) == 0:
-        reservation.close()
-
-
-def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
-    live, address = [], segment["address"]
-    for block in segment["blocks"]:
-        if block["state"].startswith("active"):
-            live.append((address - base, block["requested_size"]))
-        address += block["size"]
-    return live

@@ -1,6 +1,4 @@
-"""Pages of another saver's tag behind a tag of this one, and how they go back when nobody may wait
-for the owner.
-"""
+"""Pages of another saver's tag behind one of ours; how they go back when nobody may wait for it."""
 
 from __future__ import annotations
 
@@ -35,31 +33,41 @@ class BorrowedPages:
         self.extents = tuple(extents)
         self.nbytes = sum(extent.nbytes for extent in extents)
         self.end = end
-        self._pid = os.getpid()
-        self._endings = endings(self._pid)  # now: a finalizer is not to start threads
+        self._endings = endings()  # now: a finalizer is not to start threads
 
     def drop(self, backend: Backend, address: int) -> None:
         """Unmap and end, for a finalizer: it may run under any lock, so another thread talks to the
         owner.
-
-        Does nothing in a forked child, which has neither the mapping nor the lease.
         """
+        if self.nbytes:
+            backend.unmap(address, self.nbytes)
+        self._endings.put(self.end)
+
+
+class Endings:
+    """Calls what finalizers put here, one after the other in a thread, and nothing in a forked
+    child, whose memory and connections it is not.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        name = f"memsaver-borrowed-{self._pid}"
+        threading.Thread(target=_call_all, args=[self._pending], name=name, daemon=True).start()
+
+    def put(self, *calls: Callable[[], None]) -> None:
         if os.getpid() == self._pid:
-            if self.nbytes:
-                backend.unmap(address, self.nbytes)
-            self._endings.put(self.end)
+            for call in calls:
+                self._pending.put(call)
 
 
 @cache
-def endings(pid: int) -> queue.SimpleQueue[Callable[[], None]]:
-    """Returns a queue of what a thread of this process calls, one after the other; putting
-    something there is safe in a finalizer.
-    """
-    pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    threading.Thread(
-        target=_call_all, args=[pending], name=f"memsaver-borrowed-{pid}", daemon=True
-    ).start()
-    return pending
+def endings() -> Endings:
+    """Returns those of this process."""
+    return Endings()
+
+
+os.register_at_fork(after_in_child=endings.cache_clear)
 
 
 def _call_all(pending: queue.SimpleQueue[Callable[[], None]]) -> None:

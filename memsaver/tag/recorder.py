@@ -55,9 +55,7 @@ class Recorder:
 
     @contextmanager
     def timed(self, op: str, arenas: Sequence[Arena]) -> Iterator[None]:
-        """Record one operation on these tags, an equal share of its seconds each; nothing if it
-        fails.
-        """
+        """Record an operation on these tags, an equal share of its time each, unless it fails."""
         started = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started) / max(1, len(arenas))
@@ -97,13 +95,8 @@ class Recorder:
         self._seen = count
         for call in calls:
             name = shim.Operation(call.operation).name.lower()
-            _driver_log.debug(
-                "%s %s, %.1f us%s",
-                name,
-                format_bytes(call.nbytes),
-                call.ns / 1e3,
-                self._outcome(call),
-            )
+            size, outcome = format_bytes(call.nbytes), self._outcome(call)
+            _driver_log.debug("%s %s, %.1f us%s", name, size, call.ns / 1e3, outcome)
 
     def _outcome(self, call: shim.Call) -> str:
         if call.error <= 0:

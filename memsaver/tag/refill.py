@@ -11,9 +11,7 @@ from memsaver.vmm.backend import Backend, Waitable
 
 
 class Refill:
-    """Extents mapped behind a paused tag one after the other, each filled from the host as soon as
-    it is there.
-    """
+    """Extents mapped behind a paused tag one by one, each filled from the host once it is there."""
 
     def __init__(self, backend: Backend, into: Arena, undo: contextlib.ExitStack) -> None:
         self._backend, self._into, self._undo = backend, into, undo

@@ -1,9 +1,8 @@
-"""Content on its way out of a tag: into host memory or a file, unless a copy that was kept still
-holds it.
-"""
+"""Content on its way out of a tag, to host memory or a file, unless a kept copy still holds it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from memsaver.backup import Backup, DiskBackup, HostBackup
 from memsaver.errors import HostMemoryError, StateError
+from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend, Waitable
 
@@ -48,7 +48,7 @@ class Saving:
         copy = arena.clean_copy
         if copy is not None and not copy.begin_check(arena.version, content, arena.stats.committed):
             copy = None
-        ranges = arena.saved_ranges()  # while the check runs
+        ranges = _saved_ranges(arena)  # while the check runs
         if self._checksums:
             arena.take_sums(ranges)
         if copy is not None and copy.holds(ranges):
@@ -83,7 +83,7 @@ class Saving:
 
     def start(self, arena: Arena, version: Hashable) -> Waitable | None:
         """Copy an active tag's content to the host while work goes on that does not write it."""
-        ranges = arena.saved_ranges()
+        ranges = _saved_ranges(arena)
         arena.forget_clean_copy()
         backup = self._new_backup(ranges, "host")
         assert isinstance(backup, HostBackup)
@@ -94,6 +94,37 @@ class Saving:
             arena.forget_clean_copy()
             raise
         return copy.copying
+
+
+def live_ranges(arena: Arena) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what is in use.
+
+    Under torch's caching allocator: the live blocks inside its segments.
+    """
+    blocks = shim.blocks(arena.slot)
+    if arena.backend.device.type != "cuda":
+        return blocks
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        offset = segment["address"] - arena.address
+        if 0 <= offset < arena.reservation.nbytes:
+            inside[offset] = _live_blocks(segment, arena.address)
+    return [*itertools.chain.from_iterable(inside.get(block[0], [block]) for block in blocks)]
+
+
+def _saved_ranges(arena: Arena) -> list[tuple[int, int]]:
+    """(offset, nbytes) of the live content, where there is memory behind it."""
+    end = arena.stats.committed
+    return [(at, min(nbytes, end - at)) for at, nbytes in live_ranges(arena) if at < end]
+
+
+def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
+    live, address = [], segment["address"]
+    for block in segment["blocks"]:
+        if block["state"].startswith("active"):
+            live.append((address - base, block["requested_size"]))
+        address += block["size"]
+    return live
 
 
 def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:

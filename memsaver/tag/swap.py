@@ -1,6 +1,4 @@
-"""One tag out and another in, extent by extent: the memory of the first serves the second, both
-directions busy.
-"""
+"""One tag out and another in, extent by extent into the first's memory, both directions busy."""
 
 from __future__ import annotations
 

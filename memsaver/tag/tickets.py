@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Permission to map one tag; plain data to be sent to the peer. Good as long as the saver
-    lives.
-    """
+    """Permission to map one tag; plain data for the peer. Good as long as the saver lives."""
 
     socket_name: str
     token: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memsaver.backup import Backup, HostBackup
-from memsaver.errors import BackendError, LeaseError
+from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.tag.refill import Refill
@@ -26,7 +26,7 @@ from memsaver.vmm.page_pool import LARGEST, PagePool
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
     from memsaver.tag.borrowed import BorrowedPages
-    from memsaver.tag.tickets import PoolTicket
+    from memsaver.tag.tickets import PoolTicket, Ticket
 
 RELEASES = ("driver", "keep", "hand_over")
 LEASE_GRACE_SECONDS = 1.0
@@ -66,29 +66,37 @@ class Transactions:
                 f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}"
             )
 
-    def wait_unleased(self, arenas: Sequence[Arena]) -> None:
+    def leases(self, tag: str) -> list[int]:
+        """Processes that map the tag, once for each lease."""
+        return [] if self.server is None else self.server.holders(tag)
+
+    def _wait_unleased(self, arenas: Sequence[Arena]) -> None:
         if self.server is not None:
             self.server.wait_free([arena.tag for arena in arenas], LEASE_GRACE_SECONDS)
-
-    def recall(self, arenas: Sequence[Arena]) -> None:
-        """Leases that peers keep without using them end."""
-        if self.server is not None:
-            self.server.recall([arena.tag for arena in arenas])
 
     def pause(
         self,
         arenas: Sequence[Arena],
-        saved: Sequence[tuple[Arena, str]],
+        content: str | None,
         release: str,
         to: PoolTicket | None,
         streams: Sequence[torch.cuda.Stream] | None,
     ) -> LeaseError | None:
-        """saved: those whose content is kept, each with "host" or "disk".
+        """content: of all of them, ``None``: as each tag's policy says.
 
         What it raises has changed nothing; the error that it returns is to be raised when the tags'
         pause is recorded.
         """
-        self.wait_unleased(arenas)
+        for arena in arenas:
+            arena.require_no_region("pause")
+        kept = [(arena, content or arena.content) for arena in arenas]
+        saved = [(arena, where) for arena, where in kept if where != "discard"]
+        if lent := [arena.tag for arena, _ in saved if arena.borrowed is not None]:
+            raise ValueError(
+                f"the pages of {lent} are borrowed, their content is their owner's; "
+                "content='discard'"
+            )
+        self._wait_unleased(arenas)
         if release != "keep":
             self._revoke(_flat(shim.extents(arena.slot) for arena in arenas), to)
         with contextlib.ExitStack() as undo:
@@ -96,7 +104,7 @@ class Transactions:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
-            backups = {arena.tag: self.saving.save(arena, content) for arena, content in saved}
+            backups = {arena.tag: self.saving.save(arena, where) for arena, where in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
                 if to is None:
@@ -104,7 +112,12 @@ class Transactions:
                     self._settle(arenas, extents, backups, whole=release == "driver")
                     self._put_away(extents, release)
                     return None
-            lost = self._hand_over(_flat(extents.values()), to)
+            from memsaver.sharing.lease import hand_over
+
+            given = _flat(extents.values())
+            lost = hand_over(given, to, self._backend)
+            if self.server is not None:
+                self.server.disown([extent.id for extent in given])
             undo.pop_all()
         self._settle(arenas, extents, backups, whole=False)
         return lost
@@ -136,29 +149,15 @@ class Transactions:
         if self.server is not None and (ids := [extent.id for extent in extents if extent.shared]):
             self.server.revoke(ids, None if to is None else to.pid)
 
-    def _hand_over(self, extents: list[shim.Extent], to: PoolTicket) -> LeaseError | None:
-        """The error to raise when all is done: the peer fell silent, what it has is unknown."""
-        from memsaver.sharing.lease import Lost, hand_over
-
-        lost = None
-        try:
-            hand_over(extents, to, self._backend)
-        except Lost as error:
-            lost = LeaseError(
-                f"the memory was given to process {to.pid}, which fell silent ({error}): "
-                "the tags are paused, and what it did not take is the driver's again"
+    def swap(self, out: Arena, content: str | None, into: Arena) -> None:
+        """Pause one tag and resume another with its memory; what it raises has changed nothing."""
+        if not into.paused:
+            raise StateError(f"swap: tag {into.tag!r} is not paused")
+        out.require_no_region("pause")
+        if (content := content or out.content) == "disk":
+            raise ValueError(
+                "swap keeps content in host memory; pass content='host', or pause and resume"
             )
-            for extent in extents:
-                self._backend.release(extent.handle, 0)
-        shim.discharge(self._backend.phys, sum(extent.nbytes for extent in extents))
-        if self.server is not None:
-            self.server.disown([extent.id for extent in extents])
-        return lost
-
-    def swap(self, out: Arena, content: str, into: Arena) -> None:
-        """Pause one tag, its memory going to another that is resumed; what it raises has changed
-        nothing.
-        """
         leaving = shim.extents(out.slot)
         if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
             self._swap_in_turn(out, content, into)
@@ -171,7 +170,7 @@ class Transactions:
     def _swap_piecewise(
         self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]
     ) -> None:
-        self.wait_unleased([out])
+        self._wait_unleased([out])
         with contextlib.ExitStack() as undo:
             out.freeze()
             undo.callback(out.thaw)
@@ -184,23 +183,20 @@ class Transactions:
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
             undo.pop_all()
         self._pool.keep(left)
-        self._settle(
-            [out], {out.tag: leaving}, {} if backup is None else {out.tag: backup}, whole=False
-        )
+        out.end_pause(leaving, backup, whole=False)
         into.end_resume()
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
         """Swaps where memory cannot go over bit by bit. Both tags are in pieces from here on."""
         self._check_room(out, into)
-        saved = [(out, content)] if content != "discard" else []
-        self.pause([out], saved, "driver", None, None)
+        self.pause([out], content, "driver", None, None)
         out.in_pieces()
         into.in_pieces()
         try:
             self.resume([into])
         except BaseException as error:
             self.resume([out])
-            if saved:
+            if content != "discard":
                 raise
             raise BackendError(
                 f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); "
@@ -219,10 +215,12 @@ class Transactions:
             )
 
     def exchange(self, one: Arena, other: Arena) -> None:
-        """Each gets the other's extents, and what is known of their content; what it raises has
-        changed nothing.
-        """
-        self.wait_unleased([one, other])
+        """Each gets the other's extents and content; what it raises has changed nothing."""
+        if one is other:
+            raise ValueError(f"exchange needs two tags, got {one.tag!r} twice")
+        for arena in (one, other):
+            arena.require_no_region("exchange")
+        self._wait_unleased([one, other])
         with contextlib.ExitStack() as undo:
             for arena in (one, other):
                 arena.freeze()
@@ -243,14 +241,43 @@ class Transactions:
         for arena in (one, other):
             arena.thaw()
 
+    def check_borrow(self, arena: Arena, ticket: Ticket) -> None:
+        """Raises unless the tag may borrow what the ticket is for."""
+        what = f"borrow({arena.tag!r})"
+        arena.require_own(what)
+        if not arena.paused:
+            raise StateError(f"{what}: the tag is active; pause it first")
+        if ticket.device_key != (here := self._backend.device_key):
+            raise ValueError(f"{what}: pages of {ticket.device_key} cannot serve {here}")
+        if self.server is not None and self.server.made(ticket):
+            raise ValueError(f"{what}: {ticket.tag!r} is a tag of the same saver; use exchange()")
+
     def borrow(self, arena: Arena, borrowed: BorrowedPages) -> None:
         """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
+        self.check_borrow(arena, borrowed.ticket)  # again: nobody held the lock meanwhile
+        needed = min(arena.committed_when_paused, self._backend.round_up(arena.stats.top))
+        if not needed <= borrowed.nbytes <= arena.reservation.nbytes:
+            raise ValueError(
+                f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses "
+                f"for {format_bytes(arena.reservation.nbytes)}; "
+                f"tag {borrowed.ticket.tag!r} has {format_bytes(borrowed.nbytes)}"
+            )
         with contextlib.ExitStack() as undo, self._device_lock:
             arena.borrow(borrowed, undo)
             undo.pop_all()
 
-    def trim(self, arenas: Sequence[Arena], kept: Sequence[shim.Extent]) -> int:
-        """Give the arenas' unused ends and these kept extents back to the driver; bytes."""
+    def trim(self, arenas: Sequence[Arena], pool: bool) -> int:
+        """Give the unused ends of tags that nobody uses now, and what the page pool keeps if
+        ``pool``, back to the driver; bytes.
+        """
+        if self.server is not None:  # leases that peers keep without using them end
+            self.server.recall([arena.tag for arena in arenas])
+        arenas = [
+            arena for arena in arenas if not arena.open_regions and not self.leases(arena.tag)
+        ]
+        if arenas:
+            self._backend.free_dead_blocks(arenas[0].slot)
+        kept = self._pool.extents if pool else []
         self._revoke([*kept, *_flat(arena.unused() for arena in arenas)])
         with self._device_lock:
             return sum(arena.trim() for arena in arenas) + self._pool.drop(
@@ -259,7 +286,7 @@ class Transactions:
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
-        self.wait_unleased(arenas)
+        self._wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
             self.server = None
@@ -272,21 +299,24 @@ class Transactions:
 
     # ---------------------------------------------------------------- back
 
-    def resume(self, arenas: Sequence[Arena]) -> None:
+    def resume(self, arenas: Sequence[Arena], at_least: int | None = None) -> None:
         """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
-        give.
+        give; at_least: when there are not even so many bytes for the one tag.
         """
+        with contextlib.suppress(ShortOfMemory):
+            self._resume(arenas)
+            return
+        self._reclaim()
         try:
             self._resume(arenas)
         except ShortOfMemory:
-            self._reclaim()
-            self._resume(arenas)
+            if at_least is None or not self._resume_most(arenas, at_least):
+                raise
 
-    def resume_most(self, arena: Arena, at_least: int) -> bool:
-        """Resumes as much of the tag as there is memory for; False, with nothing changed, when that
-        is below ``at_least``.
-        """
-        self._reclaim()
+    def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
+        """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
+        if len(arenas) != 1 or (arena := arenas[0]).backup is not None:
+            raise ValueError("at_least takes one tag, whose content was discarded by its pause")
         with contextlib.ExitStack() as undo, self._device_lock:
             extents = self._pool.obtain_most(arena.committed_when_paused, undo)
             got = sum(extent.nbytes for extent in extents)
@@ -298,12 +328,14 @@ class Transactions:
         return True
 
     def resize(self, arena: Arena, nbytes: int) -> None:
-        """Put memory behind the first ``nbytes`` of the tag, and behind no more; raises
-        ``ShortOfMemory``.
-        """
-        committed = arena.stats.committed
-        if nbytes < committed:
-            self.wait_unleased([arena])
+        """Put memory behind the first ``nbytes``, in pages, and no more; ``ShortOfMemory``."""
+        reserved, rounded = arena.reservation.nbytes, self._backend.round_up(nbytes)
+        if nbytes < 0 or rounded > reserved:
+            raise ValueError(
+                f"{nbytes} bytes are outside the {reserved} reserved for {arena.tag!r}"
+            )
+        if (nbytes := rounded) < arena.stats.committed:
+            self._wait_unleased([arena])
             self._revoke([e for e in shim.extents(arena.slot) if e.offset + e.nbytes > nbytes])
             self._backend.synchronize()
             with self._device_lock:
@@ -318,20 +350,24 @@ class Transactions:
                 undo.pop_all()
             arena.thaw()
 
+    def commit_pieces(self, arena: Arena, nbytes: int) -> None:
+        """Put memory behind the next ``nbytes`` of the tag, in pieces, which it keeps to."""
+        arena.in_pieces(elastic=True)
+        end = self._backend.round_up(arena.stats.top + nbytes)
+        # beyond what is reserved the allocation fails, and says why
+        if arena.stats.committed < end <= arena.reservation.nbytes:
+            self.resize(arena, end)
+
     def make_room(self) -> bool:
-        """Give up what the page pool keeps, also what peers have imported; False if there was
-        nothing.
-        """
-        if not (kept := self._pool.extents):
+        """Give up what the page pool keeps, also what peers have imported; False: nothing is."""
+        if not self._pool.extents:
             return False
         with contextlib.suppress(LeaseError):
-            self.trim([], kept)
+            self.trim([], pool=True)
         return True
 
     def _reclaim(self) -> None:
-        """Make what is kept, and torch's cache, available; a peer that keeps silent keeps its
-        imports.
-        """
+        """Make what is kept, and torch's cache, available; a silent peer keeps its imports."""
         with contextlib.suppress(LeaseError):
             self._revoke(self._pool.extents)
         self._backend.reclaim()
@@ -348,9 +384,7 @@ class Transactions:
             arena.end_resume()
 
     def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Refill:
-        """Memory for all of the tag; what is saved on the host is on its way while the driver
-        clears the rest.
-        """
+        """Memory for all of the tag; content is on its way while the driver clears the rest."""
         refill = Refill(self._backend, arena, undo)
         refill.put(self._pool.take(refill.missing, undo))
         if isinstance(arena.backup, HostBackup):

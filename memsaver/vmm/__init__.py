@@ -1,6 +1,4 @@
-"""Physical memory and addresses: CUDA virtual memory, or memfd and mmap; pools of pages, pinned
-host memory, locks.
-"""
+"""Physical memory and addresses: CUDA's or memfd's; pools of pages, pinned host memory, locks."""
 
 from __future__ import annotations
 

@@ -151,6 +151,10 @@ class Backend(ABC):
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
     @abstractmethod
     def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
+    @abstractmethod
+    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]: ...
+    @abstractmethod
+    def free_dead_blocks(self, slot: int) -> None: ...
     @property
     @abstractmethod
     def host_arena(self) -> HostArena: ...
@@ -192,3 +196,15 @@ class Backend(ABC):
     def _check(self, what: str, code: int) -> None:
         if code:
             raise BackendError(f"{what} on {self.device} failed: {self.error_name(code)}")
+
+
+class Reservation:
+    """An address range without memory; ``close`` is its exact undo."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self._backend = backend
+        self.nbytes = nbytes
+        self.address = backend.reserve(nbytes)
+
+    def close(self) -> None:
+        self._backend.unreserve(self.address, self.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +13,7 @@ from cuda.bindings import driver
 
 from memsaver.common.device_ids import device_key
 from memsaver.errors import BackendError
-from memsaver.native import shim
+from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
 from memsaver.vmm.backend import Backend
@@ -55,10 +56,8 @@ class CudaPinner:
     """Page-locks host memory, for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        _value(
-            "pinning host memory",
-            driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE),
-        )
+        portable = driver.CU_MEMHOSTREGISTER_PORTABLE
+        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, portable))
 
     def unpin(self, address: int) -> None:
         _value("unpinning host memory", driver.cuMemHostUnregister(address))
@@ -70,9 +69,7 @@ def _host_arena() -> HostArena:
 
 
 class _Span:
-    """An address range that ``torch.as_tensor`` can wrap; torch keeps it alive as long as the
-    storage.
-    """
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it as long as the storage."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -110,13 +107,8 @@ class CudaBackend(Backend):
         library = ctypes.CDLL("libcuda.so.1")
         names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
         names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
-        names += [
-            "cuCtxPushCurrent_v2",
-            "cuCtxPopCurrent_v2",
-            "cuThreadExchangeStreamCaptureMode",
-            "cuStreamIsCapturing",
-            "cuStreamSynchronize",
-        ]
+        names += ["cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"]
+        names += ["cuStreamIsCapturing", "cuStreamSynchronize"]
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
         with torch.cuda.device(self.device):
             context = int(_value("asking for the context", driver.cuCtxGetCurrent()))
@@ -124,12 +116,8 @@ class CudaBackend(Backend):
 
     def reserve(self, nbytes: int) -> int:
         with self._call(Operation.RESERVE, nbytes):
-            return int(
-                _value(
-                    "reserving addresses",
-                    driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0),
-                )
-            )
+            reserved = driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)
+            return int(_value("reserving addresses", reserved))
 
     def unreserve(self, address: int, nbytes: int) -> None:
         with self._call(Operation.UNRESERVE, nbytes):
@@ -145,15 +133,11 @@ class CudaBackend(Backend):
 
     @property
     def capturing(self) -> bool:
-        """Is this thread capturing a graph, so that waiting for the device would end it in an
-        error?
-        """
+        """Is this thread capturing a graph, which waiting for the device would end in an error?"""
         return torch.cuda.is_current_stream_capturing()
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's
-        storage's.
-        """
+        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
         owner = _Span(address, nbytes)
         return torch.as_tensor(owner, device=self.device), owner
 
@@ -165,6 +149,14 @@ class CudaBackend(Backend):
         that, and copies, where ``view`` is used.
         """
         return dlpack.tensor(address, nbytes, self.device, keeper)
+
+    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
+        """Sends this thread's torch allocations to an arena."""
+        return cuda_hook.allocate_from(slot, self.device)
+
+    def free_dead_blocks(self, slot: int) -> None:
+        """Frees what torch keeps of ended regions, whose tensors have died since."""
+        cuda_hook.free_dead_blocks(slot, self.device)
 
     @property
     def host_arena(self) -> HostArena:

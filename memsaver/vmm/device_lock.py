@@ -31,9 +31,7 @@ _COMMAND_BYTES = 80  # of the record in the file, padded, so that every record o
 def device_lock(
     device_key: str, timeout: float = 30.0
 ) -> contextlib.AbstractContextManager[object]:
-    """The lock of a backend's device: none for ``"cpu"``, whose mappings are the process's own
-    affair.
-    """
+    """The lock of a backend's device: none for ``"cpu"``, whose mappings are the process's own."""
     return contextlib.nullcontext() if device_key == "cpu" else DeviceLock(device_key, timeout)
 
 

@@ -43,9 +43,7 @@ _keep.restype, _keep.argtypes = None, [ctypes.py_object]
 
 
 def tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
-    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``, whose storage keeps
-    ``keeper`` alive.
-    """
+    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``; it keeps ``keeper``."""
     shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
     managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -15,7 +16,7 @@ import torch
 from memsaver.common.host_limits import available_memory
 from memsaver.common.libc import MAP_FAILED, libc
 from memsaver.errors import BackendError
-from memsaver.native import shim
+from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm.backend import Backend
 from memsaver.vmm.pinned_arena import HostArena
@@ -92,9 +93,7 @@ class HostBackend(Backend):
         return False
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object whose life is the tensor's
-        storage's.
-        """
+        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
         owner = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
@@ -105,6 +104,13 @@ class HostBackend(Backend):
         tensor, owner = self.view(address, nbytes)
         owner.keeper = keeper  # type: ignore[attr-defined]
         return tensor
+
+    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
+        """Sends this thread's torch allocations to an arena."""
+        return cpu_hook.allocate_from(slot)
+
+    def free_dead_blocks(self, slot: int) -> None:
+        """None are kept: torch frees what is dead at once."""
 
     @property
     def host_arena(self) -> HostArena:

@@ -75,9 +75,7 @@ class PagePool:
         self.keep(made)
 
     def give_back(self, extents: Sequence[shim.Extent]) -> None:
-        """Gives extents to the driver. What it refuses stays in the pool, where a later ``trim`` or
-        a shortage tries again.
-        """
+        """Gives extents to the driver. What it refuses stays in the pool, for the next ``trim``."""
         for extent in extents:
             try:
                 self._backend.release(extent.handle, extent.nbytes)
@@ -121,16 +119,8 @@ class PagePool:
                 raise LeaseError(
                     f"{len(gone)} extents were revoked meanwhile; hand them over again"
                 )
-            for extent_id in here:
-                handle = imports.take(extent_id)
-                assert handle is not None
-                handles[extent_id] = handle
-            self.keep(
-                [
-                    shim.Extent(handles[extent_id], extent_id, 0, size, shared=True)
-                    for extent_id, size in extents
-                ]
-            )
+            handles |= {extent_id: imports.take(extent_id) for extent_id in here}
+            self.keep([shim.Extent(handles[at], at, 0, size, shared=True) for at, size in extents])
             undo.pop_all()
 
     def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
@@ -153,9 +143,7 @@ class PagePool:
         return made
 
     def obtain(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Extents of ``nbytes`` together: kept ones, and new ones for the rest, in pieces that
-        other tags can use.
-        """
+        """Extents of ``nbytes`` together: kept ones, then new ones, in pieces for other tags."""
         taken = self.take(nbytes, undo)
         return taken + self.make(nbytes - sum(extent.nbytes for extent in taken), undo, whole=False)
 
@@ -179,7 +167,5 @@ class PagePool:
         return taken + made
 
     def drop(self, nbytes: int) -> int:
-        """Give kept memory of at least ``nbytes``, if there is, that no peer has imported, back to
-        the driver.
-        """
+        """Give at least ``nbytes``, if there are, that no peer has imported, back to the driver."""
         return shim.pool_drop(self._backend.phys, nbytes)

@@ -1,6 +1,4 @@
-"""The host memory that paused tags are saved in: one arena per process and kind, kept from pause to
-pause.
-"""
+"""The host memory that paused tags are saved in: one arena per process and kind, for good."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memsaver.common.ranges import joined
 from memsaver.common.rounding import round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
@@ -157,17 +156,8 @@ class HostArena:
         while self._returned:
             piece = self._returned.popleft()
             segment = self._segment_of(piece)
-            segment.free = _merged(sorted([*segment.free, piece]))
+            free = joined(sorted([*segment.free, piece]))
+            segment.free = [Piece(*part) for part in free]
 
     def _segment_of(self, piece: Piece) -> _Segment:
         return next(s for s in self._segments if 0 <= piece.address - s.address < s.nbytes)
-
-
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    out: list[Piece] = []
-    for piece in pieces:
-        if out and out[-1].address + out[-1].nbytes == piece.address:
-            out[-1] = Piece(out[-1].address, out[-1].nbytes + piece.nbytes)
-        else:
-            out.append(piece)
-    return out

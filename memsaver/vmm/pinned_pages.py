@@ -1,6 +1,4 @@
-"""Host memory that is there before it is used: in huge pages where there are any, touched by many
-threads, pinned.
-"""
+"""Host memory that is there before it is used: huge pages if any, touched by threads, pinned."""
 
 from __future__ import annotations
 
@@ -75,14 +73,8 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
 
 def _map(nbytes: int) -> int:
     """Addresses that begin with a huge page."""
-    raw = libc().mmap(
-        None,
-        nbytes + HUGE_PAGE,
-        mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        -1,
-        0,
-    )
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    raw = libc().mmap(None, nbytes + HUGE_PAGE, access, flags, -1, 0)
     if raw == MAP_FAILED:
         raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
     address = round_up(raw, HUGE_PAGE)

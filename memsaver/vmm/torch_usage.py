@@ -1,6 +1,4 @@
-"""Tells how much of a device torch's own allocator holds, outside of every tag, and has it give
-that back.
-"""
+"""Tells how much of a device torch's allocator holds outside of tags; has it give that back."""
 
 from __future__ import annotations
 

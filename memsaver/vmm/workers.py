@@ -1,6 +1,4 @@
-"""Threads that are kept: a new one each time would cost time, and each time another heap of its
-own.
-"""
+"""Threads that are kept: a new one each time would cost time, and another heap of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ _THREADS = 16
 
 @cache
 def workers(purpose: str) -> ThreadPoolExecutor:
-    """The process's threads for one purpose; work that waits for other work needs another
-    purpose's.
-    """
+    """The process's threads for one purpose; work that waits for other work needs another."""
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), f"memsaver-{purpose}")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from memsaver.common.files import replace_text
@@ -19,29 +19,18 @@ from recipes.tasks import make_task
 DOES_NOT_FIT = 3
 
 
-def plan_recipe(
-    recipe_path: str,
-    overrides: Sequence[str] = (),
-    *,
-    gpu: str | None = None,
-    unstaged: bool = False,
-    prompt_tokens: int | None = None,
-    picture: Path | None = None,
-    into: Path | None = None,
-) -> int:
+def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) -> int:
     """Exit status: 0, or 3 where it does not fit.
 
-    picture: a PNG to draw. into: a run folder that gets plan.json.
+    options: `memsaver plan`'s. picture: a PNG to draw. into: a run folder that gets plan.json.
     """
+    picture, into, prompt = options.picture, options.into, options.prompt_tokens
+    if prompt is not None and prompt < 1:
+        raise RecipeError(f"--prompt-tokens {prompt}: must be at least 1; leave it away")
     if into is not None and not (into / "recipe.yaml").is_file():
         raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
-    plan = plan_of(
-        load(recipe_path, overrides),
-        find_recipe(recipe_path).stem,
-        gpu=gpu,
-        staged=not unstaged,
-        prompt=prompt_tokens,
-    )
+    recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
+    plan = plan_of(recipe, name, gpu=options.gpu, staged=not options.unstaged, prompt=prompt)
     print_plan(plan)
     if picture is not None:
         with writable(f"--picture {picture}"):

@@ -25,15 +25,15 @@ from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
 from recipes.planner.attention import NAME as ATTENTION
 from recipes.planner.attention import register_attention
-from recipes.planner.engine import EngineSizes, PlannedRollout
-from recipes.planner.layers import repeated_layers
-from recipes.planner.log import replay, with_layers
+from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
+from recipes.planner.log import repeated_layers, replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
-from recipes.recipe import Recipe
+from recipes.recipe import PpoSection, Recipe
 from recipes.run import LOOPS, cycle_arguments, trainer_config
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
+from recipes.watch.live import View
 from recipes.watch.monitor import Monitor
 from recipes.watch.peaks import Peaks
 from recipes.watch.run_folder import RunFolder
@@ -90,29 +90,11 @@ class PlannedTrainer(Trainer):
     """A sync reads shards and writes elsewhere: nothing to reckon."""
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
-        return _nothing_moved(version)
+        names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
+        none: dict[str, Any] = dict.fromkeys(names, 0)
+        return SyncReceipt(version=version, digests=(), stages={}, **none)
 
-    def share_weights(self, version: int, **_: Any) -> SyncReceipt:
-        return _nothing_moved(version)
-
-
-def _nothing_moved(version: int) -> SyncReceipt:
-    none: dict[str, Any] = {
-        "nbytes": 0,
-        "link_bytes": 0,
-        "seconds": 0.0,
-        "copy_seconds": 0.0,
-        "verify_seconds": 0.0,
-    }
-    return SyncReceipt(version=version, digests=(), stages={}, **none)
-
-
-class _NoView:
-    """Shows nothing."""
-
-    def note(self, *_: Any) -> None: ...
-
-    stage = row = memory = close = note
+    share_weights = sync_weights
 
 
 class Readings(Peaks):
@@ -132,7 +114,7 @@ class Readings(Peaks):
     ) -> Stages:
         """Returns peaks of a step after another. first: readings before and in the first step."""
         both = zip(self.noted, torch_use, strict=True)
-        now = [_usage(sizes, paused, use) for (_, paused, _), use in both]
+        now = [planned_usage(sizes, paused, *use) for (_, paused, _), use in both]
         peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.noted)
         peaks.watch("trainer", lambda: next(trainer))
         peaks.watch("rollout", lambda: next(rollout))
@@ -141,20 +123,8 @@ class Readings(Peaks):
             for stage, _, _ in part:
                 peaks.passed(stage)
             steps.append(peaks.take())
-        return {
-            **steps[2],
-            **{stage: entry for stage, entry in steps[1].items() if stage not in steps[2]},
-        }
-
-
-def _usage(sizes: Mapping[str, int], paused: frozenset[str], use: tuple[int, int]) -> Usage:
-    return Usage(
-        tags={tag: 0 if tag in paused else nbytes for tag, nbytes in sizes.items()},
-        torch_bytes=use[0],
-        torch_peak_bytes=use[1],
-        device_used_bytes=None,
-        host_bytes=0,
-    )
+        again = steps[2].keys()
+        return steps[2] | {stage: steps[1][stage] for stage in steps[1] if stage not in again}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +182,7 @@ def _trace(
     """A step, and the way to the next one's rollout; how many readings there were before that."""
     readings = Readings(saver, rollout)
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
-        monitor = Monitor(RunFolder(setup.model_dir), _NoView())
+        monitor = Monitor(RunFolder(setup.model_dir), View())
         monitor.peaks = readings
         served = cast(Rollout, rollout)  # but for the methods of a sync
         cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
@@ -274,25 +244,20 @@ def _without_memory(world: int) -> Iterator[DeviceMesh]:
 
 
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
-    answers = min(
-        2 * recipe.trainer.micro_batch_size,
-        math.ceil(
-            recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt / recipe.cluster.size
-        ),
-    )
+    of_a_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+    answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(of_a_step / recipe.cluster.size))
     group = 2 if recipe.algorithm == "grpo" else 1
-    loop = dataclasses.replace(
-        recipe.loop, prompts_per_step=max(1, math.ceil(answers / group)), samples_per_prompt=group
-    )
-    fields: dict[str, Any] = {
-        recipe.algorithm: _one_pass(loop),
-        "eval": dataclasses.replace(recipe.eval, every=0),
-    }
-    small = dataclasses.replace(recipe, **fields)
+    loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
+    if isinstance(loop, PpoSection):  # first, for fewer answers may not do for its mini batches
+        loop = dataclasses.replace(loop, epochs=1, mini_batches=1, critic_warmup_steps=0)
+    loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
+    fields: dict[str, Any] = {recipe.algorithm: loop}
+    small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(
         Problem(question=str(index), answer="") for index in range(loop.prompts_per_step)
     )
-    task = Task(name="planned", train=problems, held_out=problems, beside={}, score=_score)
+    wrong = Score(reward=0.0, exact=False)
+    task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
     return PlannedSetup(
         recipe=small,
         task=task,
@@ -303,14 +268,3 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
         max_request_tokens=prompt_tokens + recipe.sampling.max_tokens,
         prompt_tokens=prompt_tokens,
     )
-
-
-def _one_pass(loop: Any) -> Any:
-    fields = {"epochs": 1, "mini_batches": 1, "critic_warmup_steps": 0}
-    return dataclasses.replace(
-        loop, **{name: value for name, value in fields.items() if hasattr(loop, name)}
-    )
-
-
-def _score(problem: Problem, text: str, ended: bool) -> Score:
-    return Score(reward=0.0, exact=False)

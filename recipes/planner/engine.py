@@ -4,7 +4,7 @@ has nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,19 +68,23 @@ class PlannedRollout(Unreported):
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
-        return Usage(
-            tags={
-                tag: 0 if tag in self._asleep else nbytes
-                for tag, nbytes in self._sizes.tags.items()
-            },
-            torch_bytes=self._torch,
-            torch_peak_bytes=peak,
-            device_used_bytes=None,
-            host_bytes=self._kept,
-        )
+        return planned_usage(self._sizes.tags, self._asleep, self._torch, peak, self._kept)
 
     def abort_update(self, reason: str) -> None:
         raise AssertionError(reason)
+
+
+def planned_usage(
+    sizes: Mapping[str, int], away: Set[str], torch_bytes: int, torch_peak: int, host: int = 0
+) -> Usage:
+    """A process has all tags but those that are away, and torch's own."""
+    return Usage(
+        tags={tag: 0 if tag in away else nbytes for tag, nbytes in sizes.items()},
+        torch_bytes=torch_bytes,
+        torch_peak_bytes=torch_peak,
+        device_used_bytes=None,
+        host_bytes=host,
+    )
 
 
 def _longest(tokens: int) -> Completion:

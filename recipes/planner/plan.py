@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
-from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
@@ -38,6 +37,10 @@ class StagePlan:
     @property
     def device_bytes(self) -> int:
         return sum(self.processes.values()) + self.contexts
+
+    def as_json(self) -> dict[str, Any]:
+        held = {"device_bytes": self.processes, "used_bytes": self.device_bytes, "tags": self.tags}
+        return {"stage": self.stage, **held, "host_bytes": self.host}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,28 +77,10 @@ class Plan:
         """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes
         with them.
         """
-        stages = [
-            {
-                "stage": each.stage,
-                "device_bytes": each.processes,
-                "tags": each.tags,
-                "host_bytes": each.host,
-                "used_bytes": each.device_bytes,
-            }
-            for each in self.stages
-        ]
-        facts = {
-            "fits": self.fits,
-            "kv_tokens": self.kv_tokens,
-            "most_kv_tokens": self.most_kv_tokens,
-        }
-        return {
-            "gpu": self.gpu.name,
-            "gpu_bytes": self.gpu.total,
-            "devices": self.devices,
-            "stages": stages,
-            **facts,
-        }
+        names = ("devices", "fits", "kv_tokens", "most_kv_tokens")
+        facts = {name: getattr(self, name) for name in names}
+        stages = [stage.as_json() for stage in self.stages]
+        return {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total, "stages": stages, **facts}
 
 
 def make_plan(
@@ -123,26 +108,25 @@ def make_plan(
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
-    run = dry_run(
-        recipe,
-        model,
-        sizes,
-        prompt_tokens=prompt_tokens,
-        workspace_bytes=card.workspace,
-        staged=staged,
-    )
+    given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
+    run = dry_run(recipe, model, sizes, **given, staged=staged)
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in recipe.cycle.keep}
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
-    stages = tuple(
-        _stage(stage, entry, card, saved, per_machine) for stage, entry in run.stages.items()
-    )
-    host = per_machine * (sum(saved.values()) + _engine_host(recipe, sizes) + 2 * PROCESS_HOST)
-    most = _most_tokens(stages, card, sizes, kv_tokens, per_token, recipe.engine.page_size)
+    stages = []
+    for stage, entry in run.stages.items():
+        held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
+        away = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
+        host = per_machine * away
+        stages.append(StagePlan(stage=stage, contexts=card.contexts, host=host, **held))
+    tier = int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
+    asleep = sizes.weights if recipe.engine.sleep_level == 1 else 0
+    host = per_machine * (sum(saved.values()) + asleep + tier + 2 * PROCESS_HOST)
+    most = _most_tokens(stages, card, kv_tokens, per_token, recipe.engine.page_size)
     plan = Plan(
         name=name,
         gpu=card,
         devices=recipe.cluster.size,
-        stages=stages,
+        stages=tuple(stages),
         host_bytes=host,
         kv_tokens=kv_tokens,
         most_kv_tokens=most,
@@ -169,32 +153,8 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
         raise RecipeError(f"--gpu :{devices}: {error}") from None
 
 
-def _stage(
-    stage: str, entry: Mapping[str, Any], gpu: Gpu, saved: Mapping[str, int], per_machine: int
-) -> StagePlan:
-    away = sum(nbytes for tag, nbytes in saved.items() if not entry["tags"].get(tag))
-    return StagePlan(
-        stage=stage,
-        processes=dict(entry["processes"]),
-        torch=dict(entry["torch"]),
-        tags=dict(entry["tags"]),
-        contexts=gpu.contexts,
-        host=per_machine * away,
-    )
-
-
-def _engine_host(recipe: Recipe, sizes: EngineSizes) -> int:
-    kept = sizes.weights if recipe.engine.sleep_level == 1 else 0
-    return kept + int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
-
-
 def _most_tokens(
-    stages: tuple[StagePlan, ...],
-    gpu: Gpu,
-    sizes: EngineSizes,
-    tokens: int,
-    per_token: int,
-    page: int,
+    stages: Sequence[StagePlan], gpu: Gpu, tokens: int, per_token: int, page: int
 ) -> int:
     """Tokens of the pool if it took all that the other memory leaves in every stage where it is
     there.

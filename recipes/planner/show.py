@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsaver.common.files import replaced
 from memsaver.errors import format_bytes
 from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan
@@ -20,7 +20,7 @@ _WIDTH = 132  # of a table that goes to no terminal
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """One row a stage, then what holds of the whole."""
-    console = console or _console()
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(plan))
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
@@ -37,11 +37,6 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(
             Text(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green")
         )
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def _table(plan: Plan) -> Table:
@@ -74,22 +69,14 @@ def _bar(stage: StagePlan, plan: Plan) -> Text:
 
 def draw_plan(plan: Plan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
-    from recipes.watch.plots import OTHER_COLOURS, TAG_COLOURS, pyplot, tidy
+    from recipes.watch.plots import colours_of, pyplot, save_picture, tidy
 
     parts = _parts(plan)
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
     names = [stage.stage for stage in plan.stages]
     left = [0.0] * len(names)
-    spare = iter(OTHER_COLOURS * (1 + len(parts)))
-    for part, values in parts.items():
-        axes.barh(
-            names,
-            values,
-            left=left,
-            height=0.72,
-            label=part,
-            color=TAG_COLOURS.get(part) or next(spare),
-        )
+    for (part, values), colour in zip(parts.items(), colours_of(parts), strict=True):
+        axes.barh(names, values, 0.72, left, label=part, color=colour)
         left = [low + value for low, value in zip(left, values, strict=True)]
     axes.axvline(plan.gpu.total / GIB, color="#222222", linestyle="--", linewidth=1.1)
     axes.set(xlabel="GiB", title=f"{plan.name} on {plan.gpu.name}, planned")
@@ -97,11 +84,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     tidy(axes)
     axes.grid(False)
-    try:
-        with replaced(file) as partial:
-            figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", bbox_inches="tight")
-    finally:
-        pyplot.close(figure)
+    save_picture(figure, file, bbox_inches="tight")
 
 
 def _parts(plan: Plan) -> dict[str, list[float]]:

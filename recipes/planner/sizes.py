@@ -11,10 +11,10 @@ from memsaver.common.rounding import round_up
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import Gpu
-from recipes.planner.layers import meta_model
 from recipes.planner.tracing import PAGE
 from recipes.recipe import Recipe
-from recipes.setup.pool import rank_kept, rank_weights
+from recipes.setup.models import meta_model
+from recipes.setup.pool import rank_kept, rank_weights, state_bytes, tokens_in_share
 from rollout.model import load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
@@ -29,14 +29,11 @@ def engine_sizes(
     size = recipe.engine.tensor_parallel_size
     weights = _weights(recipe, model, dtype)
     kept = rank_kept(recipe, model.config, dtype)
-    states = (recipe.engine.max_running + 1) * kept.state_bytes
-    tokens = recipe.engine.kv_tokens
-    page = recipe.engine.page_size
+    states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
-        assert recipe.engine.mem_fraction_static is not None
-        left = int(recipe.engine.mem_fraction_static * gpu.total) - weights - states
-        tokens = max(0, left // kept.bytes_per_token // page - 1) * page
-    kv_cache = round_up((tokens + page) * kept.bytes_per_token + states, PAGE)
+        tokens = max(0, tokens_in_share(recipe, kept, weights, gpu.total))
+    padded = tokens + recipe.engine.page_size
+    kv_cache = round_up(padded * kept.bytes_per_token + states, PAGE)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
     inner = 3 * fields["intermediate_size"] // size + 8 * fields["hidden_size"]
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)

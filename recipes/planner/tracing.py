@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,8 +234,8 @@ class PlannedSaver(Unreported):
 
     def __init__(self, device: PlannedDevice) -> None:
         self.planned = device
-        self._direct: dict[str, int] = {}
-        self._regions: dict[str, CachingAllocator] = {}
+        self._direct = Counter[str]()
+        self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
         self.paused: set[str] = set()
 
     def empty(
@@ -242,12 +243,12 @@ class PlannedSaver(Unreported):
     ) -> Tensor:
         with self.planned.placing(CachingAllocator()):
             tensor = torch.empty(shape, dtype=dtype)
-        self._direct[tag] = self._direct.get(tag, 0) + tensor.numel() * dtype.itemsize
+        self._direct[tag] += tensor.numel() * dtype.itemsize
         return tensor
 
     @contextlib.contextmanager
     def region(self, tag: str, content: str | None = None) -> Iterator[None]:
-        with self.planned.placing(self._regions.setdefault(tag, CachingAllocator())):
+        with self.planned.placing(self._regions[tag]):
             yield
 
     def pause(self, *tags: str, content: str | None = None) -> None:
@@ -265,7 +266,4 @@ class PlannedSaver(Unreported):
     def sizes(self) -> dict[str, int]:
         """Bytes of every tag while it has memory, not yet rounded to pages."""
         tags = dict.fromkeys([*self._direct, *self._regions])
-        return {tag: self._direct.get(tag, 0) + self._placed(tag) for tag in tags}
-
-    def _placed(self, tag: str) -> int:
-        return self._regions[tag].reserved if tag in self._regions else 0
+        return {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}

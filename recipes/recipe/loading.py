@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from recipes.errors import RecipeError, one_line
 from recipes.recipe import FieldError, Recipe, schema
+from recipes.recipe.rules import shown
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -90,11 +91,11 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
         key, equals, _ = override.partition("=")
         if not equals or not key or not all(key.split(".")):
             rule = "is not an override; write it as key=value, for example steps=3"
-            raise RecipeError(f"{schema.shown(override)}: {rule}")
+            raise RecipeError(f"{shown(override)}: {rule}")
         try:
             layers.append((OmegaConf.from_dotlist([override]), "command line"))
         except (YAMLError, OmegaConfBaseException) as error:
-            text = f"{schema.shown(override)}: bad value: {one_line(error)}; quote it"
+            text = f"{shown(override)}: bad value: {one_line(error)}; quote it"
             raise RecipeError(f"command line: {text}") from None
     return layers
 
@@ -113,12 +114,12 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
         full = f"{prefix}{key}"
         if key not in known:
             remedy = _suggest(str(key), list(known), prefix)
-            raise RecipeError(f"{source}: {schema.shown(full)}: unknown key; {remedy}")
+            raise RecipeError(f"{source}: {shown(full)}: unknown key; {remedy}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
                 names = ", ".join(schema.section_fields(known[key]))
                 rule = f"must be a section; set {full}.KEY, KEY one of {names}"
-                raise RecipeError(f"{source}: {full}={schema.shown(value)}: {rule}")
+                raise RecipeError(f"{source}: {full}={shown(value)}: {rule}")
             _check_keys(value, known[key], f"{full}.", source)
 
 
@@ -165,7 +166,7 @@ def _written(merged: DictConfig, key: str) -> str:
     value: Any = OmegaConf.to_container(merged, resolve=False)
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return schema.shown(value)
+    return shown(value)
 
 
 def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
@@ -181,7 +182,7 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     try:
         return cls(**built)
     except FieldError as error:
-        text = f"{prefix}{error.name}={schema.shown(error.value)}: {error.rule}; {error.remedy}"
+        text = f"{prefix}{error.name}={shown(error.value)}: {error.rule}; {error.remedy}"
         raise RecipeError(f"{source}: {text}") from None
 
 
@@ -193,7 +194,7 @@ def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
         for prefix, (why, remedy) in idle.items():
             if value != "null" and f"{key}.".startswith(f"{prefix}."):
                 rule = f"has no effect with {why}; {remedy}, or drop {key}"
-                raise RecipeError(f"command line: {schema.shown(override)}: {rule}")
+                raise RecipeError(f"command line: {shown(override)}: {rule}")
 
 
 def _idle_keys(recipe: Recipe) -> dict[str, tuple[str, str]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from recipes.recipe.rules import at_least, require
+from recipes.recipe import rules
+from recipes.recipe.rules import Rule, Section, at_least, different_digits, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSection:
+class GrpoSection(Section):
     """One step: `prompts_per_step` prompts, `samples_per_prompt` answers to each."""
 
     prompts_per_step: int = 8
@@ -22,22 +23,16 @@ class GrpoSection:
     clip_high: float = 0.2
     kl_coef: float = 0.0  # of the distance to the first weights, in the loss; 0: no reference model
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, prompts_per_step="set grpo.prompts_per_step=8")
-        ok = self.samples_per_prompt >= 2
-        rule = "must be at least 2: an advantage compares the samples of one prompt"
-        require(self, "samples_per_prompt", ok, rule, "set grpo.samples_per_prompt=8")
-        for name in ("clip_low", "clip_high"):
-            ok = 0 < getattr(self, name) < 1
-            require(self, name, ok, "must lie between 0 and 1", f"set grpo.{name}=0.2")
-        ok = 0 <= self.kl_coef < math.inf
-        require(
-            self, "kl_coef", ok, "must not be negative, nor infinite", "set grpo.kl_coef=0 (off)"
-        )
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("prompts_per_step", *at_least(1))
+        why = ": an advantage compares the samples of one prompt"
+        yield Rule("samples_per_prompt", *at_least(2, why))
+        yield Rule("clip_low clip_high", *rules.BETWEEN_0_AND_1)
+        yield Rule("kl_coef", *rules.NOT_NEGATIVE, "set grpo.kl_coef=0 (off)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoSection:
+class PpoSection(Section):
     """One step: `samples_per_prompt` answers to each of `prompts_per_step` prompts, advantages by a
     critic (GAE), `epochs` passes.
     """
@@ -57,28 +52,17 @@ class PpoSection:
     value_clip: float = 0.2  # how far a value may move from the old one before its loss is clipped
     critic_warmup_steps: int = 0  # first steps that train the critic only
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, prompts_per_step="set ppo.prompts_per_step=32")
-        at_least(self, 1, samples_per_prompt="set ppo.samples_per_prompt=2")
-        at_least(self, 1, epochs="set ppo.epochs=1", mini_batches="set ppo.mini_batches=1")
-        at_least(self, 0, critic_warmup_steps="set ppo.critic_warmup_steps=0")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("prompts_per_step samples_per_prompt epochs mini_batches", *at_least(1))
+        yield Rule("critic_warmup_steps", *at_least(0))
         answers = self.prompts_per_step * self.samples_per_prompt
-        rule = f"exceeds the step's {answers} answers"
-        require(self, "mini_batches", self.mini_batches <= answers, rule, "set ppo.mini_batches=1")
-        for name, usual in (("gamma", 1.0), ("gae_lambda", 0.95)):
-            ok = 0 < getattr(self, name) <= 1
-            require(self, name, ok, "must lie in (0, 1]", f"set ppo.{name}={usual}")
-        for name in ("clip_low", "clip_high"):
-            ok = 0 < getattr(self, name) < 1
-            require(self, name, ok, "must lie between 0 and 1", f"set ppo.{name}=0.2")
-        ok = 0 <= self.kl_coef < math.inf
-        rule = "must not be negative, nor infinite"
-        require(self, "kl_coef", ok, rule, "set ppo.kl_coef=0 (off)")
-        ok = 0 < self.critic_learning_rate < 1
-        remedy = "set ppo.critic_learning_rate=1e-5"
-        require(self, "critic_learning_rate", ok, "must lie between 0 and 1", remedy)
-        ok = 0 < self.value_clip < math.inf
-        require(self, "value_clip", ok, "must be positive", "set ppo.value_clip=0.2")
+        yield Rule(
+            "mini_batches", self.mini_batches <= answers, f"exceeds the step's {answers} answers"
+        )
+        yield Rule("gamma gae_lambda", *rules.ABOVE_0_TO_1)
+        yield Rule("clip_low clip_high critic_learning_rate", *rules.BETWEEN_0_AND_1)
+        yield Rule("kl_coef", *rules.NOT_NEGATIVE, "set ppo.kl_coef=0 (off)")
+        yield Rule("value_clip", *rules.POSITIVE)
 
 
 TASKS = ("toy", "chain_sum")
@@ -86,7 +70,7 @@ OWN_TASK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSection:
+class TaskSection(Section):
     """`toy` needs no download and its own small vocabulary; `chain_sum` comes from reasoning-gym.
 
     `package.module:function` is a task of one's own (see recipes.tasks), which may read the other
@@ -103,36 +87,24 @@ class TaskSection:
     partial_credit: float = 0.0
     system_prompt: str = ""
 
-    def __post_init__(self) -> None:
-        ok = self.name in TASKS or OWN_TASK.fullmatch(self.name) is not None
-        rule = f"must be one of {', '.join(TASKS)}, or package.module:function"
-        require(self, "name", ok, rule, "set task.name=chain_sum")
-        at_least(self, 2, num_terms="set task.num_terms=2")
-        at_least(self, 1, num_digits="set task.num_digits=1")
-        self._check_also_train_digits()
-        ok = 0 < self.held_out_fraction < 1
-        rule = "must lie between 0 and 1"
-        require(self, "held_out_fraction", ok, rule, "set task.held_out_fraction=0.2")
-        ok = 0 <= self.partial_credit < 1
-        require(self, "partial_credit", ok, "must lie in [0, 1)", "set task.partial_credit=0")
-        ok = self.name != "chain_sum" or self.partial_credit == 0
-        rule = f"is not defined for task.name={self.name}"
-        require(self, "partial_credit", ok, rule, "set task.partial_credit=0")
-
-    def _check_also_train_digits(self) -> None:
-        name, digits = "also_train_digits", self.also_train_digits
-        remedy = "set task.also_train_digits=[]"
-        ok = not digits or self.name == "chain_sum"
-        require(self, name, ok, f"is not defined for task.name={self.name}", remedy)
-        different = len({self.num_digits, *digits}) == 1 + len(digits)
-        ok = different and all(number >= 1 for number in digits)
-        rule = "must be different numbers of at least 1"
-        rule += f", other than task.num_digits={self.num_digits}"
-        require(self, name, ok, rule, remedy)
+    def rules(self) -> Iterator[Rule]:
+        known = self.name in TASKS or OWN_TASK.fullmatch(self.name)
+        words = f"must be one of {', '.join(TASKS)}, or package.module:function"
+        yield Rule("name", known, words, "set task.name=chain_sum")
+        yield Rule("num_terms", *at_least(2))
+        yield Rule("num_digits", *at_least(1))
+        sums, undefined = self.name == "chain_sum", f"is not defined for task.name={self.name}"
+        yield Rule("also_train_digits", sums or not self.also_train_digits, undefined)
+        more = f", other than task.num_digits={self.num_digits}"
+        digits = [self.num_digits, *self.also_train_digits]
+        yield Rule("also_train_digits", *different_digits(digits, more))
+        yield Rule("held_out_fraction", *rules.BETWEEN_0_AND_1)
+        yield Rule("partial_credit", *rules.FROM_0_BELOW_1)
+        yield Rule("partial_credit", self.partial_credit == 0 or not sums, undefined)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSection:
+class EvalSection(Section):
     """Greedy answers to held-out problems, before the first step, every `every` steps and after the
     last.
     """
@@ -142,17 +114,14 @@ class EvalSection:
     # chain_sum: the same on held-out sums of other digits.
     also_digits: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, every="set eval.every=0 (off)")
-        at_least(self, 1, problems="set eval.problems=64")
-        different = len(set(self.also_digits)) == len(self.also_digits)
-        ok = different and all(digits >= 1 for digits in self.also_digits)
-        rule = "must be different numbers of at least 1"
-        require(self, "also_digits", ok, rule, "set eval.also_digits=[2]")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("every", *at_least(0), "set eval.every=0 (off)")
+        yield Rule("problems", *at_least(1))
+        yield Rule("also_digits", *different_digits(self.also_digits), "set eval.also_digits=[2]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSection:
+class CheckpointSection(Section):
     """A checkpoint every `every` steps and after the last; the newest `keep` stay."""
 
     every: int = 10  # 0: never
@@ -160,14 +129,13 @@ class CheckpointSection:
     # How often a run goes on by itself from its last checkpoint when an actor is lost.
     max_restarts: int = 0
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, every="set checkpoint.every=0 (off)")
-        at_least(self, 1, keep="set checkpoint.keep=1")
-        at_least(self, 0, max_restarts="set checkpoint.max_restarts=0")
-        ok = self.every > 0 or self.max_restarts == 0
-        rule = "needs checkpoints to go on from, and checkpoint.every=0"
-        remedy = "set checkpoint.every=10, or checkpoint.max_restarts=0"
-        require(self, "max_restarts", ok, rule, remedy)
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("every", *at_least(0), "set checkpoint.every=0 (off)")
+        yield Rule("keep", *at_least(1))
+        yield Rule("max_restarts", *at_least(0))
+        words = "needs checkpoints to go on from, and checkpoint.every=0"
+        either = "set checkpoint.every=10, or checkpoint.max_restarts=0"
+        yield Rule("max_restarts", self.every > 0 or self.max_restarts == 0, words, either)
 
 
 OF_PPO = ("critic", "critic_optim")
@@ -177,24 +145,24 @@ TAGS = ("params", "optim", *OF_PPO, REFERENCE, "weights", "kv_cache", "cuda_grap
 
 
 @dataclass(frozen=True, kw_only=True)
-class CycleSection:
+class CycleSection(Section):
     """The hand-over: the tags in `keep` stay on the device, where there is room for both sides'
     memory.
     """
 
     keep: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[Rule]:
         unknown = [tag for tag in self.keep if tag not in TAGS]
-        rule = f"names unknown tags {', '.join(unknown)}; known: {', '.join(TAGS)}"
-        require(self, "keep", not unknown, rule, "set cycle.keep=[] to keep none")
+        words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(TAGS)}"
+        yield Rule("keep", not unknown, words, "set cycle.keep=[] to keep none")
 
 
 GPUS = ("h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSection:
+class ClusterSection(Section):
     """Says how many devices a run takes: one trainer rank each, engines of
     `engine.tensor_parallel_size` devices.
 
@@ -211,11 +179,7 @@ class ClusterSection:
     def size(self) -> int:
         return self.nnodes * self.n_gpus_per_node
 
-    def __post_init__(self) -> None:
-        at_least(
-            self, 1, nnodes="set cluster.nnodes=1", n_gpus_per_node="set cluster.n_gpus_per_node=1"
-        )
-        ok = 0 < self.call_timeout < math.inf
-        require(self, "call_timeout", ok, "must be positive", "set cluster.call_timeout=600")
-        rule = f"must be one of {', '.join(GPUS)}"
-        require(self, "gpu", self.gpu in GPUS, rule, "set cluster.gpu=h100-80gb")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("nnodes n_gpus_per_node", *at_least(1))
+        yield Rule("call_timeout", *rules.POSITIVE)
+        yield Rule("gpu", *one_of(*GPUS))

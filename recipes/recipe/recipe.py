@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from omegaconf import MISSING
@@ -18,7 +19,7 @@ from recipes.recipe.loops import (
     PpoSection,
     TaskSection,
 )
-from recipes.recipe.rules import FieldError, at_least, require
+from recipes.recipe.rules import Rule, Section, at_least, one_of, shown
 from recipes.recipe.sides import (
     EngineSection,
     LoraSection,
@@ -29,7 +30,7 @@ from recipes.recipe.sides import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Section):
     """One run of GRPO or PPO in which trainers and engines share their devices' memory."""
 
     model: ModelSection = MISSING
@@ -54,72 +55,59 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.engine.kv_tokens is None and self.engine.mem_fraction_static is None:
             object.__setattr__(self, "engine", replace(self.engine, mem_fraction_static=0.9))
-        at_least(self, 1, steps="set steps=3")
-        require(self, "seed", 0 <= self.seed < 2**63, "must lie in [0, 2**63)", "set seed=0")
-        ok = self.algorithm in ("grpo", "ppo")
-        require(self, "algorithm", ok, "must be grpo or ppo", "set algorithm=grpo")
-        ok = self.status in ("run", "planned")
-        require(
-            self, "status", ok, "must be run or planned", "set status=planned until it has been run"
-        )
-        ok = self.driver in ("inprocess", "ray")
-        require(self, "driver", ok, "must be inprocess or ray", "set driver=ray")
-        ok = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        require(self, "device", ok, "must be auto, cpu, cuda or cuda:N", "set device=auto")
-        if self.task.name == "chain_sum" and self.model.random_init:
-            rule = "a random model has no tokenizer for it"
-            raise FieldError(
-                "task.name", self.task.name, rule, "set task.name=toy, or model.path=DIRECTORY"
-            )
-        self._check_also_digits()
-        self._check_cluster()
-        self._check_keep()
-        self._check_warmup()
+        super().__post_init__()
 
     @property
     def loop(self) -> GrpoSection | PpoSection:
         """Returns the section of the algorithm."""
         return self.grpo if self.algorithm == "grpo" else self.ppo
 
-    def _check_cluster(self) -> None:
-        size, tensor = self.cluster.size, self.engine.tensor_parallel_size
-        if size > 1 and self.driver != "ray":
-            rule = f"cannot drive {size} devices"
-            raise FieldError("driver", self.driver, rule, "set driver=ray")
-        if size > 1 and ":" in self.device:
-            rule = f"names one of the {size} devices of cluster"
-            raise FieldError("device", self.device, rule, "set device=auto")
-        if (each := self.cluster.n_gpus_per_node) % tensor:
-            name = "engine.tensor_parallel_size"
-            rule = f"does not divide cluster.n_gpus_per_node={each}, "
-            rule += "and an engine stays on one machine"
-            raise FieldError(name, tensor, rule, f"set {name}=1")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("steps", *at_least(1), "set steps=3")
+        yield Rule("seed", 0 <= self.seed < 2**63, "must lie in [0, 2**63)")
+        yield Rule("algorithm", *one_of("grpo", "ppo"))
+        yield Rule("status", *one_of("run", "planned"), "set status=planned until it has been run")
+        yield Rule("driver", *one_of("inprocess", "ray"))
+        device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)
+        yield Rule("device", device, "must be auto, cpu, cuda or cuda:N")
+        sums, remedy = self.task.name == "chain_sum", "set task.name=toy, or model.path=DIRECTORY"
+        words = "a random model has no tokenizer for it"
+        yield Rule("task.name", not (sums and self.model.random_init), words, remedy)
+        yield from self._rules_of_digits(sums)
+        yield from self._rules_of_devices()
+        yield from self._rules_of_tags()
+        warmup, remedy = self.ppo.critic_warmup_steps, "set ppo.critic_warmup_steps=0, or steps="
+        words = f"leaves none of steps={self.steps} to the policy"
+        good = self.algorithm != "ppo" or warmup < self.steps
+        yield Rule("ppo.critic_warmup_steps", good, words, f"{remedy}{warmup + 1}")
 
-    def _check_keep(self) -> None:
-        """Only tags that this recipe has."""
+    def _rules_of_digits(self, sums: bool) -> Iterator[Rule]:
+        also, own, key = self.eval.also_digits, self.task.num_digits, "eval.also_digits"
+        undefined = f"is not defined for task.name={self.task.name}"
+        yield Rule(key, sums or not also, undefined, f"set {key}=[]")
+        words = f"has task.num_digits={own}, which `exact_match` is of"
+        others = shown([each for each in also if each != own])
+        yield Rule(key, own not in also, words, f"set {key}={others}")
+
+    def _rules_of_devices(self) -> Iterator[Rule]:
+        size, each = self.cluster.size, self.cluster.n_gpus_per_node
+        good = size == 1 or self.driver == "ray"
+        yield Rule("driver", good, f"cannot drive {size} devices", "set driver=ray")
+        good = size == 1 or ":" not in self.device
+        yield Rule("device", good, f"names one of the {size} devices of cluster")
+        key, words = "engine.tensor_parallel_size", "and an engine stays on one machine"
+        words = f"does not divide cluster.n_gpus_per_node={each}, {words}"
+        good = each % self.engine.tensor_parallel_size == 0
+        yield Rule(key, good, words, f"set {key}=1")
+
+    def _rules_of_tags(self) -> Iterator[Rule]:
+        """Only tags that this recipe has are kept."""
         absent = {} if self.algorithm == "ppo" else dict.fromkeys(OF_PPO, "algorithm=ppo")
         if not self.loop.kl_coef:
             absent[REFERENCE] = f"{self.algorithm}.kl_coef above 0"
         elif self.lora.rank:
             absent[REFERENCE] = "lora.rank=0"
-        for tag in self.cycle.keep:
-            if tag in absent:
-                shown = f"[{','.join(tag for tag in self.cycle.keep if tag not in absent)}]"
-                rule = f"{tag} is there with {absent[tag]} only"
-                raise FieldError("cycle.keep", self.cycle.keep, rule, f"set cycle.keep={shown}")
-
-    def _check_warmup(self) -> None:
-        name, warmup = "ppo.critic_warmup_steps", self.ppo.critic_warmup_steps
-        if self.algorithm == "ppo" and warmup >= self.steps:
-            rule = f"leaves none of steps={self.steps} to the policy"
-            raise FieldError(name, warmup, rule, f"set {name}=0, or steps={warmup + 1}")
-
-    def _check_also_digits(self) -> None:
-        digits, name = self.eval.also_digits, "eval.also_digits"
-        if digits and self.task.name != "chain_sum":
-            rule = f"is not defined for task.name={self.task.name}"
-            raise FieldError(name, digits, rule, f"set {name}=[]")
-        if self.task.num_digits in digits:
-            rule = f"has task.num_digits={self.task.num_digits}, which `exact_match` is of"
-            others = ",".join(str(each) for each in digits if each != self.task.num_digits)
-            raise FieldError(name, digits, rule, f"set {name}=[{others}]")
+        there = shown([tag for tag in self.cycle.keep if tag not in absent])
+        for tag, words in absent.items():
+            words = f"{tag} is there with {words} only"
+            yield Rule("cycle.keep", tag not in self.cycle.keep, words, f"set cycle.keep={there}")

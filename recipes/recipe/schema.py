@@ -7,19 +7,20 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from omegaconf import MISSING
 
 from recipes.recipe.recipe import Recipe
+from recipes.recipe.rules import default_of, shown
 
 _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "a string",
+    type(None): "null",
     list[int]: "a list of integers, as [2, 3]",
     list[str]: "a list of words, as [params, optim]",
 }
@@ -54,14 +55,8 @@ def _keys(cls: type, prefix: str) -> list[tuple[str, Any]]:
 def in_words(key: str) -> str:
     """Says what a key takes."""
     hint = leaves().get(key)
-    if isinstance(hint, types.UnionType):
-        inner = [
-            _WORDS.get(part, "a section of keys")
-            for part in typing.get_args(hint)
-            if part is not type(None)
-        ]
-        return " or ".join([*inner, "null"])
-    return _WORDS.get(hint, "a section of keys")
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
+    return " or ".join(_WORDS.get(part, "a section of keys") for part in parts)
 
 
 def remedy(key: str) -> str:
@@ -76,23 +71,6 @@ def _default(key: str) -> Any:
     for part in key.split("."):
         owner, name = hint, part
         hint = section_fields(owner)[part]
-    field = next(field for field in dataclasses.fields(owner) if field.name == name)
-    default = (
-        field.default_factory()
-        if field.default_factory is not dataclasses.MISSING
-        else field.default
-    )
+    default = default_of(owner, name)
     assert default is not MISSING, f"{key} has no default; name a value in _GOOD"
     return default
-
-
-def shown(value: Any, limit: int = 120) -> str:
-    """A value on one line, as an override takes it back if it is short enough."""
-    if isinstance(value, list) and all(isinstance(each, str | int) for each in value):
-        text = f"[{','.join(map(str, value))}]"
-    elif value is None or isinstance(value, bool):
-        text = {None: "null", True: "true", False: "false"}[value]
-    else:
-        text = str(dict(value) if isinstance(value, Mapping) else value)
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "''"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -11,9 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipes.recipe.rules import at_least, require
-
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+from recipes.recipe import rules
+from recipes.recipe.rules import Rule, Section, at_least, one_of
 
 
 @cache
@@ -25,7 +24,7 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSection:
+class ModelSection(Section):
     """`path` (a directory, or a name that `memsaver fetch` knows), or else a model with random
     weights, which never lie on the disk: of `shape` or of `config`, exactly one of them. With
     `path` neither is looked at.
@@ -36,13 +35,23 @@ class ModelSection:
     config: dict[str, Any] | None = None  # fields of a transformers config, with its model_type
     dtype: str = "bfloat16"  # of the rollout, and of the trainer's forward and backward
 
-    def __post_init__(self) -> None:
-        ok = self.path is None or bool(self.path.strip())
-        require(self, "path", ok, "must name a directory", "set model.path=null for a random model")
+    def rules(self) -> Iterator[Rule]:
+        no_path = "set model.path=null for a random model"
+        yield Rule("path", self.path is None or self.path.strip(), "must name a directory", no_path)
         if self.random_init:
-            self._check_description()
-        ok = self.dtype in ("float32", "bfloat16")
-        require(self, "dtype", ok, "must be float32 or bfloat16", "set model.dtype=float32")
+            name = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
+            named = self.config is not None or self.shape is not None
+            yield Rule("path", named, "no model is named", name)
+            one, other = "set model.config=null, or model.shape=null", "excludes model.config"
+            yield Rule("shape", self.config is None or self.shape is None, other, one)
+            if self.shape is not None:
+                close = difflib.get_close_matches(self.shape, shapes(), n=1) or ["qwen2.5-0.5b"]
+                yield Rule("shape", *one_of(*shapes()), f"set model.shape={close[0]}")
+            else:
+                typed = isinstance((self.config or {}).get("model_type"), str)
+                qwen = "set model.config.model_type=qwen3"
+                yield Rule("config", typed, "has no model_type", qwen)
+        yield Rule("dtype", *rules.DTYPE, "set model.dtype=float32")
 
     @property
     def random_init(self) -> bool:
@@ -53,26 +62,9 @@ class ModelSection:
         """Returns what describes the random model: its shape's fields, or those of the recipe."""
         return dict(self.config or {}) if self.shape is None else dict(shapes()[self.shape])
 
-    def _check_description(self) -> None:
-        neither = self.config is None and self.shape is None
-        remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
-        require(self, "path", not neither, "no model is named", remedy)
-        both = self.config is not None and self.shape is not None
-        remedy = "set model.config=null, or model.shape=null"
-        require(self, "shape", not both, "excludes model.config", remedy)
-        if self.shape is not None:
-            close = difflib.get_close_matches(self.shape, shapes(), n=1) or ["qwen2.5-0.5b"]
-            rule = f"must be one of {', '.join(shapes())}"
-            require(self, "shape", self.shape in shapes(), rule, f"set model.shape={close[0]}")
-        if self.config is not None:
-            has_type = isinstance(self.config.get("model_type"), str)
-            require(
-                self, "config", has_type, "has no model_type", "set model.config.model_type=qwen3"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSection:
+class EngineSection(Section):
     """A rollout engine: one of `kv_tokens` and `mem_fraction_static`, which a `Recipe` sets to 0.9
     without either.
     """
@@ -87,41 +79,34 @@ class EngineSection:
     kv_cache_dtype: str = "auto"  # what the pool stores: auto is model.dtype
     host_to_device_ratio: float = 0.0  # host memory below the pool, in sizes of the pool; 0: none
     tensor_parallel_size: int = 1  # devices that share one engine
+    prefix_states: int = 16  # of models with linear layers: prompts whose states are kept; 0: off
 
-    def __post_init__(self) -> None:
-        both = self.kv_tokens is not None and self.mem_fraction_static is not None
-        rule = f"excludes engine.kv_tokens={self.kv_tokens}"
-        remedy = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
-        require(self, "mem_fraction_static", not both, rule, remedy)
-        fraction = self.mem_fraction_static
-        ok = fraction is None or 0 < fraction < 1
-        remedy = "set engine.mem_fraction_static=0.9"
-        require(self, "mem_fraction_static", ok, "must lie between 0 and 1", remedy)
-        at_least(self, 1, page_size="set engine.page_size=16")
-        at_least(self, 1, max_running="set engine.max_running=64")
-        at_least(self, 1, max_prefill_tokens="set engine.max_prefill_tokens=2048")
-        if self.kv_tokens is not None:
-            ok = self.kv_tokens > 0 and self.kv_tokens % self.page_size == 0
-            nearest = max(1, -(-self.kv_tokens // self.page_size)) * self.page_size
-            rule = f"must be a positive multiple of engine.page_size={self.page_size}"
-            require(self, "kv_tokens", ok, rule, f"set engine.kv_tokens={nearest}")
-        ok = self.kv_cache_dtype in KV_DTYPES
-        rule = f"must be one of {', '.join(KV_DTYPES)}"
-        require(self, "kv_cache_dtype", ok, rule, "set engine.kv_cache_dtype=auto")
-        ok = 0 <= self.host_to_device_ratio < math.inf
-        remedy = "set engine.host_to_device_ratio=0 (off)"
-        require(self, "host_to_device_ratio", ok, "must not be negative", remedy)
-        at_least(self, 1, tensor_parallel_size="set engine.tensor_parallel_size=1")
-        ok = self.tensor_parallel_size == 1 or self.kv_cache_dtype != "fp4_e2m1"
-        rule = "excludes engine.kv_cache_dtype=fp4_e2m1"
-        require(self, "tensor_parallel_size", ok, rule, "set engine.kv_cache_dtype=auto")
-        ok = self.sleep_level in (1, 2)
-        rule = "must be 1 (keep on the host) or 2 (discard)"
-        require(self, "sleep_level", ok, rule, "set engine.sleep_level=2")
+    def rules(self) -> Iterator[Rule]:
+        tokens, fraction, page = self.kv_tokens, self.mem_fraction_static, self.page_size
+        either = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
+        words = f"excludes engine.kv_tokens={tokens}"
+        yield Rule("mem_fraction_static", tokens is None or fraction is None, words, either)
+        if fraction is not None:
+            ninety = "set engine.mem_fraction_static=0.9"
+            yield Rule("mem_fraction_static", *rules.BETWEEN_0_AND_1, ninety)
+        yield Rule("page_size max_running max_prefill_tokens tensor_parallel_size", *at_least(1))
+        yield Rule("prefix_states", *at_least(0), "set engine.prefix_states=0 (off)")
+        if tokens is not None:
+            words = f"must be a positive multiple of engine.page_size={page}"
+            nearest = f"set engine.kv_tokens={max(1, -(-tokens // page)) * page}"
+            yield Rule("kv_tokens", tokens > 0 and tokens % page == 0, words, nearest)
+        yield Rule("kv_cache_dtype", *one_of("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"))
+        off = "set engine.host_to_device_ratio=0 (off)"
+        yield Rule("host_to_device_ratio", *rules.NOT_NEGATIVE, off)
+        words = "excludes engine.kv_cache_dtype=fp4_e2m1"
+        good = self.tensor_parallel_size == 1 or self.kv_cache_dtype != "fp4_e2m1"
+        yield Rule("tensor_parallel_size", good, words, "set engine.kv_cache_dtype=auto")
+        words = "must be 1 (keep on the host) or 2 (discard)"
+        yield Rule("sleep_level", self.sleep_level in (1, 2), words)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSection:
+class TrainerSection(Section):
     """AdamW over all parameters."""
 
     # of the masters, their gradients and moments; bfloat16 loses updates of small rates
@@ -137,30 +122,21 @@ class TrainerSection:
     activation_checkpointing: bool = True
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
 
-    def __post_init__(self) -> None:
-        ok = self.dtype in ("float32", "bfloat16")
-        require(self, "dtype", ok, "must be float32 or bfloat16", "set trainer.dtype=float32")
-        ok = 0 < self.learning_rate < 1
-        require(
-            self, "learning_rate", ok, "must lie between 0 and 1", "set trainer.learning_rate=1e-6"
-        )
-        ok = 0 <= self.weight_decay < 1
-        require(self, "weight_decay", ok, "must lie in [0, 1)", "set trainer.weight_decay=0")
-        for name, usual in (("beta1", 0.9), ("beta2", 0.999)):
-            ok = 0 <= getattr(self, name) < 1
-            require(self, name, ok, "must lie in [0, 1)", f"set trainer.{name}={usual}")
-        ok = 0 < self.max_grad_norm < math.inf
-        require(self, "max_grad_norm", ok, "must be positive", "set trainer.max_grad_norm=1.0")
-        at_least(self, 1, micro_batch_size="set trainer.micro_batch_size=4")
-        ok = self.threads is None or self.threads >= 1
-        require(self, "threads", ok, "must be at least 1", "set trainer.threads=null")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("dtype", *rules.DTYPE)
+        yield Rule("learning_rate", *rules.BETWEEN_0_AND_1)
+        yield Rule("weight_decay beta1 beta2", *rules.FROM_0_BELOW_1)
+        yield Rule("max_grad_norm", *rules.POSITIVE)
+        yield Rule("micro_batch_size", *at_least(1))
+        if self.threads is not None:
+            yield Rule("threads", *at_least(1))
 
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraSection:
+class LoraSection(Section):
     """Adapters instead of all parameters: base + alpha / rank * B A, merged while it is written to
     the engine.
     """
@@ -169,19 +145,16 @@ class LoraSection:
     alpha: float = 32.0
     target_modules: list[str] = field(default_factory=lambda: list(LORA_MODULES))
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, rank="set lora.rank=0 (off)")
-        ok = 0 < self.alpha < math.inf
-        require(self, "alpha", ok, "must be positive", "set lora.alpha=32")
-        unknown = [name for name in self.target_modules if name not in LORA_MODULES]
-        different = len(set(self.target_modules)) == len(self.target_modules)
-        ok = bool(self.target_modules) and not unknown and different
-        rule = f"must be different names of {', '.join(LORA_MODULES)}"
-        require(self, "target_modules", ok, rule, "set lora.target_modules=[q_proj,v_proj]")
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("rank", *at_least(0), "set lora.rank=0 (off)")
+        yield Rule("alpha", *rules.POSITIVE)
+        names, words = self.target_modules, f"must be different names of {', '.join(LORA_MODULES)}"
+        good = names and len({*names} & {*LORA_MODULES}) == len(names)
+        yield Rule("target_modules", good, words, "set lora.target_modules=[q_proj,v_proj]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSection:
+class SamplingSection(Section):
     """Says how training samples are drawn; evaluation is greedy with the same max_tokens."""
 
     max_tokens: int = 512
@@ -189,12 +162,10 @@ class SamplingSection:
     top_k: int = 0
     top_p: float = 1.0
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, max_tokens="set sampling.max_tokens=512")
-        ok = 0 < self.temperature < math.inf
-        rule = "must be positive: greedy samples of one prompt are all alike and teach nothing"
-        require(self, "temperature", ok, rule, "set sampling.temperature=1.0")
-        at_least(self, 0, top_k="set sampling.top_k=0 (off)")
-        require(
-            self, "top_p", 0 < self.top_p <= 1, "must lie in (0, 1]", "set sampling.top_p=1.0 (off)"
-        )
+    def rules(self) -> Iterator[Rule]:
+        yield Rule("max_tokens", *at_least(1))
+        good, words = rules.POSITIVE
+        words += ": greedy samples of one prompt are all alike and teach nothing"
+        yield Rule("temperature", good, words)
+        yield Rule("top_k", *at_least(0), "set sampling.top_k=0 (off)")
+        yield Rule("top_p", *rules.ABOVE_0_TO_1, "set sampling.top_p=1.0 (off)")

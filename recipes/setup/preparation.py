@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.common.rounding import round_up
 from recipes.errors import RecipeError, one_line, writable
-from recipes.recipe import LoraSection, ModelSection, Recipe
+from recipes.recipe import LoraSection, Recipe
+from recipes.recipe.rules import shown
 from recipes.recipe.sides import LORA_MODULES
 from recipes.setup.fetch import find_model
 from recipes.setup.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
@@ -105,16 +106,11 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
     try:
         return load_model_config(model_dir)
     except ValueError as error:
-        key = _model_key(recipe.model)
+        model = recipe.model
+        named = "model.config" if model.shape is None else f"model.shape={model.shape}"
+        key = named if model.path is None else f"model.path={model.path}"
         text = one_line(error).removeprefix(f"{model_dir}: ")
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
-
-
-def _model_key(model: ModelSection) -> str:
-    """The key to name in an error about the model."""
-    if model.path is not None:
-        return f"model.path={model.path}"
-    return "model.config" if model.shape is None else f"model.shape={model.shape}"
 
 
 def _check_lora(section: LoraSection, model_dir: Path) -> None:
@@ -125,47 +121,33 @@ def _check_lora(section: LoraSection, model_dir: Path) -> None:
 
     there = linear_layer_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
-        remedy = (
-            f"set lora.target_modules=[{','.join(name for name in LORA_MODULES if name in there)}]"
-        )
-        listed = ",".join(section.target_modules)
-        rule = f"the model has no layers {', '.join(missing)}"
-        raise RecipeError(f"lora.target_modules=[{listed}]: {rule}; {remedy}")
+        key, rule = "lora.target_modules", f"the model has no layers {', '.join(missing)}"
+        has = shown([name for name in LORA_MODULES if name in there])
+        raise RecipeError(f"{key}={shown(section.target_modules)}: {rule}; set {key}={has}")
 
 
 def resolve_device(recipe: Recipe) -> str:
     """`cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
     import torch
 
-    count = torch.cuda.device_count()
-    _check_devices(recipe, count if recipe.device != "cpu" else 0)
-    if recipe.device == "auto":
+    count = torch.cuda.device_count() if recipe.device != "cpu" else 0
+    each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
+    if 0 < count < each:  # without a GPU, a device is two processes
+        raise RecipeError(f"{key}={each}: torch sees {count} GPUs here; set {key}={count}")
+    if recipe.device in ("auto", "cpu"):
         return "cuda:0" if count else "cpu"
-    if recipe.device == "cpu":
-        return "cpu"
     index = int(recipe.device.partition(":")[2] or 0)
     if index >= count:
         raise RecipeError(f"device={recipe.device}: torch sees {count} GPUs here; set device=auto")
     return f"cuda:{index}"
 
 
-def _check_devices(recipe: Recipe, gpus: int) -> None:
-    """The devices of `cluster` against the machine's GPUs, where there are any; without, a device
-    is two processes.
-    """
-    each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
-    if gpus and each > gpus:
-        raise RecipeError(f"{key}={each}: torch sees {gpus} GPUs here; set {key}={gpus}")
-
-
 def _check_packages(recipe: Recipe) -> None:
     needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
-    needed.append(("model", "transformers", "models"))
-    for key, module, extra in needed:
+    for key, module, extra in [*needed, ("model", "transformers", "models")]:
         if importlib.util.find_spec(module) is None:
-            raise RecipeError(
-                f"{key}: needs the package {module}; run: pip install 'memsaver[{extra}]'"
-            )
+            remedy = f"run: pip install 'memsaver[{extra}]'"
+            raise RecipeError(f"{key}: needs the package {module}; {remedy}")
 
 
 def _check_prompts(recipe: Recipe, there: int) -> None:

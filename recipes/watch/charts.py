@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from memsaver.errors import format_bytes
-from recipes.watch.history import TAG_COLOURS, Row, Run
+from recipes.watch.history import TAG_COLOURS, Row, Run, seconds_of_stages
 from recipes.watch.plots import (
     EDGE,
     GRID,
@@ -29,6 +29,7 @@ from recipes.watch.plots import (
     curve,
     gap_panel,
     held_out_names,
+    legend_above,
     reward_panel,
     tidy,
 )
@@ -50,8 +51,7 @@ VARIABLES |= {colour: tag.replace("_", "-") for tag, colour in TAG_COLOURS.items
 VARIABLES |= {colour: f"other-{index}" for index, colour in enumerate(OTHER_COLOURS, 1)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tip:
+class Tip(NamedTuple):
     """Text for a part of a panel, in its data coordinates; without `low` and `high` from bottom to
     top.
     """
@@ -85,11 +85,8 @@ def draw_chart(
         figure = Figure(figsize=(WIDTH, height), dpi=72, layout="constrained")
         tips = build(figure)
         buffer = io.StringIO()
-        figure.savefig(
-            buffer,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        unsigned = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=unsigned)
     overlay = "".join(_rectangle(tip, 72 * height) for tip in tips)
     box = f"0 0 {72 * WIDTH:g} {72 * height:g}"
     head = f'<svg class="chart" viewBox="{box}" role="img" tabindex="0"'
@@ -188,10 +185,7 @@ def critic_chart(run: Run) -> Chart | None:
 def seconds_chart(run: Run, largest: int = 5) -> Chart | None:
     """Seconds of each step, stacked: the stages that took most, then all others together."""
     rows = run.rows_with("stages", "step_seconds")
-    totals: dict[str, float] = {}
-    for name, seconds in itertools.chain.from_iterable(row["stages"].items() for row in rows):
-        totals[name] = totals.get(name, 0.0) + seconds
-    names = sorted(totals, key=lambda name: -totals[name])[:largest]
+    names = list(seconds_of_stages(rows))[:largest]
     other = "everything else"
     table = []
     for row in rows:
@@ -203,7 +197,7 @@ def seconds_chart(run: Run, largest: int = 5) -> Chart | None:
         colours = [*list(TAG_COLOURS.values())[: len(names)], OTHER_COLOURS[2]]
         draw_bars(axes, table, dict(zip([*names, other], colours, strict=True)))
         axes.set(ylabel="seconds")
-        legend_above(axes, 3)
+        legend_above(axes)
 
     caption = (
         "Steps should take about the same time; longer ones evaluated or saved a checkpoint. A "
@@ -250,12 +244,11 @@ def sync_chart(run: Run) -> Chart | None:
         colours = (PALE, TAG_COLOURS["params"], TAG_COLOURS["kv_cache"])
         for (key, label), colour in zip(names.items(), colours, strict=True):
             if any(key in entry for entry in table):
-                curve(
-                    axes, table, key, color=colour, linewidth=1.6, label=label.removesuffix(" (ms)")
-                )
+                style: dict[str, Any] = {"linewidth": 1.6, "label": label.removesuffix(" (ms)")}
+                curve(axes, table, key, color=colour, **style)
         axes.set(ylabel="ms")
         axes.set_ylim(bottom=0)
-        legend_above(axes, 3)
+        legend_above(axes)
 
     sizes = {format_bytes(int(row["sync"]["nbytes"])) for row in rows if row.get("sync")}
     moved = f"Each sync wrote {', '.join(sorted(sizes))}." if sizes else "Bytes were not recorded."
@@ -300,11 +293,9 @@ def step_tips(axes: Axes, rows: Sequence[Row], names: Mapping[str, str]) -> list
     tips = []
     for row, (left, right) in zip(rows, between([row["step"] for row in rows]), strict=True):
         known = {key: label for key, label in names.items() if row.get(key) is not None}
-        lines = [
-            f"step {row['step']}",
-            *(f"{label}: {row[key]:.6g}" for key, label in known.items()),
-        ]
-        tips.append(Tip(axes=axes, left=left, right=right, text="\n".join(lines)))
+        lines = [f"step {row['step']}"]
+        lines += [f"{label}: {row[key]:.6g}" for key, label in known.items()]
+        tips.append(Tip(axes, left, right, "\n".join(lines)))
     return tips
 
 
@@ -319,10 +310,6 @@ def between(values: Sequence[float]) -> list[tuple[float, float]]:
     middles = [(one + other) / 2 for one, other in itertools.pairwise(values)]
     edges = [2 * values[0] - middles[0], *middles, 2 * values[-1] - middles[-1]]
     return list(itertools.pairwise(edges))
-
-
-def legend_above(axes: Axes, columns: int, **style: Any) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **style)
 
 
 def draw_bars(axes: Axes, table: Sequence[Row], colours: Mapping[str, str]) -> None:

@@ -207,6 +207,15 @@ class Run:
         return Levels(names=names, moments=[*moments, Moment(last, *moments[-1][1:])])
 
 
+def seconds_of_stages(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """Seconds of each stage, one a row that has it; those that took most in all first."""
+    spent: dict[str, list[float]] = {}
+    for row in rows:
+        for name, seconds in row["stages"].items():
+            spent.setdefault(name, []).append(seconds)
+    return dict(sorted(spent.items(), key=lambda item: -sum(item[1])))
+
+
 def in_order(tags: set[str]) -> list[str]:
     known = [tag for tag in TAG_COLOURS if tag in tags]
     return known + sorted(tags - set(known))

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
@@ -24,8 +24,8 @@ BARS = "▁▂▃▄▅▆▇█"
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
-class View(Protocol):
-    """Shows what the monitor tells it."""
+class View:
+    """Is told by the monitor what happens; shows nothing of it itself."""
 
     def note(self, text: str) -> None: ...
 
@@ -81,7 +81,7 @@ def time_left(run: Run, steps: int) -> str:
     return f"ETA {datetime.timedelta(seconds=round(seconds))}"
 
 
-class LogView:
+class LogView(View):
     """One line a step, for files, pipes and jobs; and where a stage takes long, that it goes on."""
 
     def __init__(self, steps: int, quiet_seconds: float = 30.0) -> None:
@@ -111,9 +111,6 @@ class LogView:
         else:
             self.note(f"eval: {describe(row)}")
 
-    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
-        """Shows nothing: the figures are in metrics.jsonl and trace.json."""
-
     def close(self) -> None:
         with self._printed:
             self._closed = True
@@ -129,7 +126,7 @@ class LogView:
                     print(f"{head}in {self._stage}", flush=True)
 
 
-class LiveView:
+class LiveView(View):
     """Step, stage, reward, gap and memory in one panel that redraws itself."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,19 +34,18 @@ class Monitor:
     def __init__(self, folder: RunFolder, view: View) -> None:
         self.folder = folder
         self.view = view
-        self.seconds: dict[str, float] = {}  # of the stages of this step
-        self.memory: dict[
-            str, dict[str, int]
-        ] = {}  # of this step: committed bytes by tag, by phase
+        # Of this step: seconds by stage, and committed bytes by phase and tag.
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
         self.sync: dict[str, float] = {}  # the newest one
-        self._sources: dict[str, tuple[Callable[[], Report], Callable[[], list[Event]]]] = {}
+        self._sources: dict[str, Watched] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
         """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`,
         its peaks after every stage.
         """
-        self._sources[owner] = (side.report, side.drain_events)
+        self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
 
     @contextmanager
@@ -112,12 +111,11 @@ class Monitor:
         Of a tag that several devices have, that device's bytes that has most on it.
         """
         shown: dict[str, tuple[int, int]] = {}
-        for owner, (report, drain_events) in self._sources.items():
-            self.folder.add_events(owner, drain_events())
-            for tag, entry in report().tags.items():
-                shown[tag] = max(
-                    shown.get(tag, (0, 0)), (entry.committed_bytes, entry.backup_bytes)
-                )
+        for owner, side in self._sources.items():
+            self.folder.add_events(owner, side.drain_events())
+            for tag, entry in side.report().tags.items():
+                sizes = entry.committed_bytes, entry.backup_bytes
+                shown[tag] = max(shown.get(tag, (0, 0)), sizes)
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
         self.view.memory(shown)
 

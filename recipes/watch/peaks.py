@@ -86,9 +86,5 @@ def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     devices = [entry["device_bytes"] for entry in (one, other) if entry["device_bytes"] is not None]
-    return {
-        "processes": _larger(one["processes"], other["processes"]),
-        "torch": _larger(one["torch"], other["torch"]),
-        "device_bytes": max(devices, default=None),
-        "tags": _larger(one["tags"], other["tags"]),
-    }
+    larger = {name: _larger(one[name], other[name]) for name in ("processes", "torch", "tags")}
+    return {**larger, "device_bytes": max(devices, default=None)}

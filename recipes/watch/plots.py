@@ -49,7 +49,8 @@ def draw_reward(run: Run, file: Path) -> None:
     bottom.set_xlabel("step")
     for axes in (top, bottom):
         tidy(axes)
-    _save(figure, file)
+    figure.tight_layout()
+    save_picture(figure, file)
 
 
 def reward_panel(axes: Axes, run: Run) -> None:
@@ -65,7 +66,7 @@ def reward_panel(axes: Axes, run: Run) -> None:
     curve(axes, rows, "exact_match", color=green, linewidth=1.4, **exact)
     evaluations_panel(axes, run.evaluations)
     axes.set(ylabel="reward", ylim=(-0.03, 1.03))
-    _legend(axes, "lower left", (0.0, 1.0), columns=2)
+    legend_above(axes, columns=2)
 
 
 def evaluations_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -95,7 +96,7 @@ def gap_panel(axes: Axes, run: Run) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # its own writes mathtext
         axes.yaxis.set_minor_formatter(NullFormatter())
-        _legend(axes, "lower right", (1.0, 1.0))
+        legend_above(axes, side="right")
     axes.set(ylabel="nats a token")
 
 
@@ -105,10 +106,10 @@ def curve(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, **style: Any)
     axes.plot([row["step"] for row in found], [row[key] for row in found], **style)
 
 
-def _legend(axes: Axes, corner: str, place: tuple[float, float], columns: int = 3) -> None:
-    """Above the panel: this corner of the legend lies at that place of the panel."""
-    style: dict[str, Any] = {"loc": corner, "bbox_to_anchor": place}
-    axes.legend(ncols=columns, fontsize=9, frameon=False, **style)
+def legend_above(axes: Axes, columns: int = 3, side: str = "left", **style: Any) -> None:
+    """A legend above the panel, at its left or right end."""
+    place: dict[str, Any] = {"loc": f"lower {side}", "bbox_to_anchor": (side == "right", 1)}
+    axes.legend(ncols=columns, fontsize=9, frameon=False, **place, **style)
 
 
 def draw_memory(run: Run, file: Path) -> None:
@@ -138,7 +139,8 @@ def draw_memory(run: Run, file: Path) -> None:
     entries = rows[0].get_legend_handles_labels()
     columns = len(entries[1])
     figure.legend(*entries, loc="upper center", ncols=columns, fontsize=9, frameon=False)
-    _save(figure, file, top=0.96)
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    save_picture(figure, file)
 
 
 def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: float) -> None:
@@ -186,10 +188,10 @@ def tidy(axes: Axes) -> None:
     axes.title.set_fontsize(11)
 
 
-def _save(figure: Figure, file: Path, top: float = 1.0) -> None:
-    figure.tight_layout(rect=(0, 0, 1, top))
+def save_picture(figure: Figure, file: Path, **style: Any) -> None:
+    """Writes a picture, whole, in the format of the file's ending or PNG; closes the figure."""
     try:
         with replaced(file) as partial:
-            figure.savefig(partial, dpi=130, format="png")
+            figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", **style)
     finally:
         pyplot.close(figure)

@@ -33,8 +33,9 @@ def read_run(path: Path) -> Run:
         rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
         raise RecipeError(f"report {path}: {rule}")
     run = Run(path=path)
-    for read in (_read_recipe, _read_rows, _read_traces, _read_environments, _read_plan):
+    for read in (_read_recipe, _read_rows, _read_traces, _read_environments):
         read(run)
+    run.plan = _read_json(run, path / "plan.json")
     return run
 
 
@@ -146,14 +147,9 @@ def _read_environments(run: Run) -> None:
         run.gaps.append("environment.json is missing: hardware and versions were not recorded.")
 
 
-def _read_plan(run: Run) -> None:
-    file = run.path / "plan.json"
-    run.plan = _read_json(run, file) if file.is_file() else {}
-
-
 def _read_json(run: Run, file: Path) -> Mapping[str, Any]:
-    """Returns what a file holds; nothing where it cannot be read, or is no table of names."""
-    with _gap_if_broken(run, file):
+    """Returns what a file holds; nothing where it is missing, broken, or no table of names."""
+    with _gap_if_broken(run, file), contextlib.suppress(FileNotFoundError):
         content = json.loads(file.read_text())
         return content if isinstance(content, dict) else {}
     return {}

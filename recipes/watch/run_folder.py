@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
-QUERY = ("name", "memory.total", "driver_version")
+QUERY = {"name": "name", "memory": "memory.total", "driver": "driver_version"}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
 
 
@@ -265,12 +266,8 @@ class RunFolder:
 
 
 def _free_name(file: Path, step: int) -> Path:
-    number = 1
-    while (
-        target := file.with_name(f"{file.stem}-until-step-{step}-{number}{file.suffix}")
-    ).exists():
-        number += 1
-    return target
+    names = (f"{file.stem}-until-step-{step}-{n}{file.suffix}" for n in itertools.count(1))
+    return next(free for name in names if not (free := file.with_name(name)).exists())
 
 
 def describe_environment() -> dict[str, Any]:
@@ -279,25 +276,22 @@ def describe_environment() -> dict[str, Any]:
 
     `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed.
     """
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": platform.node(),
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": _gpus(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": packages,
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _gpus() -> list[dict[str, str]]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY.values())}", "--format=csv,noheader"]
     try:
         listed = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True
@@ -305,8 +299,4 @@ def _gpus() -> list[dict[str, str]]:
     except (OSError, subprocess.SubprocessError):
         return []  # no driver here, or one that does not answer: a run goes on without
     lines = [line.split(", ") for line in listed.splitlines()]
-    return [
-        dict(zip(("name", "memory", "driver"), words, strict=True))
-        for words in lines
-        if len(words) == len(QUERY)
-    ]
+    return [dict(zip(QUERY, words, strict=True)) for words in lines if len(words) == len(QUERY)]

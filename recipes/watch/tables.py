@@ -12,7 +12,14 @@ from operator import itemgetter
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.watch.history import Row, Run, beside_the_task, format_seconds, kind_of
+from recipes.watch.history import (
+    Row,
+    Run,
+    beside_the_task,
+    format_seconds,
+    kind_of,
+    seconds_of_stages,
+)
 
 DEVICE = "device"  # among the measured: everything on it, whoever holds it
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be off the measured peak, and may be under it
@@ -47,14 +54,12 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
     found = [("steps", f"{done} of {asked}")]
     if rewards := [row["reward"] for row in run.rows_with("reward")]:
         found.append(("reward, first and last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
-    if exact := [row["exact_match"] for row in run.evaluations if "exact_match" in row]:
-        found.append(
-            ("held-out exact match", f"{exact[0]:.0%} → {exact[-1]:.0%}".replace("%", " %"))
-        )
+    if exact := [100 * row["exact_match"] for row in run.evaluations if "exact_match" in row]:
+        found.append(("held-out exact match", f"{exact[0]:.0f} % → {exact[-1]:.0f} %"))
     for key, name, show in MEDIANS:
         if values := [row[key] for row in run.rows_with(key)]:
             found.append((name, show(statistics.median(values))))
-    if syncs := _seconds_of_stages(run.rows_with("stages")).get("sync_weights"):
+    if syncs := seconds_of_stages(run.rows_with("stages")).get("sync_weights"):
         found.append(("weight sync, median", format_seconds(statistics.median(syncs))))
     if run.events:
         peak = run.levels(run.begin, run.end).peak
@@ -72,7 +77,6 @@ def slowest_stages(run: Run) -> Table | None:
     if not rows:
         return None
     whole = sum(row["step_seconds"] for row in rows)
-    order = sorted(_seconds_of_stages(rows).items(), key=lambda item: -sum(item[1]))
     return Table(
         title="Slowest stages",
         caption="What to speed up first. A largest time far above the median is one bad step, "
@@ -86,17 +90,9 @@ def slowest_stages(run: Run) -> Table | None:
                 *map(format_seconds, (statistics.median(times), max(times), sum(times))),
                 str(len(times)),
             )
-            for name, times in order
+            for name, times in seconds_of_stages(rows).items()
         ],
     )
-
-
-def _seconds_of_stages(rows: Sequence[Row]) -> dict[str, list[float]]:
-    spent: dict[str, list[float]] = {}
-    for row in rows:
-        for name, seconds in row["stages"].items():
-            spent.setdefault(name, []).append(seconds)
-    return spent
 
 
 def planned_and_measured(run: Run) -> Table | None:
@@ -133,10 +129,8 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     for row in rows:
         for stage, peak in row.get("peaks", {}).items():
             largest = found.setdefault(stage, {})
-            for owner, nbytes in {
-                DEVICE: peak.get("device_bytes"),
-                **peak.get("processes", {}),
-            }.items():
+            by_owner = {DEVICE: peak.get("device_bytes"), **peak.get("processes", {})}
+            for owner, nbytes in by_owner.items():
                 side = owner.partition("[")[0]
                 if nbytes is not None:  # the CPU has no figure of the whole device
                     largest[side] = max(largest.get(side, 0), nbytes)

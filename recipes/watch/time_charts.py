@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from memsaver.errors import format_bytes
-from recipes.watch.charts import Chart, Tip, between, draw_bars, draw_chart, legend_above
+from recipes.watch.charts import Chart, Tip, between, draw_bars, draw_chart
 from recipes.watch.history import (
     TAG_COLOURS,
     Key,
@@ -27,7 +27,15 @@ from recipes.watch.history import (
     in_order,
     kind_of,
 )
-from recipes.watch.plots import GRID, MIB, OTHER_COLOURS, colours_of, stack_panel, tidy
+from recipes.watch.plots import (
+    GRID,
+    MIB,
+    OTHER_COLOURS,
+    colours_of,
+    legend_above,
+    stack_panel,
+    tidy,
+)
 
 GIB = 2**30
 LANE = 0.19  # inches
@@ -126,8 +134,7 @@ def phases_chart(run: Run) -> Chart | None:
         panels = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
         for axes, phase in zip(panels, phases, strict=True):
             tips += _draw_phase(axes, phase, tags, rows)
-        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-        panels[0].legend(ncols=6, columnspacing=1.2, **place)
+        legend_above(panels[0], 6, "right", columnspacing=1.2)
         panels[-1].set_xlabel("step")
         return tips
 
@@ -148,10 +155,7 @@ def _draw_phase(axes: Axes, phase: str, tags: list[str], rows: Sequence[Row]) ->
     axes.set_ylabel("MiB")
     tidy(axes)
     places = between([entry["step"] for entry in table])
-    return [
-        Tip(axes=axes, left=left, right=right, text=text)
-        for (left, right), text in zip(places, texts, strict=True)
-    ]
+    return [Tip(axes, *place, text) for place, text in zip(places, texts, strict=True)]
 
 
 def _sizes(held: Mapping[str, int]) -> str:
@@ -188,7 +192,7 @@ def _draw_stack(axes: Axes, found: Levels, origin: float) -> list[Tip]:
         if right > left:
             sizes = _sizes({**moment.held, "in all": moment.total, "host": moment.kept})
             text = f"from {format_seconds(left)} to {format_seconds(right)}\n{sizes}"
-            tips.append(Tip(axes=axes, left=left, right=right, text=text))
+            tips.append(Tip(axes, left, right, text))
     return tips
 
 
@@ -235,38 +239,23 @@ def _lane_names(stages: Iterable[Span]) -> list[str]:
     return list(dict.fromkeys(name for name, _, _ in sorted(stages, key=lambda span: span[1])))
 
 
-def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, end: float) -> list[Tip]:
+def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, last: float) -> list[Tip]:
     """A lane for every stage, from the top down; returns a tip for each bar."""
     lanes, tips = _lane_names(stages), []
-    smallest = (end - origin) / BARS
+    smallest = (last - origin) / BARS
     for row, name in enumerate(lanes):
-        bars = _merged(
-            [(begin, finish) for other, begin, finish in stages if other == name], smallest
-        )
-        places = [
-            (begin - origin, max(finish - begin, smallest / 2)) for begin, finish, _, _ in bars
-        ]
-        axes.broken_barh(
-            places, (row - 0.38, 0.76), color=KINDS[kind_of(name)], linewidth=0, zorder=2
-        )
-        for (begin, width), (_, finish, count, spent) in zip(places, bars, strict=True):
-            times = f"from {format_seconds(begin)} to {format_seconds(finish - origin)}"
+        times = [(begin, finish) for other, begin, finish in stages if other == name]
+        style: dict[str, Any] = {"color": KINDS[kind_of(name)], "linewidth": 0, "zorder": 2}
+        for start, end, count, spent in _merged(times, smallest):
+            begin, width = start - origin, max(end - start, smallest / 2)
+            axes.broken_barh([(begin, width)], (row - 0.38, 0.76), **style)
             took = f"took {format_seconds(spent)}"
             if count > 1:
                 took = f"{count} times, {format_seconds(spent)} in all"
-            text = f"{name}\n{took}\n{times}"
-            tips.append(
-                Tip(
-                    axes=axes,
-                    left=begin,
-                    right=begin + width,
-                    low=row - 0.5,
-                    high=row + 0.5,
-                    text=text,
-                )
-            )
+            text = f"{name}\n{took}\nfrom {format_seconds(begin)} to {format_seconds(end - origin)}"
+            tips.append(Tip(axes, begin, begin + width, text, row - 0.5, row + 0.5))
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set(xlim=(0, end - origin), ylim=(len(lanes) - 0.5, -0.5))
+    axes.set(xlim=(0, last - origin), ylim=(len(lanes) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color=GRID, linewidth=0.7, zorder=0)

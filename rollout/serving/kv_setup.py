@@ -28,6 +28,7 @@ from rollout.model.config import ModelConfig
 from rollout.model.ranks import rank_layout
 from rollout.serving.double_sparsity import DoubleSparsity
 from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.state_prefix import StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.tags import KV_CACHE
 
@@ -37,7 +38,8 @@ class Cache:
     """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are
     outside of every tag.
 
-    states: of the linear layers, a slot a request; None for a model without such layers.
+    states: of the linear layers, a slot a request and `EngineConfig.prefix_states` for prefixes;
+    None for a model without such layers.
     """
 
     layout: KVLayout
@@ -72,7 +74,7 @@ class Cache:
             pool = _sparse_pool(kept, config.double_sparsity, size, saver)
         states: MambaPool | None = None
         if kept.pool == "hybrid_linear":
-            states = kept.build_states(size=config.max_running, device=saver.device, saver=saver)
+            states = kept.build_states(size=config.state_slots, device=saver.device, saver=saver)
             table: ReqToTokenPool = HybridReqToTokenPool(
                 config.max_running, max_context_len, saver.device, states
             )
@@ -100,8 +102,8 @@ class Cache:
 
     def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
         """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe:
-        states and windows of a prefix are gone when its sequence ends, and double sparsity decodes
-        otherwise than it prefills.
+        windows of a prefix are gone when its sequence ends, states need slots of their own, and
+        double sparsity decodes otherwise than it prefills.
         """
         pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
         safe = pages_tell_all and self.sparsity is None
@@ -112,6 +114,8 @@ class Cache:
                     "elsewhere pages are not all that a sequence is made of; leave tiers out"
                 )
             return TieredBlocks(self.blocks, config.tiers)
+        if self.states is not None and config.state_slots > config.max_running:
+            return StatePrefixBlocks(self.blocks)
         return PrefixBlocks(
             self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None
         )

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.pools import TokenPool
-from kvcache.radix import RadixNode
+from kvcache.pools import RoutedKVPool, TokenPool
+from kvcache.radix import MambaRadixCache, RadixNode
 from kvcache.tiers import Transfer
 from rollout.serving.preemption import Swapped
 
@@ -19,12 +19,13 @@ from rollout.serving.preemption import Swapped
 @dataclass(frozen=True)
 class _Held:
     """Describes what a sequence has locked of the cache: the first `length` of its tokens, computed
-    under `version`.
+    under `version`. branch: of `StatePrefixBlocks`; it is not locked.
     """
 
     node: RadixNode
     length: int
     version: int
+    branch: int = 0
 
 
 class PrefixBlocks:
@@ -36,7 +37,7 @@ class PrefixBlocks:
     own: they count definitions of the weights, also those that give a version anew.
     """
 
-    def __init__(self, blocks: BlockManager, cache: RadixCache | None) -> None:
+    def __init__(self, blocks: BlockManager, cache: RadixCache | MambaRadixCache | None) -> None:
         self.blocks = blocks
         self.cache = cache
         self._held: dict[ReqHandle, _Held] = {}
@@ -82,8 +83,7 @@ class PrefixBlocks:
         handle = self.blocks.admit(match.pages)
         if handle is None:
             return None
-        self.cache.inc_lock_ref(match.node)
-        self._held[handle] = _Held(match.node, match.length, self.cache.version)
+        self._begin(handle, match)
         return handle, match.length
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
@@ -95,6 +95,12 @@ class PrefixBlocks:
         self.cache.evict(missing * self.cache.page_size)
         return self.blocks.extend(handles, new_lens)
 
+    def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
+        """After how many of the `length` tokens of a prefill, `computed` of which are, `keep` comes
+        next: a chunk ends there.
+        """
+        return length
+
     def slide(self, handles: Sequence[ReqHandle]) -> None:
         self.blocks.slide(handles)
 
@@ -105,16 +111,15 @@ class PrefixBlocks:
         """
         if self.cache is None:
             return
+        assert isinstance(self.cache, RadixCache)
         held = self._held[handle]
         # converted once: that takes longer than all that the cache does with it
         ids = array("i", tokens)
         if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
             return
         self._insert(handle, ids, held.version)
-        match = self.cache.match_resident(ids)
-        self.cache.inc_lock_ref(match.node)
+        self._begin(handle, self.cache.match_resident(ids))
         self.cache.dec_lock_ref(held.node)
-        self._held[handle] = replace(held, node=match.node, length=match.length)
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
         child = self.blocks.fork(handle)
@@ -193,8 +198,14 @@ class PrefixBlocks:
         assert self.cache is not None
         return self.cache.match_prefix(tokens)
 
-    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+    def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
+        """Locks what a sequence begins with, from its start or since it was kept."""
         assert self.cache is not None
+        self.cache.inc_lock_ref(match.node)
+        self._held[handle] = _Held(match.node, match.length, self.cache.version)
+
+    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+        assert isinstance(self.cache, RadixCache)
         size = self.cache.page_size
         pages = self.blocks.pages(handle)[: len(tokens) // size]
         new = pages[self.cache.peek(tokens)[0] // size :]
@@ -212,4 +223,5 @@ class PrefixBlocks:
 
     def _pool_format(self) -> tuple[object, ...]:
         pool = self.blocks.pool
-        return pool.format() if isinstance(pool, TokenPool) else ()
+        pools = pool.pools if isinstance(pool, RoutedKVPool) else (pool,)
+        return tuple(each.format() for each in pools if isinstance(each, TokenPool))

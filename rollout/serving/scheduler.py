@@ -32,6 +32,7 @@ class Blocks(Protocol):
         self, tokens: Sequence[int], swapped: Swapped | None = None
     ) -> tuple[ReqHandle, int] | None: ...
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
+    def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int: ...
     def slide(self, handles: Sequence[ReqHandle]) -> None: ...
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
     def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
@@ -48,7 +49,8 @@ class Scheduler:
     A prompt is admitted when all pages that it holds at a time are free, one page for each of its
     samples being kept free besides, and one for each sample already running, so that preemption is
     rare. It takes them chunk by chunk, and gives back what its sliding window has left. At most one
-    prompt is partly computed. A preempted sample goes back to the front of the queue and is
+    prompt waits for the rest of a step's tokens; others are partly computed only where a chunk ends
+    so that what precedes is kept. A preempted sample goes back to the front of the queue and is
     recomputed, its answer so far included, or goes on from pages that were swapped out. What the
     prefix cache has of a prompt is not computed, and what it could evict counts as free.
     """
@@ -163,7 +165,7 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for sample in self.running:
             if not sample.prefilled and not sample.remote and budget > 0:
-                lengths[sample] = min(budget, sample.prefill_len - sample.computed)
+                lengths[sample] = self._chunk(sample, budget)
                 budget -= lengths[sample]
         return lengths
 
@@ -173,7 +175,7 @@ class Scheduler:
 
         Pages that it shares with running samples count as theirs; other cached ones that it begins
         with count as taken, since they are available until it locks them. With budget left over no
-        prefill under way needs pages in a later step.
+        prefill under way needs more than a page in a later step, and that is kept free.
         """
         lengths: dict[Sample, int] = {}
         ledgers = self.blocks.ledgers
@@ -198,9 +200,16 @@ class Scheduler:
             self._start(sample)
             if not sample.prefilled:
                 rest = sample.length - sample.computed
-                lengths[sample] = rest if sample.remote else min(budget, rest)
+                lengths[sample] = rest if sample.remote else self._chunk(sample, budget)
                 budget -= 0 if sample.remote else lengths[sample]
         return self._first_chunks(lengths) if lengths else []
+
+    def _chunk(self, sample: Sample, budget: int) -> int:
+        """Returns how many tokens of a prefill come next, `budget` at most."""
+        return min(budget, self._keep_at(sample) - sample.computed)
+
+    def _keep_at(self, sample: Sample) -> int:
+        return self.blocks.keep_at(_handle(sample), sample.computed, sample.prefill_len)
 
     def _start(self, sample: Sample) -> None:
         """A row for the first of the queue, and the pages that it shares."""
@@ -231,10 +240,10 @@ class Scheduler:
         from here on.
         """
         for chunk in step.chunks:
-            chunk.sample.computed += chunk.length
-            if chunk.last:
-                tokens = chunk.sample.tokens(0, chunk.sample.prefill_len)
-                self.blocks.keep(_handle(chunk.sample), tokens)
+            sample, end = chunk.sample, self._keep_at(chunk.sample)
+            sample.computed += chunk.length
+            if sample.computed == end:
+                self.blocks.keep(_handle(sample), sample.tokens(0, end))
         self.stats.computed_tokens += step.tokens
         computed = [*step.decode, *(chunk.sample for chunk in step.chunks)]
         self.blocks.slide([_handle(sample) for sample in computed])

@@ -50,8 +50,8 @@ for unit in (16, 2):
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (
-        (staging_triton.gather_kernel, staging_triton.WARPS, staged, 80),
-        (staging_triton.scatter_kernel, staging_triton.WARPS, staged, 80),
+        (staging_triton.copy_kernel, staging_triton.WARPS, staged | dict(TO_PAGES=False), 80),
+        (staging_triton.copy_kernel, staging_triton.WARPS, staged | dict(TO_PAGES=True), 80),
         (*copy, copied | dict(TO_HOST=True), 90),
         (*copy, copied | dict(TO_HOST=False), 90),
     ):

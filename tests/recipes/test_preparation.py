@@ -114,7 +114,7 @@ def check_share(setup: Setup) -> None:
     smaller = 1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize
     token = kept.bytes_per_token // ranks // smaller
     used = arena_nbytes(rank_groups(model, 0, ranks), dtype)
-    used += (recipe.engine.max_running + 1) * kept.state_bytes
+    used += (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
     used += (setup.kv_tokens + 16) * token
     assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0

@@ -1,5 +1,5 @@
-"""Runs through Ray: on one device beside the same run in this process, on two, until a rank dies,
-and as a job.
+"""Runs through Ray beside the same runs in this process: on two devices until a rank dies, and on
+one as a job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from recipes.run import start_run
 from tests.helpers.faults import dying_trainer, wait_gone
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.runs import (
@@ -41,17 +40,6 @@ TWO = ["tiny", *SMALL, "driver=ray", "cluster.n_gpus_per_node=2"]
 def owners(folder: Path) -> set[str]:
     """Whose events the trace shows."""
     return {entry["args"]["name"] for entry in trace(folder) if entry["ph"] == "M"}
-
-
-def test_actors_give_the_numbers_of_one_process(
-    ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path, no_pictures: None
-) -> None:
-    """PPO asks for all that GRPO does, and more."""
-    words = [*SMALL_PPO, "steps=2"]
-    start_run("tiny-ppo", [*words, "driver=ray"], tmp_path)
-    assert same_rows(tmp_path, make_run("tiny-ppo", *words))
-    assert owners(tmp_path) == {"rollout", "trainer", "stages"}
-    ray_cluster.wait_free()
 
 
 def assert_same(row: Row, alone: Row) -> None:
@@ -119,13 +107,14 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
 def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    """With the numbers of a run that nothing happened to; what was lost is written down. Stopped,
-    it leaves status 143, trace and pictures, and no actor.
+    """With the numbers of one process to which nothing happened; what was lost is written down.
+    Stopped, it leaves status 143, trace and pictures, and no actor. PPO asks for all that GRPO
+    does, and more.
     """
     folder = tmp_path / "run"
-    overrides = [*SMALL, "driver=ray", "steps=100000"]
+    overrides = [*SMALL_PPO, "driver=ray", "steps=100000"]
     overrides += ["checkpoint.every=2", "checkpoint.max_restarts=1"]
-    words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny", *overrides]
+    words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny-ppo", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
     jobs, job = ray_cluster.submit(f"trap : TERM; {command}; echo exit status $?", environment)
@@ -150,7 +139,8 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
     assert f"restart 1 of 1 from step 2: {loss}" in log()
     (restart,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
     assert (restart["restart"], restart["after_step"], restart["cause"]) == (1, 2, loss)
-    assert same_rows(folder, make_run("tiny", *SMALL, "steps=5"), until=4)
+    assert same_rows(folder, make_run("tiny-ppo", *SMALL_PPO, "steps=5"), until=4)
+    assert owners(folder) == {"rollout", "trainer", "stages"}
     lost = json.loads((folder / "trace-until-step-2-1.json").read_text())["traceEvents"]
     assert "step 2" in {entry["name"] for entry in lost}
     assert {entry["ph"] for entry in trace(folder)} >= {"X", "C"} and has_pictures(folder)

@@ -16,13 +16,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcache.radix import MambaRadixCache
 from rollout import Engine, SamplingParams
 from tests.helpers.alarms import interrupted
 from tests.helpers.disks import read_only
 from tests.helpers.effort import rounds
+from tests.helpers.models import build_tiny
 from tests.helpers.rollout.answers import check, random_prompts, run
+from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import blocks_of, conversations, make, tiered
-from tests.helpers.rollout.updates import tiny
+from tests.helpers.rollout.updates import TINY, tiny
 
 PLAIN = SamplingParams(max_tokens=6, temperature=0)
 CALLS = {  # what is asked at once; the pools are too small for it
@@ -32,9 +35,17 @@ CALLS = {  # what is asked at once; the pools are too small for it
 }
 
 
+KINDS = ["plain", "hybrid", "host", "disk"]
+
+
+@pytest.fixture
+def path(kind: str, saved: Saved) -> Path:
+    return saved("qwen3_next")[0] if kind == "hybrid" else saved("qwen3", **TINY)[0]
+
+
 def engine_of(kind: str, path: Path, folder: Path) -> Engine:
-    if kind == "plain":
-        return make(path, kv_tokens=160)
+    if kind in ("plain", "hybrid"):
+        return make(path, kv_tokens=160, prefix_states=3)
     files = {"disk_directory": str(folder), "disk_bytes": 1 << 16} if kind == "disk" else {}
     return tiered(path, kv_tokens=160, preemption="swap", host_bytes=1 << 16, **files)
 
@@ -42,19 +53,21 @@ def engine_of(kind: str, path: Path, folder: Path) -> Engine:
 def goes_on(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
-    if engine.config.tiers is not None:
-        assert blocks_of(engine).swapped_pages() == 0
-        assert blocks_of(engine).tiers.protected_size == 0
+    cache = engine.prefixes.cache
+    assert cache is not None and cache.protected_size == engine.prefixes.swapped_pages() == 0
+    assert not isinstance(cache, MambaRadixCache) or cache.protected_states == 0
 
 
 def answers_are_right(engine: Engine) -> None:
-    prompts = conversations()[:3]
-    check(tiny(0), prompts, [[each] for each in run(engine, prompts, PLAIN)])
+    prompts, model = conversations()[:3], build_tiny("qwen3_next")
+    if not isinstance(engine.prefixes.cache, MambaRadixCache):
+        model = tiny(0)
+    check(model, prompts, [[each] for each in run(engine, prompts, PLAIN)])
     engine.check_integrity()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["plain", "host", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
     engine, draw, hits = engine_of(kind, path, tmp_path), random.Random(kind), 0
     prompts = conversations() + random_prompts((40, 12), seed=3)
@@ -101,7 +114,7 @@ def failing(at: int) -> Iterator[_Failing]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["plain", "host", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_operation_that_fails_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
     engine, draw = engine_of(kind, path, tmp_path), random.Random(kind)
     prompts = conversations() + random_prompts((40, 12), seed=3)
@@ -127,11 +140,12 @@ def test_an_operation_that_fails_at_any_moment(kind: str, path: Path, tmp_path: 
     answers_are_right(engine)
 
 
+@pytest.mark.parametrize("kind", ["disk"])
 def test_a_disk_that_becomes_read_only_costs_no_request(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither meanwhile nor later."""
-    engine = engine_of("disk", path, tmp_path)
+    engine = engine_of(kind, path, tmp_path)
     answers_are_right(engine)
     for healthy in (True, False, True, False, True):
         with monkeypatch.context() as patch:

@@ -232,7 +232,7 @@ def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> Non
     prompts, naps = random_prompts((3, 50, 20)), [["kv_cache"], None]
 
     def nap(done: int, total: int, generated: int) -> None:
-        if generated in (0, 9) and naps:
+        if naps and generated >= (9 if len(naps) == 1 else 0):
             engine.sleep(unfinished="preempt", tags=naps.pop())
             assert engine.report().tags["kv_cache"].committed_bytes == 0
             engine.wake_up()
@@ -387,7 +387,7 @@ def test_all_bytes_of_the_cache_are_on_its_tag(make: Make, name: str, device: st
     assert cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token
     wanted = cache.pool.nbytes
     if cache.states is not None:
-        assert cache.states.nbytes == (5 + 1) * cache.layout.state_bytes
+        assert cache.states.nbytes == (5 + 16 + 1) * cache.layout.state_bytes
         wanted += cache.states.nbytes
     assert (
         wanted

@@ -133,7 +133,7 @@ def test_captured_collectives_work_on_memory_of_their_own(tmp_path: Path) -> Non
 
 def lose_one(rank: int, path: str, how: str) -> str:
     # for what both do at once; a busy machine starts them apart
-    group = dist.new_group(timeout=timedelta(seconds=5))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
     dist.barrier()
 

@@ -17,7 +17,7 @@ from memsaver.common.dispatch import Impl
 from memsaver.common.strided import grids, row_major
 from tests.helpers.digests import by_definition, element
 from trainer_bridge.sync import cast_copy as cast_copy_module
-from trainer_bridge.sync.cast_copy import CastCopy, Placement, all_finite, cast_copy
+from trainer_bridge.sync.cast_copy import CastCopy, OnPart, Placement, all_finite, cast_copy
 
 SIZES = [2048, 16, 5000, 1, 3333]
 NBYTES = 1 << 16
@@ -26,6 +26,13 @@ UNTOUCHED = 0xA5
 
 def target_on(device: str) -> Tensor:
     return torch.full((NBYTES,), UNTOUCHED, dtype=torch.uint8, device=device)
+
+
+def run(
+    copy: CastCopy, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
+) -> int:
+    copy.start(target, on_part, programs)
+    return copy.result()
 
 
 def placements(
@@ -64,10 +71,10 @@ def test_every_placement_is_cast_written_and_digested(
     copy = CastCopy(given, impl)
     for _ in range(2):
         target = target_on(device)
-        assert copy.run(target) == total % 2**64
+        assert run(copy, target) == total % 2**64
         assert torch.equal(target, expected)
     given[2].source[17] += 1
-    assert copy.run(target) != total % 2**64, "it must read the sources again"
+    assert run(copy, target) != total % 2**64, "it must read the sources again"
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -88,9 +95,9 @@ def test_a_hook_hears_of_what_is_written_and_no_more_and_stops_the_rest(
 
     copy = CastCopy(given, impl)
     with pytest.raises(RuntimeError, match="cosmic ray"):
-        copy.run(target, look)
+        run(copy, target, look)
     target = target_on(device)
-    assert copy.run(target, look) == copy.run(target_on(device))  # the next run is whole
+    assert run(copy, target, look) == run(copy, target_on(device))  # the next run is whole
     assert seen == ([0, 1, 0, 1, 2, 3, 4] if impl == "torch" else [0, 2, 0, 2, 3])
 
 
@@ -105,9 +112,9 @@ def test_batches_are_bounded_and_one_begins_at_half(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_to_copy(device: str) -> None:
-    assert CastCopy([]).run(target_on(device)) == 0
+    assert run(CastCopy([]), target_on(device)) == 0
     none = placements([0, 3, 0], torch.float32, torch.float32, device)
-    assert CastCopy(none).run(target_on(device)) == digest(none[1].source, none[1].index_base)
+    assert run(CastCopy(none), target_on(device)) == digest(none[1].source, none[1].index_base)
 
 
 def box_placements(
@@ -176,7 +183,7 @@ def test_boxes_of_any_shape_are_written_like_slices(
         patch.setattr(cast_copy_module, "CHUNK", chunk)
         target = target_on("cpu")
         copy = CastCopy(box_placements(source, box, out, at, dtype, offset), "torch")
-        assert copy.run(target) == total % 2**64
+        assert run(copy, target) == total % 2**64
         assert torch.equal(target, expected)
 
 
@@ -212,7 +219,7 @@ def test_a_column_slice_and_experts_in_two_steps(
     assert torch.equal(target[: left.nbytes], left.flatten().view(torch.uint8))
     assert torch.equal(target[8192 : 8192 + right.nbytes], right.flatten().view(torch.uint8))
     assert (target[8192 + right.nbytes :] == UNTOUCHED).all()
-    assert copy.run(target, lambda done, of: None, programs) == total % 2**64
+    assert run(copy, target, lambda done, of: None, programs) == total % 2**64
 
 
 def test_misfits_are_refused_before_anything_is_written() -> None:
@@ -246,7 +253,7 @@ def test_misfits_are_refused_before_anything_is_written() -> None:
             CastCopy([placed(torch.zeros(4)), wrong])
     target = torch.zeros(63, dtype=torch.uint8)
     with pytest.raises(ValueError, match="needs 64 bytes"):
-        CastCopy([placed(torch.ones(4)), placed(torch.ones(4), 56)]).run(target)
+        CastCopy([placed(torch.ones(4)), placed(torch.ones(4), 56)]).start(target)
     assert not target.any()
 
 

@@ -110,7 +110,7 @@ def test_random_models_begin_alike_in_any_precision(
     assert trainer.critic is not None and trainer.reference is not None
     trainer.restore()
     critic = dict(trainer.critic.model.named_parameters())
-    frozen = dict(trainer.reference.model.named_parameters())
+    frozen = dict(trainer.reference.named_parameters())
     for name, shard in trainer.shards().items():
         assert torch.equal(local_shard(frozen[name]), shard.bfloat16()), name
         assert torch.equal(local_shard(critic[name]), shard), name

@@ -28,7 +28,7 @@ from tests.helpers.trainer_bridge.layouts import (
     parameters,
     piece,
 )
-from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target, make_plan
+from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target
 from trainer_bridge.sync.shard_dims import aligned_dims
 from trainer_bridge.sync.shards import fsdp_shards, local_box
 
@@ -41,6 +41,15 @@ def shards_of(shapes: Shapes, world: int) -> list[SourceShard]:
         for name, shape in shapes.items()
         for shard in fsdp_shards(name, shape, "float32", world)
     ]
+
+
+def make_plan(
+    shards: list[SourceShard],
+    targets: list[Target],
+    places: list[str],
+    names: list[str] | None = None,
+) -> Plan:
+    return Planner(shards, places).plan(targets, names)
 
 
 def plan_of(shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None) -> Plan:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from memsaver import MemorySaver
 from rollout import Engine
@@ -24,9 +25,6 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
 from trainer_bridge.sync.consensus import group_consensus
 from trainer_bridge.trainer import Trainer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class TrainerActor(ActorBase):

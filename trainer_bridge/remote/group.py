@@ -3,8 +3,6 @@
 ray is imported when first needed.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence

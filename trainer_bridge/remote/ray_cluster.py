@@ -1,7 +1,5 @@
 """A Ray cluster to run on, and one reservation for each device of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

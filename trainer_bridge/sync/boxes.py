@@ -1,4 +1,4 @@
-"""Boxes of elements of an n-dimensional parameter: plain integers."""
+"""Boxes of elements of an n-dimensional parameter, and the bytes of an element: plain integers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import mul
 from typing import NamedTuple
+
+import torch
 
 Ints = tuple[int, ...]
 
@@ -47,10 +49,6 @@ class Box(NamedTuple):
         return rest
 
 
-def whole(shape: Ints) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
 def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
     """Returns disjoint boxes with the elements of `box` that are in none of `parts`."""
     rest = [box] if box.volume else []
@@ -71,3 +69,16 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     each = -(-size // parts)
     first = min(size, index * each)
     return first, min(size, first + each) - first
+
+
+def itemsize(dtype: str) -> int:
+    """Counts the bytes of an element of "float32", "bfloat16", ..."""
+    return torch_dtype(dtype).itemsize
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the dtype that manifests and plans call so; a ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype

@@ -2,8 +2,6 @@
 a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +11,9 @@ from torch import Tensor
 from memsaver.common.digest import digest
 from memsaver.common.dispatch import Impl, use_triton
 from memsaver.common.segments import Segment, SegmentTable
-from memsaver.common.strided import blocks
+from memsaver.common.strided import blocks, grids, row_major
+from trainer_bridge.sync.boxes import dot, torch_dtype
+from trainer_bridge.sync.plan import Copy
 
 CHUNK = 1 << 20  # elements cast at once: bounds the temporary
 CHUNK_CUDA = 1 << 22
@@ -59,6 +59,28 @@ class Placement:
         return self.offset + _span(self, self.target_pitch) * self.dtype.itemsize
 
 
+def placements(copy: Copy, source: Tensor) -> list[Placement]:
+    """Returns a copy of the plan as rows of adjacent elements. source: the contiguous tensor that
+    `copy.start` counts in.
+    """
+    strides, dtype = row_major(tuple(source.shape)), torch_dtype(copy.dtype)
+    flat, first = source.detach().view(-1), dot(copy.start, strides)
+    return [
+        Placement(
+            source=flat[first + grid.starts[0] :],
+            count=grid.width,
+            offset=copy.offset + grid.starts[1] * dtype.itemsize,
+            dtype=dtype,
+            index_base=copy.index_base + grid.starts[2],
+            rows=grid.rows,
+            source_pitch=grid.pitches[0],
+            target_pitch=grid.pitches[1],
+            index_pitch=grid.pitches[2],
+        )
+        for grid in grids(copy.shape, strides, copy.strides, copy.index_strides)
+    ]
+
+
 class CastCopy:
     """Many placements, to be written again and again: on a GPU in few launches, from tables made
     once, with one wait.
@@ -88,13 +110,6 @@ class CastCopy:
         """Tells whether `start` returns before it is done."""
         return self._table is not None and self._table.is_cuda
 
-    def run(
-        self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
-    ) -> int:
-        """Calls `start`, then `result`."""
-        self.start(target, on_part, programs)
-        return self.result()
-
     def start(
         self, target: Tensor, on_part: OnPart | None = None, programs: int | None = None
     ) -> None:
@@ -110,9 +125,8 @@ class CastCopy:
                 f"cast_copy needs {self._end} bytes, got {target.dtype} {tuple(target.shape)}"
             )
         self._value, self._launched = None, False
-        if (
-            self._table is not None and target.is_cuda == self._table.is_cuda
-        ):  # perhaps of another GPU
+        # perhaps of another GPU
+        if self._table is not None and target.is_cuda == self._table.is_cuda:
             self._start_table(self._table, target, on_part, programs)
             self._launched = True
             return
@@ -180,10 +194,7 @@ def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
     where that has the smaller range, a large number is.
     """
     flat = source.detach().view(-1)
-    chunks = (
-        flat[first : first + CHUNK_CUDA].to(dtype or source.dtype)
-        for first in range(0, flat.numel(), CHUNK_CUDA)
-    )
+    chunks = (chunk.to(dtype or source.dtype) for chunk in flat.split(CHUNK_CUDA))
     # isfinite knows no fp8.
     readable = (chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks)
     return all(bool(torch.isfinite(chunk).all()) for chunk in readable)
@@ -229,9 +240,8 @@ def _check(each: Placement) -> None:
 
 def _by_torch(target: Tensor, each: Placement) -> int:
     shape = (each.rows, each.width)
-    place = (
-        target[each.offset : each.end].view(each.dtype).as_strided(shape, (each.target_pitch, 1))
-    )
+    place = target[each.offset : each.end].view(each.dtype)
+    place = place.as_strided(shape, (each.target_pitch, 1))
     source = each.source.detach().view(-1).as_strided(shape, (each.source_pitch, 1))
     return cast_copy(place, source, each.index_base, each.index_pitch)
 

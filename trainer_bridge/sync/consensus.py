@@ -5,8 +5,6 @@ decided once for all, in the store, by whoever is first: "go", or that a rank ga
 rank that comes late never goes on alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
@@ -36,19 +34,9 @@ T = TypeVar("T")
 _GO = "go"
 _KEY_BYTES = 32
 _PLAIN = Plain(  # what ranks of a sync say
-    *(
-        ParamSlice,
-        ModuleTensor,
-        WeightLayout,
-        WeightOffer,
-        VerifyReceipt,
-        CommitReceipt,
-        Ticket,
-        IpcTicket,
-    ),
-    *(SourceShard, Written),
-    whole=(Manifest,),
-)
+    ParamSlice, ModuleTensor, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt,
+    Ticket, IpcTicket, SourceShard, Written, whole=(Manifest,),
+)  # fmt: skip
 
 
 class Consensus(Protocol):
@@ -127,9 +115,8 @@ class StoreConsensus:
                 _PLAIN.value(unseal(self._key, *said))
                 for said in zip(keys, self._all(keys), strict=True)
             ]
-            if (
-                before >= 0
-            ):  # all ranks have passed the round in between, so nobody reads these any more
+            # all ranks have passed the round in between, so nobody reads these any more
+            if before >= 0:
                 self._store.delete_key(f"{before}/{self.rank}")
                 if self.rank == 0:
                     self._store.delete_key(f"{before}/decision")

@@ -2,8 +2,6 @@
 pages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
+from trainer_bridge.errors import listed
 
 
 def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
@@ -39,11 +38,8 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
             problems.append(f"{piece.name}: {problem}")
         offsets[name] = piece.offset
     if problems:
-        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(
-            f"the trainer's parameters cannot lie as the rollout's do: {'; '.join(problems[:20])}"
-            f"{more}; leave layout away, and sync by copies"
-        )
+        rule = "the trainer's parameters cannot lie as the rollout's do"
+        raise ValueError(f"{rule}: {listed(problems)}; leave layout away, and sync by copies")
     return offsets
 
 

@@ -2,8 +2,6 @@
 bounded memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_bridge.sync.cast_copy import CastCopy, Placement, all_finite
+from trainer_bridge.sync.cast_copy import CastCopy, Placement, all_finite, placements
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.rows import placements
 
 _SCRATCH_BYTES = 32 << 20
 
@@ -42,11 +39,8 @@ class LowRank:
         return all_finite(self.a) and all_finite(self.b)
 
     def misfit(self, name: str, base: Tensor) -> str | None:
-        if (
-            base.ndim == 2
-            and (len(self.b), self.a.shape[1]) == tuple(base.shape)
-            and len(self.a) == self.b.shape[1]
-        ):
+        made = (len(self.b), self.a.shape[1])
+        if made == tuple(base.shape) and len(self.a) == self.b.shape[1]:
             return None
         product = f"b {tuple(self.b.shape)} @ a {tuple(self.a.shape)}"
         return f"{name}: {product} does not fit the shard {tuple(base.shape)}"
@@ -91,13 +85,11 @@ class DerivedCopies:
         named: dict[str, list[Copy]] = {}
         for copy in copies:
             named.setdefault(copy.name, []).append(copy)
-        rows = {
-            name: max(1, scratch_bytes // 4 // max(1, sources[name].shape[1])) for name in named
-        }
-        wanted = max(
-            (min(rows[name], len(sources[name])) * sources[name].shape[1] for name in named),
-            default=0,
-        )
+        rows, wanted = dict[str, int](), 0
+        for name in named:
+            count, width = sources[name].shape[:2]
+            rows[name] = max(1, scratch_bytes // 4 // max(1, width))
+            wanted = max(wanted, min(rows[name], count) * width)
         device = next((sources[name].device for name in named), None)
         self._scratch = torch.empty(wanted, dtype=torch.float32, device=device)
         self._pieces: list[_Piece] = []

@@ -10,25 +10,20 @@ engine serves them the trainer cannot park its parameters, and must not change t
 what tells it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memsaver import MemorySaver
 from memsaver.common.digest import Digest
 from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, Manifest
 from trainer_bridge.sync.consensus import Alone, Consensus
 from trainer_bridge.sync.layout import parts
 from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
 
 
 class PageShare:

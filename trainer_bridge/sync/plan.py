@@ -6,8 +6,6 @@ common. An element that several ranks hold is copied by one on the target's own 
 one, so links carry as little as they can.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter, defaultdict
@@ -15,14 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
-from trainer_bridge.sync.boxes import Box, Ints, dot
-from trainer_bridge.sync.dtypes import itemsize
-from trainer_bridge.sync.dtypes import torch_dtype as torch_dtype
-from trainer_bridge.sync.plan_checks import byte_problems, name_problems, refuse
+from trainer_bridge.errors import listed
+from trainer_bridge.sync.boxes import Box, Ints, dot, itemsize
+from trainer_bridge.sync.plan_checks import byte_problems, name_problems
 from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
 
@@ -66,7 +63,7 @@ class Copy:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
-    def part(self, dim: int, first: int, size: int) -> Copy:
+    def part(self, dim: int, first: int, size: int) -> Self:
         """Returns what is at `first` to `first + size` of dimension `dim` of the box."""
         return replace(
             self,
@@ -90,31 +87,22 @@ class _Part(NamedTuple):
     dealt: Deal
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """The copies of all ranks: together they write every byte of every slice of every target
     exactly once.
 
     layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
     the same plan. nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes
-    written to another device.
+    written to another device. parts: the slices with who sends what of them.
     """
 
-    def __init__(
-        self,
-        *,
-        layout_hash: str,
-        targets: Sequence[Target],
-        places: Sequence[str],
-        nbytes: Ints,
-        link_bytes: dict[tuple[int, int], int],
-        parts: Sequence[_Part],
-    ) -> None:
-        self.layout_hash = layout_hash
-        self.targets = tuple(targets)
-        self.places = tuple(places)
-        self.nbytes = nbytes
-        self.link_bytes = link_bytes
-        self._parts = tuple(parts)
+    layout_hash: str
+    targets: Sequence[Target]
+    places: Sequence[str]
+    nbytes: Ints
+    link_bytes: dict[tuple[int, int], int]
+    parts: Sequence[_Part]
 
     def copies(self, rank: int) -> list[Copy]:
         """Returns what one rank writes: first to its own device, then to others, target after
@@ -124,7 +112,7 @@ class Plan:
         list is made anew by each call.
         """
         found: dict[int, list[Copy]] = defaultdict(list)
-        for part in self._parts:
+        for part in self.parts:
             for target in part.targets:
                 if cuts := part.dealt.get((rank, target)):
                     found[target] += _copies(part, cuts, rank, target)
@@ -164,16 +152,6 @@ class Planner:
         return self._plans[layouts, chosen]
 
 
-def make_plan(
-    shards: Iterable[SourceShard],
-    targets: Sequence[Target],
-    places: Sequence[str],
-    names: Collection[str] | None = None,
-) -> Plan:
-    """A plan without a cache; arguments and errors are those of `Planner`."""
-    return Planner(shards, places).plan(targets, names)
-
-
 class _Planning:
     """One plan in the making."""
 
@@ -201,7 +179,9 @@ class _Planning:
                 if self._fits(name, piece):
                     box = Box(piece.start, piece.shape)
                     slices[name, box].append((piece, manifest.layout_hash))
-        refuse(self._problems)
+        if self._problems:
+            rule = "the trainer's weights do not fit the rollout's, nothing was written"
+            raise ValueError(f"{rule}: {listed(list(dict.fromkeys(self._problems)))}")
         kinds: Counter[tuple[int, Box, Ints]] = Counter()
         for (name, box), pieces in slices.items():
             spread = self._sources.spreads[name]

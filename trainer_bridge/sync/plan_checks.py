@@ -1,28 +1,12 @@
 """Says in words what keeps the trainer's weights from fitting the rollout's."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
 from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
-from trainer_bridge.sync.boxes import Ints, dot
-from trainer_bridge.sync.dtypes import itemsize
-
-_LISTED = 20  # problems in one message
-
-
-def refuse(problems: Sequence[str]) -> None:
-    """Raise a ValueError that lists the problems, if there are any."""
-    if problems:
-        several = list(dict.fromkeys(problems))
-        more = f" and {len(several) - _LISTED} more" if len(several) > _LISTED else ""
-        listed = "; ".join(several[:_LISTED])
-        raise ValueError(
-            f"the trainer's weights do not fit the rollout's, nothing was written: {listed}{more}"
-        )
+from trainer_bridge.sync.boxes import Ints, dot, itemsize
 
 
 def name_problems(

@@ -2,19 +2,18 @@
 sync.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from trainer_bridge.sync.cast_copy import CastCopy, OnPart, all_finite
+from trainer_bridge.errors import listed
+from trainer_bridge.sync.boxes import torch_dtype
+from trainer_bridge.sync.cast_copy import CastCopy, OnPart, all_finite, placements
 from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
-from trainer_bridge.sync.plan import Plan, torch_dtype
-from trainer_bridge.sync.rows import placements
+from trainer_bridge.sync.plan import Plan
 from trainer_bridge.sync.shards import SourceShard
 
 
@@ -56,10 +55,10 @@ class RankCopies:
         self._dtypes: dict[str, set[str]] = {name: set() for name in self.names}
         for copy in copies:
             self._dtypes[copy.name].add(copy.dtype)
-        if problems := [
-            problem for name in self.names if (problem := _misfit(sources, boxes[name]))
-        ]:
-            raise ValueError(f"the shards of rank {rank} do not fit the plan, {listed(problems)}")
+        problems = [problem for name in self.names if (problem := _misfit(sources, boxes[name]))]
+        if problems:
+            rule = f"the shards of rank {rank} do not fit the plan, nothing was written"
+            raise ValueError(f"{rule}: {listed(problems)}")
         self.sources = sources
         copies = [copy for copy in copies if targets is None or copy.target in targets]
         self._nbytes: dict[int, int] = {}
@@ -119,13 +118,12 @@ class RankCopies:
         if finite and not problems:
             problems += self._not_finite(derived)
         if problems:
-            raise ValueError(f"the weights are refused, {listed(problems)}")
+            raise ValueError(f"the weights are refused, nothing was written: {listed(problems)}")
 
     def _not_finite(self, derived: Mapping[str, LowRank]) -> Iterator[str]:
         for name, dtypes in self._dtypes.items():
-            if not (
-                beyond := [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]
-            ):
+            beyond = [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]
+            if not beyond:
                 continue
             if name in derived and not derived[name].finite():
                 yield f"the adapter of {name} has NaN or infinite values"
@@ -163,8 +161,3 @@ def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:
     if tuple(source.shape) != shard.shape:
         return f"{shard.name}: shard {tuple(source.shape)}, {shard.shape} in the plan"
     return None
-
-
-def listed(problems: Sequence[str], limit: int = 20) -> str:
-    more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
-    return f"nothing was written: {'; '.join(problems[:limit])}{more}"

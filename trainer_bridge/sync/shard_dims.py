@@ -1,7 +1,5 @@
 """Chooses how to shard a trainer so that its ranks hold what rollout engines beside them need."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

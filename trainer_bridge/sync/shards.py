@@ -2,13 +2,10 @@
 mixtures of them.
 """
 
-from __future__ import annotations
-
+import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -60,29 +57,19 @@ def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
     """
     mesh = param.device_mesh
     global_shape, mesh_shape = tuple(param.shape), tuple(mesh.mesh.shape)
-    boxes = _mesh_boxes(
-        global_shape, tuple(_split(place, param.ndim) for place in param.placements), mesh_shape
-    )
+    splits = tuple(_split(place, param.ndim) for place in param.placements)
     at = mesh.get_coordinate()
     if at is not None:
-        local, box = tuple(param._local_tensor.shape), boxes[_flat(at, mesh_shape)]
+        box = _local_box(global_shape, splits, mesh_shape, at)
+        local = tuple(param._local_tensor.shape)
         if local != box.shape:
             raise ValueError(
                 f"{name}: this rank holds a tensor of {local}, but {param.placements} on a mesh of "
                 f"{mesh_shape} gives it {box.shape}; shard it by fully_shard or distribute_tensor"
             )
     dtype = str(param.dtype).removeprefix("torch.")
-    return [
-        SourceShard(
-            name=name,
-            global_shape=global_shape,
-            dtype=dtype,
-            start=box.start,
-            shape=box.shape,
-            rank=rank,
-        )
-        for box, rank in zip(boxes, mesh.mesh.flatten().tolist(), strict=True)
-    ]
+    boxes = _mesh_boxes(global_shape, splits, mesh_shape)
+    return _shards(name, global_shape, dtype, boxes, mesh.mesh.flatten().tolist())
 
 
 def fsdp_shards(
@@ -91,12 +78,15 @@ def fsdp_shards(
     """The shards of FSDP2 over ranks 0 to `world`, without a DTensor: dimension `dim` is shared."""
     shape = tuple(global_shape)
     boxes = _mesh_boxes(shape, (_Split(dim, 1),), (world,))
-    return [
-        SourceShard(
-            name=name, global_shape=shape, dtype=dtype, start=box.start, shape=box.shape, rank=rank
-        )
-        for rank, box in enumerate(boxes)
-    ]
+    return _shards(name, shape, dtype, boxes, range(world))
+
+
+def _shards(
+    name: str, shape: Ints, dtype: str, boxes: Sequence[Box], ranks: Sequence[int]
+) -> list[SourceShard]:
+    same = functools.partial(SourceShard, name=name, global_shape=shape, dtype=dtype)
+    pairs = zip(boxes, ranks, strict=True)
+    return [same(start=box.start, shape=box.shape, rank=rank) for box, rank in pairs]
 
 
 class _Split(NamedTuple):
@@ -121,7 +111,7 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
     )
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _mesh_boxes(
     global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints
 ) -> list[Box]:
@@ -143,7 +133,7 @@ def _local_box(
     return Box(tuple(start), tuple(shape))
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[int, int], ...]:
     """Returns mesh dimensions, each with the tensor's that it shares, in their order of sharing."""
     order: list[tuple[int, int]] = []
@@ -169,7 +159,3 @@ def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints)
         f"mesh dimension further right makes {split.parts} parts of dimension {split.dim}, so a "
         "rank's tensor is no box"
     )
-
-
-def _flat(coordinate: Sequence[int], mesh_shape: Ints) -> int:
-    return sum(at * math.prod(mesh_shape[i + 1 :]) for i, at in enumerate(coordinate))

@@ -5,8 +5,6 @@ The layers of a model repeat each other: what is worked out here is worked out o
 parameter.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from memsaver.common.strided import row_major
-from trainer_bridge.sync.boxes import Box, Ints, dot, uncovered, whole
+from trainer_bridge.sync.boxes import Box, Ints, dot, uncovered
 from trainer_bridge.sync.shards import SourceShard
 
 
@@ -78,7 +76,7 @@ class Spread:
             return f"shapes {' and '.join(map(str, shapes))} in the trainer"
         seen: set[int] = set()
         holders: dict[Box, list[int]] = defaultdict(list)
-        space = whole(self.shape)
+        space = Box((0,) * len(self.shape), self.shape)
         for _, start, shape, rank in parts:
             box = Box(start, shape)
             if rank in seen:

@@ -15,8 +15,6 @@ begins the next. A stage that fails anywhere ends the sync everywhere: targets w
 serve their old version, others none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,7 +36,7 @@ from trainer_bridge.sync.plan import Plan, Planner, Target
 from trainer_bridge.sync.rank_copies import RankCopies, Written
 from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.transport.connection import connect, obstacles
-from trainer_bridge.sync.transport.mapping import mapped
+from trainer_bridge.sync.transport.ipc import IpcTicket
 from trainer_bridge.sync.transport.relay import MESSAGE_BYTES, Relay
 
 T = TypeVar("T")
@@ -310,6 +308,25 @@ class WeightSync:
         ]
 
 
+def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
+    """Maps all bytes of the offered pages, uint8, for as long as the uses last."""
+    if isinstance(offer.ticket, IpcTicket):
+        pages = offer.ticket.map()
+    else:
+        try:
+            lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.manifest.nbytes))
+        except memsaver.LeaseError as error:
+            raise memsaver.LeaseError(
+                f"{error} (where pages cannot be mapped at all, connect with transport='handle')"
+            ) from error
+        pages = lease.tensor((lease.nbytes,), torch.uint8)
+    if pages.nbytes < offer.manifest.nbytes:
+        described = f"its manifest describes {offer.manifest.nbytes}"
+        text = f"the rollout shares {pages.nbytes} bytes, {described}"
+        raise ValueError(f"{text}; offer all of tag weights")
+    return pages
+
+
 def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
     """Makes the shards' GPU the current one, for which pages are mapped."""
     shard = next(iter(shards.values()), None)
@@ -332,7 +349,6 @@ def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
     for target in opened:
         try:
             target.abort_update(f"{type(error).__name__}: {error}")
-        except (
-            Exception
-        ) as deaf:  # a target may be what died; the first failure is the one to report
+        # a target may be what died; the first failure is the one to report
+        except Exception as deaf:
             error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")

@@ -2,8 +2,6 @@
 they are for.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

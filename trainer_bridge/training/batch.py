@@ -3,17 +3,46 @@
 No model in here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Some sequences of a batch, padded on the right to one length L. B sequences, N response
+    tokens in all.
+
+    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first,
+    last: the positions whose logits are needed. row, column, target: int64 [N], the token
+    targets[n] is predicted by the logits at (row[n], first + column[n]), sequence by sequence.
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    input_ids: Tensor
+    first: int
+    last: int
+    row: Tensor
+    column: Tensor
+    target: Tensor
+
+    def split(self, values: Sequence[float]) -> dict[int, list[float]]:
+        """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
+        tokens' numbers}.
+        """
+        out, start = {}, 0
+        for row, count in zip(self.rows, self.counts, strict=True):
+            if row >= 0:
+                out[row] = list(values[start : start + count])
+            start += count
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +112,7 @@ class SequenceBatch:
                 found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
         return torch.tensor(found, dtype=torch.float32, device=micro.input_ids.device)
 
-    def select(self, rows: Sequence[int]) -> SequenceBatch:
+    def select(self, rows: Sequence[int]) -> Self:
         """Returns a batch of these sequences, in this order."""
         fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
         chosen: dict[str, Any] = {}
@@ -103,10 +132,13 @@ class SequenceBatch:
     @property
     def max_length(self) -> int:
         """Counts the tokens of the longest sequence, prompt included."""
-        return max(
-            (len(p) + len(r) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)),
-            default=0,
-        )
+        return max(self.lengths, default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Counts the tokens of each sequence, prompt included."""
+        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
+        return [len(prompt) + len(response) for prompt, response in pairs]
 
 
 def check_temperature(temperature: float) -> None:
@@ -116,44 +148,13 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Some sequences of a batch, padded on the right to one length L. B sequences, N response
-    tokens in all.
-
-    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first,
-    last: the positions whose logits are needed. row, column, target: int64 [N], the token
-    targets[n] is predicted by the logits at (row[n], first + column[n]), sequence by sequence.
-    """
-
-    rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    input_ids: Tensor
-    first: int
-    last: int
-    row: Tensor
-    column: Tensor
-    target: Tensor
-
-    def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
-        tokens' numbers}.
-        """
-        out, start = {}, 0
-        for row, count in zip(self.rows, self.counts, strict=True):
-            if row >= 0:
-                out[row] = list(values[start : start + count])
-            start += count
-        return out
-
-
 def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
     """Deals this rank sequences in chunks of at most `size`, like lengths together, longest first.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
     """
-    lengths = [len(p) + len(r) for p, r in zip(batch.prompt_ids, batch.response_ids, strict=True)]
+    lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     mine = order[rank::world]

@@ -6,8 +6,6 @@ stay. Tensors are in safetensors files and values in JSON, so that a folder from
 torch's own format holds pickles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -23,6 +21,8 @@ from torch import Tensor, nn
 
 from memsaver.common.files import replace_text, sync
 from memsaver.common.libc import exchange_names
+from trainer_bridge.errors import listed
+from trainer_bridge.training.checkpoint_files import misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"
@@ -164,18 +164,10 @@ def _check_adapters(
 def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
     stored = dcp.HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
     shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
-    problems = [f"missing {name}" for name in tensors if name not in shapes]
-    problems += [f"unknown {name}" for name in shapes if name not in tensors]
-    for name in tensors.keys() & shapes.keys():
-        if shapes[name] != tuple(tensors[name].shape):
-            problems.append(
-                f"{name} has shape {shapes[name]}, the model {tuple(tensors[name].shape)}"
-            )
-    if problems:
-        listed = "; ".join(sorted(problems)[:20])
-        raise ValueError(
-            f"checkpoint {directory!r} is of another model, nothing was loaded: {listed}"
-        )
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if problems := misfits(wanted, shapes):
+        rule = f"checkpoint {directory!r} is of another model, nothing was loaded"
+        raise ValueError(f"{rule}: {listed(problems)}")
 
 
 def _replace(directory: str, partial: str) -> None:

@@ -1,7 +1,5 @@
 """The safetensors files of a Hugging Face directory, read by boxes of named tensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -9,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from rollout.model import checkpoint_files
+from trainer_bridge.errors import listed
 
+Shape = tuple[int, ...]
 _DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
 
@@ -18,6 +18,16 @@ def check_directory(path: str) -> None:
     if not os.path.isfile(os.path.join(path, "config.json")):
         rule = "is no Hugging Face model directory: no config.json"
         raise ValueError(f"model_path={path!r} {rule}; check the path")
+
+
+def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
+    """Lists every name that is missing, unknown or of another shape than the model has."""
+    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"unknown {name}" for name in found.keys() - wanted.keys()]
+    for name in wanted.keys() & found.keys():
+        if found[name] != wanted[name]:
+            problems.append(f"{name} has shape {found[name]}, the model {wanted[name]}")
+    return sorted(problems)
 
 
 class CheckpointFiles:
@@ -35,19 +45,14 @@ class CheckpointFiles:
             file: Any = safe_open(str(file_path), framework="pt", device="cpu")
             self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()) -> None:
+    def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
         """Raise a ValueError that lists every name that is missing, unknown or of another shape."""
-        problems = [f"missing {name}" for name in shapes if name not in self._files]
-        problems += [
-            f"unknown {name}" for name in self._files if name not in shapes and name not in ignore
-        ]
-        for name in shapes.keys() & self._files.keys():
-            found = tuple(self._files[name].get_slice(name).get_shape())
-            if found != shapes[name]:
-                problems.append(f"{name} has shape {found}, the model {shapes[name]}")
-        if problems:
-            text = "; ".join(sorted(problems)[:20])
-            raise ValueError(f"weights in {self.path!r} do not fit its config.json: {text}")
+        named = {name: file for name, file in self._files.items() if name not in ignore}
+        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in named.items()}
+        if problems := misfits(shapes, found):
+            raise ValueError(
+                f"weights in {self.path!r} do not fit its config.json: {listed(problems)}"
+            )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Returns the elements from `start` to `start + shape` of a tensor, on the CPU, in the

@@ -3,23 +3,17 @@
 The same decoder, with one output a token.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens
 from trainer_bridge.training.losses import value_clip
 from trainer_bridge.training.model import build_model
 from trainer_bridge.training.optimizer import build_optimizer, optimizer_step
 from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.scoring import score_tokens, token_logits
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from trainer_bridge.training.scoring import add_gradients, score_tokens, token_logits
 
 
 class Critic:
@@ -41,7 +35,6 @@ class Critic:
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Returns the values, fp32, one a response token."""
-        check_tokens(batch, self.model.config)
         size = self.config.micro_batch_size
         return score_tokens(self.model, batch, self._values, size, self._runtime)
 
@@ -57,16 +50,13 @@ class Critic:
             raise ValueError("update_critic needs a SequenceBatch with values and returns")
         if not batch.num_tokens:
             raise ValueError("update_critic got no response tokens to learn from; skip the step")
-        self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        sums = [0.0, 0.0]
-        runtime = self._runtime
-        for rows in deal(batch, runtime.rank, runtime.world, self.config.micro_batch_size):
-            part = self._backward(batch, pad(batch, rows, runtime.device))
-            sums = [total + value for total, value in zip(sums, part, strict=True)]
+        size = self.config.micro_batch_size
+        loss, clipped = add_gradients(
+            self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
+        )
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
-        loss, clipped = (total / batch.num_tokens for total in runtime.sum_ranks(sums))
         return {"value_loss": loss, "value_clip_fraction": clipped, "critic_grad_norm": grad_norm}
 
     def _values(self, micro: MicroBatch) -> Tensor:

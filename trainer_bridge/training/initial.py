@@ -1,7 +1,5 @@
 """Makes what a model begins with where no checkpoint says it: random weights, rebuilt buffers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ Layers of our own, not PEFT's: a weight keeps its name and its place, by which i
 and synced, and the adapters are made on the meta device as every other parameter is.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 fp32, whatever the logits are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

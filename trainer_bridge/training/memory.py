@@ -2,19 +2,15 @@
 what is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from memsaver import MemorySaver
 from memsaver.common.rounding import round_up
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
 
 _ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
 _END = 256  # bytes: a rollout's weights end so, and who borrows pages needs all of them
@@ -35,10 +31,9 @@ def side_by_side(
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     if starts is None:
-        starts = _packed(sizes)
-    end = round_up(
-        max((start + size for start, size in zip(starts, sizes, strict=True)), default=0), _END
-    )
+        starts = [0, *accumulate(round_up(size, _ALIGN) for size in sizes)][: len(sizes)]
+    ends = (start + size for start, size in zip(starts, sizes, strict=True))
+    end = round_up(max(ends, default=0), _END)
     if saver is None:
         block = torch.empty(end, dtype=torch.uint8, device=device)
     else:
@@ -47,11 +42,3 @@ def side_by_side(
         block[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)
     ]
-
-
-def _packed(sizes: Sequence[int]) -> list[int]:
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += round_up(size, _ALIGN)
-    return starts

@@ -6,13 +6,11 @@ checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or 
 needlessly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from memsaver import MemorySaver
 from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.errors import listed
 from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
@@ -37,9 +37,6 @@ from trainer_bridge.training.lora import (
 from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.shards import like_shard, local_shard, shard_box
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
 
 
 def build_model(
@@ -148,12 +145,9 @@ def _shard(
             param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32
         )
     layers = set(getattr(model, "_no_split_modules", None) or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
-    for module in _vocabulary(model):
+    units = [module for module in model.modules() if type(module).__name__ in layers]
+    for module in (*units, *_vocabulary(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
@@ -178,7 +172,7 @@ def _check_dims(
             text = f"FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only"
             problems.append(f"{name}: {text}")
     if problems:
-        raise ValueError(f"shard_dims: {'; '.join(sorted(problems)[:20])}")
+        raise ValueError(f"shard_dims: {listed(sorted(problems))}")
 
 
 def _allocate_shards(
@@ -201,13 +195,12 @@ def _allocate_shards(
     padded = [param for param in owners if _is_padded(param)]
     whole = [param for param in owners if not _is_padded(param)]
     names = {param: name for name, param in model.named_parameters()}
-    memory = {
-        param: torch.empty(_local(param).shape, dtype=param.dtype, device=device)
-        for param in padded
-    }
+    memory = {}
+    for param in padded:
+        memory[param] = torch.empty(local_shard(param).shape, dtype=param.dtype, device=device)
     for on in (tag, ADAPTERS):
         mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
-        specs = [(tuple(_local(param).shape), param.dtype) for param in mine]
+        specs = [(tuple(local_shard(param).shape), param.dtype) for param in mine]
         places = None if starts is None else [starts[names[param]] for param in mine]
         if mine:
             memory |= zip(mine, side_by_side(specs, device, saver, on, places), strict=True)
@@ -217,18 +210,11 @@ def _allocate_shards(
             setattr(module, name, shard)
 
 
-def _local(param: Tensor) -> Tensor:
-    assert isinstance(param, DTensor)
-    return param.to_local()
-
-
 def _is_padded(param: Tensor) -> bool:
     """Tells whether FSDP pads it: rows are shared as by `torch.chunk`, other dimensions equally."""
     assert isinstance(param, DTensor)
-    shards_rows = param.placements[0].is_shard(0)
-    return shards_rows and _local(param).shape[0] < math.ceil(
-        param.shape[0] / param.device_mesh.size()
-    )
+    most_rows = math.ceil(param.shape[0] / param.device_mesh.size())
+    return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:

@@ -1,15 +1,10 @@
 """Tracks which of a trainer's tags have memory now, and when giving it back costs no copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from memsaver import MemorySaver
 from memsaver.errors import StateError
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
 
 Version = Callable[[], Hashable]
 

@@ -2,23 +2,18 @@
 first step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.shards import like_shard, local_shard
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:

@@ -1,8 +1,7 @@
 """Defines what a trainer runs on, and what it does there besides computing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ class Runtime:
     owns_group: bool = False
 
     @classmethod
-    def open(cls, name: str) -> Runtime:
+    def open(cls, name: str) -> Self:
         """Takes all ranks of the default process group; where there is none, of one made here.
 
         name: of this process's device, as `TrainerConfig.device` has it.

@@ -1,8 +1,6 @@
-"""One number for every response token of a batch: each rank computes its share, all get the whole
-answer.
+"""Passes of a model over a batch, of which each rank computes its share: one number for every
+response token, or the gradient of a loss.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -10,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from memsaver.common.plain import all_gather_plain
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, deal, pad
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
+from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.runtime import Runtime
 
@@ -20,6 +19,15 @@ def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
     needed = torch.arange(micro.first, micro.last + 1, device=micro.input_ids.device)
     logits = model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
     return logits[micro.row, micro.column]
+
+
+def micro_logprobs(
+    model: nn.Module, micro: MicroBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Returns fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro
+    batch's response tokens.
+    """
+    return token_logprobs(token_logits(model, micro), micro.target, temperature)
 
 
 def score_tokens(
@@ -32,8 +40,10 @@ def score_tokens(
     """Returns what `score` makes of each micro batch, [N] by the model in eval mode, as one list a
     sequence.
 
-    Every rank calls it with the same batch. The model is left sharded.
+    Every rank calls it with the same batch. The model is left sharded. Raises a ValueError as
+    `check_tokens` does.
     """
+    check_tokens(batch, model.config)
     model.eval()
     mine: dict[int, list[float]] = {}
     with torch.no_grad():
@@ -45,3 +55,22 @@ def score_tokens(
     for share in all_gather_plain(mine) if runtime.world > 1 else [mine]:
         together |= share
     return [together[row] for row in range(len(batch))]
+
+
+def add_gradients(
+    model: nn.Module,
+    batch: SequenceBatch,
+    backward: Callable[[MicroBatch], list[float]],
+    micro_batch_size: int,
+    runtime: Runtime,
+) -> list[float]:
+    """Has `backward` add the gradient of each micro batch, by the model in training mode.
+
+    Every rank calls it with the same batch. Returns the sums that `backward` returns, of all ranks,
+    divided by the number of the batch's response tokens.
+    """
+    model.train()
+    dealt = deal(batch, runtime.rank, runtime.world, micro_batch_size)
+    parts = [backward(pad(batch, rows, runtime.device)) for rows in dealt]
+    sums = runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
+    return [total / batch.num_tokens for total in sums]

@@ -1,7 +1,5 @@
 """This rank's part of a sharded tensor: to write to, to make, and where it lies in the whole."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 RANGES = [
     Range(
         "ppo.critic_warmup_steps lora.rank sampling.top_k eval.every checkpoint.every "
-        "checkpoint.max_restarts",
+        "checkpoint.max_restarts engine.prefix_states",
         "must be at least 0",
         ("-1",),
         "0",

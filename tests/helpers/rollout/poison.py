@@ -8,6 +8,7 @@ import torch
 
 from kvcache.pools import HybridReqToTokenPool, SWAKVPool
 from kvcache.pools.token import TokenPool
+from kvcache.radix import MambaRadixCache
 from rollout import Engine
 
 
@@ -21,7 +22,7 @@ def fill(pool: TokenPool, slots: Any) -> None:
 
 def poison(engine: Engine, *_: int) -> None:
     """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a
-    later query sees; and the states that no request holds.
+    later query sees; and the states that neither a request nor the prefix cache holds.
     """
     cache, table = engine.cache, engine.cache.table.req_to_token
     pool: Any = getattr(cache.pool, "full_pool", cache.pool)
@@ -48,12 +49,15 @@ def poison(engine: Engine, *_: int) -> None:
         fill(each, (~keep).nonzero().squeeze(1))
     if cache.states is not None:
         assert isinstance(cache.table, HybridReqToTokenPool)
-        free = [
-            0,
-            *sorted(set(range(1, cache.states.size + 1)) - set(cache.table.req_to_mamba.tolist())),
-        ]
+        held = {*cache.table.req_to_mamba.tolist(), *kept_states(engine)} - {0}
+        free = sorted(set(range(cache.states.size + 1)) - held)
         for state in (*cache.states.conv, cache.states.temporal):
             state[:, free] = float("nan")
+
+
+def kept_states(engine: Engine) -> list[int]:
+    kept = engine.prefixes.cache
+    return kept.state_slots() if isinstance(kept, MambaRadixCache) else []
 
 
 def check_idle(engine: Engine) -> None:
@@ -62,5 +66,6 @@ def check_idle(engine: Engine) -> None:
     assert all(ledger.available == ledger.total for ledger in engine.prefixes.ledgers)
     assert (
         engine.cache.states is None
-        or engine.cache.states.available_size() == engine.config.max_running
+        or engine.cache.states.available_size() + len(kept_states(engine))
+        == engine.config.state_slots
     )

@@ -15,9 +15,9 @@ from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
+from trainer_bridge.sync.boxes import torch_dtype
 from trainer_bridge.sync.consensus import group_consensus
 from trainer_bridge.sync.lora_merge import LowRank
-from trainer_bridge.sync.plan import torch_dtype
 from trainer_bridge.sync.transport.routes import Transport
 from trainer_bridge.sync.weight_sync import WeightSync
 

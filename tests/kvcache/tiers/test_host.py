@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.ops.host_copy import copy_rows
-from kvcache.ops.host_copy_plan import HostCopyPlan, Side
+from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from kvcache.tiers import memory as memory_module
 from memsaver import HostMemoryError

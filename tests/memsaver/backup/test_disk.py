@@ -15,7 +15,7 @@ import torch
 import memsaver
 from memsaver.backup import disk_file
 from memsaver.backup import on_disk as disk
-from memsaver.backup.ranges import cut, joined
+from memsaver.common.ranges import cut, joined
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
 

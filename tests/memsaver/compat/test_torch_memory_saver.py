@@ -17,7 +17,7 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.compat.graphs import GraphPools
-from memsaver.compat.headroom import headroom
+from memsaver.compat.regions import headroom
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError

@@ -17,8 +17,8 @@ from recipes.planner.command import plan_of
 from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
 from recipes.planner.gpus import MIB, find_gpu
-from recipes.planner.layers import repeated_layers
-from recipes.planner.log import Log, replay, with_layers
+from recipes.planner.log import Log, repeated_layers, replay, with_layers
+from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 
 Capture = pytest.CaptureFixture[str]
 
@@ -138,12 +138,13 @@ def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_
 
 
 def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capture) -> None:
-    assert main(["plan", "tiny", "engine.kv_tokens=176000000"]) == 3
+    assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=176000000"]) == 3
     printed = capsys.readouterr().out
     assert "does not fit" in printed
     advised = re.search(r"set engine\.kv_tokens=(\d+)", printed)
     assert advised is not None, printed
-    plan = plan_of(recipes.load("tiny", [f"engine.kv_tokens={advised[1]}"]), "tiny", gpu=None)
+    words = [*SMALL, f"engine.kv_tokens={advised[1]}"]
+    plan = plan_of(recipes.load("tiny", words), "tiny", gpu=None)
     assert plan.fits and plan.kv_tokens == int(advised[1])
     assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, (
         "far from all that would fit"
@@ -151,7 +152,9 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
 
 
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
-    plan = plan_of(recipes.load("tiny-ppo"), "tiny-ppo", gpu=None)
+    more_than_are_planned = ["trainer.micro_batch_size=1", "ppo.mini_batches=4"]
+    recipe = recipes.load("tiny-ppo", [*SMALL_PPO, *more_than_are_planned])
+    plan = plan_of(recipe, "tiny-ppo", gpu=None)
     by_name = {stage.stage: stage for stage in plan.stages}
     assert {"compute_ref_log_prob", "compute_values"} <= by_name.keys()
     assert {"update_critic", "restore_critic_optim"} <= by_name.keys()
@@ -165,7 +168,8 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
     message = "where.png: cannot be written: No such file or directory; name a place"
     assert message in capsys.readouterr().err
     picture = tmp_path / "plan.png"
-    assert main(["plan", "tiny", "--picture", str(picture), "--into", str(tmp_path)]) == 0
+    words = ["tiny", *SMALL, "--picture", str(picture), "--into", str(tmp_path)]
+    assert main(["plan", *words]) == 0
     printed = capsys.readouterr().out
     assert "update_actor" in printed and "fits:" in printed
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

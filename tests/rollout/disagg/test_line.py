@@ -5,6 +5,7 @@ read, and nobody waits beyond a time-out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import socket
@@ -27,6 +28,9 @@ from tests.helpers.rollout.lines import line_pair
 
 KEY = b"the ranks' secret"
 HELLO = Hello(tp_size=1, tp_rank=0, geometry="equal")
+
+
+STRANGERS = ["nobody", "leaves", "probe", "pickle"]
 
 
 @pytest.fixture(params=["path", "port"])
@@ -66,7 +70,12 @@ def pestered(address: Address, how: str) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.parametrize("how", ["nobody", "leaves", "probe", "pickle", "silent"])
+# The silent are got rid of after 5 s, whatever they came by.
+@pytest.mark.parametrize(
+    ("address", "how"),
+    [*itertools.product(("path", "port"), STRANGERS), ("path", "silent")],
+    indirect=["address"],
+)
 def test_ranks_meet_whoever_else_comes(how: str, address: Address) -> None:
     with contextlib.ExitStack() as strangers:
         if how != "nobody":

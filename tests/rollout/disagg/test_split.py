@@ -18,7 +18,7 @@ from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run, tokens
 
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
-REQUESTS = rounds(60, 200)
+REQUESTS, TIGHTLY = rounds(60, 200), rounds(14, 30)
 TOPOLOGIES = some(
     (4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)]
 )
@@ -67,7 +67,7 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
     splits.append(
         Split(
             path=path,
-            calls=[(burst()[:30], LONG)],
+            calls=[(burst()[:TIGHTLY], LONG)],
             prefill_config=few,
             decode_config=SMALL,
             nap=True,
@@ -129,11 +129,11 @@ def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> N
     """By a sleep, after the first were asked for: what comes for a sample that has lost its pages
     is left in the ring, and the sample is computed here; later ones as pages run out.
     """
-    alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:30], LONG)
+    alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:TIGHTLY], LONG)
     for seen in found[TIGHT][1:3]:
         assert tokens(seen["answers"]) == tokens([alone])
         assert seen["preemptions"] > 0 and seen["outstanding"] == 0
-        assert 0 < seen["split"].arrived < 30
+        assert 0 < seen["split"].arrived < TIGHTLY
 
 
 def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:

@@ -15,8 +15,7 @@ from rollout.types import VerifyReceipt, WeightLayout, WeightOffer
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.small import full, shards, whole
 from trainer_bridge.sync.transport import ipc
-from trainer_bridge.sync.transport.mapping import mapped
-from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge.sync.weight_sync import WeightSync, mapped
 
 LAYOUT = whole("bfloat16")
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from memsaver.common.strided import row_major
 from rollout.weights.update import write_boxes
-from trainer_bridge.sync.cast_copy import CastCopy
+from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.rows import placements
 from trainer_bridge.sync.transport.messages import messages
-from trainer_bridge.sync.transport.staging import Packing, Unpacking
+from trainer_bridge.sync.transport.staging import Packing, unpacking
 
 
 @st.composite
@@ -58,7 +57,9 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
     )
     digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
     for copy in given_copies:
-        digest += CastCopy(placements(copy, sources[copy.name])).run(expected[copy.target])
+        table = CastCopy(placements(copy, sources[copy.name]))
+        table.start(expected[copy.target])
+        digest += table.result()
     made = messages(given_copies, limit)
     for message in made:
         end = 0
@@ -69,7 +70,7 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
         packing = Packing(message, sources, ())
         packing.start(stage, {})
         digest -= packing.digest()
-        Unpacking(message, stage).start(pages[message.target])
+        unpacking(message, stage).start(pages[message.target])
         write_boxes(
             boxes[message.target], [piece.box for piece in message.pieces], stage[: message.nbytes]
         )

@@ -159,7 +159,7 @@ def test_a_rank_that_fails_is_heard_of_by_all_without_a_time_out(tmp_path: Path)
 
 def test_a_rank_that_dies_does_not_keep_the_others(tmp_path: Path) -> None:
     broken = {"dies": (die, CASES["far"])}
-    ranks = start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 5.0, seconds=20.0)
+    ranks = start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 2.0, seconds=6.0)
     try:
         for rank in (0, 2):
             failures, _ = ranks[rank].hear(40)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.sync.transport import wire as wire_module
-from trainer_bridge.sync.transport.mapping import obstacle
+from trainer_bridge.sync.transport.connection import obstacle
 from trainer_bridge.sync.transport.routes import choose, transports
 from trainer_bridge.sync.transport.wire import make_wire
 

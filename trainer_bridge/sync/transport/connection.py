@@ -2,8 +2,6 @@
 costs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from memsaver.common.device_ids import device_key
 from trainer_bridge.sync.plan import Plan
-from trainer_bridge.sync.transport.mapping import obstacle
 from trainer_bridge.sync.transport.routes import Kind, Pair, Routes, Transport, choose, transports
 from trainer_bridge.sync.transport.wire import Wire, make_wire
 
@@ -30,6 +28,25 @@ class Connection:
     transports: tuple[Transport, ...]
     wire: Wire | None
     device: torch.device
+
+
+def obstacle(place: str, target: str) -> str | None:
+    """Tells why this process, its device at `place`, cannot map pages at `target`; None: it can.
+
+    Places are as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a
+    GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
+    """
+    (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")
+    if host and other and host != other:
+        return f"{other} is another machine than {host}"
+    if not theirs.startswith("GPU-") or theirs == mine:
+        return None
+    numbers = range(torch.cuda.device_count())
+    gpus = {device_key(torch.device("cuda", number)): number for number in numbers}
+    if mine not in gpus or theirs not in gpus:
+        return None
+    reaches = torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs])
+    return None if reaches else f"{mine} cannot reach {theirs}"
 
 
 def obstacles(place: str, plan: Plan) -> dict[int, str]:

@@ -2,8 +2,6 @@
 `memsaver.attach` could take.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 Pure: sender and receiver make the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple

@@ -12,8 +12,6 @@ will serve, and raises afterwards: so the others need not wait for a time-out. W
 means is said in `wire.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -27,7 +25,7 @@ from trainer_bridge.sync.plan import Plan
 from trainer_bridge.sync.rank_copies import Written
 from trainer_bridge.sync.transport.connection import Connection
 from trainer_bridge.sync.transport.messages import Message, messages
-from trainer_bridge.sync.transport.staging import Buffer, Packing, Unpacking
+from trainer_bridge.sync.transport.staging import Buffer, Packing, unpacking
 from trainer_bridge.sync.transport.wire import Posted
 
 MESSAGE_BYTES = 64 << 20
@@ -36,6 +34,7 @@ MESSAGE_BYTES = 64 << 20
 class _Sent(NamedTuple):
     packing: Packing
     to: int
+    buffer: Buffer
 
 
 class _Taken(NamedTuple):
@@ -43,16 +42,33 @@ class _Taken(NamedTuple):
 
     message: Message
     source: int
+    buffer: Buffer
     unpack: Callable[[Mapping[int, Tensor]], None]
 
 
 class _Exchange(NamedTuple):
-    """One round of this rank, with the buffers for each way."""
+    """One round of this rank."""
 
     sent: _Sent | None
     taken: _Taken | None
-    out: Buffer | None
-    into: Buffer | None
+
+
+class _Steps:
+    """Steps that are run until one fails; the rest is left out then, and `end` raises."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, step: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                step()
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class Relay:
@@ -139,14 +155,13 @@ class Relay:
             sends = [packing for packing in self._packings if self._to(packing.message) == to]
             takes = taken.get(source, [])
             for number in range(max(len(sends), len(takes))):
-                out = into = sent = received = None
+                sent = received = None
                 if number < len(sends):
-                    out = self._out[len(exchanges) % 2]
-                    sent = _Sent(sends[number], to)
+                    sent = _Sent(sends[number], to, self._out[len(exchanges) % 2])
                 if number < len(takes):
-                    into = self._into[len(exchanges) % 2]
-                    received = _Taken(takes[number], source, self._unpack(takes[number], into))
-                exchanges.append(_Exchange(sent, received, out, into))
+                    into, message = self._into[len(exchanges) % 2], takes[number]
+                    received = _Taken(message, source, into, self._unpack(message, into))
+                exchanges.append(_Exchange(sent, received))
         return exchanges
 
     def _unpack(self, message: Message, buffer: Buffer) -> Callable[[Mapping[int, Tensor]], None]:
@@ -154,7 +169,7 @@ class Relay:
         if message.target in self._routes.handled:
             boxes, handle = [piece.box for piece in message.pieces], self._handles[message.target]
             return lambda pages: handle.write_update(boxes, buffer.wire[: message.nbytes])
-        table = Unpacking(message, buffer.stage)
+        table = unpacking(message, buffer.stage)
 
         def unpack(pages: Mapping[int, Tensor]) -> None:
             buffer.arrived(message.nbytes)
@@ -163,25 +178,20 @@ class Relay:
         return unpack
 
     def _pack(self, number: int, factors: Mapping[str, LowRank], steps: _Steps) -> None:
-        if number >= len(self._exchanges):
-            return
-        sent, buffer = self._exchanges[number].sent, self._exchanges[number].out
-        if sent is not None and buffer is not None:
-            steps.run(lambda: _staged(sent.packing, buffer, factors))
+        if number < len(self._exchanges) and (sent := self._exchanges[number].sent) is not None:
+            steps.run(lambda: _staged(sent.packing, sent.buffer, factors))
 
     def _post(self, number: int) -> Posted | None:
         if number >= len(self._exchanges):
             return None
         assert self._wire is not None
-        sent, taken, out, into = self._exchanges[number]
-        return self._wire.post(
-            None
-            if sent is None or out is None
-            else (out.wire[: sent.packing.message.nbytes], sent.to),
-            None
-            if taken is None or into is None
-            else (into.wire[: taken.message.nbytes], taken.source),
-        )
+        sent, taken = self._exchanges[number]
+        out = into = None
+        if sent is not None:
+            out = sent.buffer.wire[: sent.packing.message.nbytes], sent.to
+        if taken is not None:
+            into = taken.buffer.wire[: taken.message.nbytes], taken.source
+        return self._wire.post(out, into)
 
     def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
         """Passes this rank's own bytes on by the handle."""
@@ -201,24 +211,6 @@ class Relay:
                 nbytes=nbytes, link_bytes=nbytes if away else 0, digest=digest
             )
         return written
-
-
-class _Steps:
-    """Steps that are run until one fails; the rest is left out then, and `end` raises."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def run(self, step: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                step()
-            except Exception as error:
-                self._error = error
-
-    def end(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 def _staged(packing: Packing, buffer: Buffer, factors: Mapping[str, LowRank]) -> None:

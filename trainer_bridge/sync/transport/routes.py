@@ -2,8 +2,7 @@
 cost. Plain data.
 """
 
-from __future__ import annotations
-
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,21 +55,18 @@ def choose(
         raise ValueError(f"transport={mode!r} must be one of {', '.join(get_args(Mode))}")
     blocked = frozenset((rank, target) for rank, target in pairs if target in obstacles[rank])
     deaf = frozenset(target for target, rank in enumerate(speakers) if target in obstacles[rank])
+    routes = functools.partial(Routes, speakers=tuple(speakers))
     if mode == "auto":
-        return Routes(speakers=tuple(speakers), indirect=blocked, handled=deaf)
+        return routes(indirect=blocked, handled=deaf)
     if mode == "handle":
-        return Routes(
-            speakers=tuple(speakers),
-            indirect=frozenset(pairs),
-            handled=frozenset(range(len(speakers))),
-        )
+        return routes(indirect=frozenset(pairs), handled=frozenset(range(len(speakers))))
     if mode == "pages":
         if blocked:
             rank, target = min(blocked)
             why = f"{obstacles[rank][target]} ({len(blocked)} such pairs)"
             text = f"transport='pages': rank {rank} cannot map target {target}: {why}"
             raise ValueError(f"{text}; use transport='auto'")
-        return Routes(speakers=tuple(speakers))
+        return routes()
     if deaf:
         target = min(deaf)
         raise ValueError(
@@ -81,7 +77,7 @@ def choose(
     if not sent:
         rule = "each rank speaks for all targets that it writes"
         raise ValueError(f"transport='relay': {rule}; use transport='pages'")
-    return Routes(speakers=tuple(speakers), indirect=sent)
+    return routes(indirect=sent)
 
 
 @dataclass(frozen=True, kw_only=True)

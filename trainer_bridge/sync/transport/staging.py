@@ -1,17 +1,14 @@
 """Memory that a message is packed into and unpacked from, and the tables that do it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from trainer_bridge.sync.cast_copy import CastCopy
-from trainer_bridge.sync.dtypes import torch_dtype
+from trainer_bridge.sync.boxes import torch_dtype
+from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
-from trainer_bridge.sync.rows import placements
 from trainer_bridge.sync.transport.messages import Message
 
 
@@ -69,19 +66,10 @@ class Packing:
         return self._cast.result() + self._extra
 
 
-class Unpacking:
-    """Copies the pieces of one message from one stage into a target's pages."""
-
-    def __init__(self, message: Message, stage: Tensor) -> None:
-        places = []
-        for piece in message.pieces:
-            copy, nbytes = piece.unpacking, piece.copy.nbytes
-            packed = (
-                stage[piece.at : piece.at + nbytes].view(torch_dtype(copy.dtype)).view(copy.shape)
-            )
-            places += placements(copy, packed)
-        self._cast = CastCopy(places)
-
-    def start(self, pages: Tensor) -> None:
-        """Starts to unpack on the current stream."""
-        self._cast.start(pages)
+def unpacking(message: Message, stage: Tensor) -> CastCopy:
+    """Makes what copies the pieces of one message from one stage into a target's pages."""
+    places = []
+    for piece in message.pieces:
+        copy, packed = piece.unpacking, stage[piece.at : piece.at + piece.copy.nbytes]
+        places += placements(copy, packed.view(torch_dtype(copy.dtype)).view(copy.shape))
+    return CastCopy(places)

@@ -1,7 +1,5 @@
 """Bytes from rank to rank over the trainers' process group."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 
@@ -10,6 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_bridge.errors import SyncError
+
+
+class Posted:
+    """An exchange under way."""
+
+    def __init__(self, works: Sequence[dist.Work], peers: Sequence[int]) -> None:
+        self._works = works
+        self._peers = peers
+
+    def wait(self) -> None:
+        """Waits until both are through: the host on gloo, the current stream on NCCL."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(self._peers, error) from error
 
 
 class Wire:
@@ -47,22 +61,6 @@ class Wire:
             return Posted(dist.batch_isend_irecv(operations), peers)
         except RuntimeError as error:
             raise _lost(peers, error) from error
-
-
-class Posted:
-    """An exchange under way."""
-
-    def __init__(self, works: Sequence[dist.Work], peers: Sequence[int]) -> None:
-        self._works = works
-        self._peers = peers
-
-    def wait(self) -> None:
-        """Waits until both are through: the host on gloo, the current stream on NCCL."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise _lost(self._peers, error) from error
 
 
 def _lost(peers: Sequence[int], error: RuntimeError) -> SyncError:

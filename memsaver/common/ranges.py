@@ -20,9 +20,7 @@ def joined(ranges: Ranges) -> list[Range]:
 
 
 def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
-    """Yields (where it starts in the packed bytes, the ranges in it) of every ``chunk`` packed
-    bytes; the last may be less.
-    """
+    """Yields (start in the packed bytes, the ranges in it) of every ``chunk`` packed bytes."""
     at, room, parts = 0, chunk, []
     for offset, nbytes in joined(ranges):
         while nbytes:

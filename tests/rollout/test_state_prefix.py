@@ -1,0 +1,254 @@
+"""Prefixes of models with linear layers in the engine: pages and states that are found again, the
+same answers for less work, no page, lock or state lost.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from rollout import Completion, Engine, SamplingParams
+from tests.helpers.rollout.answers import (
+    GREEDY,
+    STATES_GAP,
+    assert_same,
+    check,
+    random_prompts,
+    run,
+    spent,
+)
+from tests.helpers.rollout.poison import check_idle, kept_states, poison
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.tiers import PAGE, conversations, failing, make
+
+FIVE = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": FIVE}
+DECODED = GREEDY.max_tokens - 1
+Hybrid = tuple[Path, PreTrainedModel]
+
+
+@pytest.fixture(params=[{}, SHAPE], ids=["two", "four"])
+def hybrid(saved: Saved, request: pytest.FixtureRequest) -> Hybrid:
+    return saved("qwen3_next", **request.param)
+
+
+@pytest.fixture
+def tiny_path(saved: Saved) -> Path:
+    return saved("qwen3_next")[0]
+
+
+def same(mine: list[Completion], its: list[Completion]) -> None:
+    assert_same(mine, its, STATES_GAP)
+
+
+@pytest.mark.parametrize(("chunk", "states"), [(512, 16), (24, 2), (7, 3)])
+def test_answers_are_those_without_the_cache(
+    hybrid: Hybrid, chunk: int, states: int, device: str
+) -> None:
+    """Again and again, in batches and alone, with NaN in all that nobody holds; also where a few of
+    the prompts have states.
+    """
+    path, model = hybrid
+    fields = {"max_prefill_tokens": chunk, "device": device}
+    plain = make(path, prefix_cache=False, **fields)
+    engine = make(path, prefix_states=states, **fields)
+    prompts = conversations()
+    expected = run(plain, prompts)
+    check(model, prompts, [[each] for each in expected])
+    assert plain.config.state_slots == 64 == engine.config.state_slots - states
+    for _ in range(3):
+        poison(engine)
+        same(run(engine, prompts), expected)
+        assert 0 < len(kept_states(engine)) <= states
+    for prompt, answer in zip(prompts, expected, strict=True):
+        same(run(engine, [prompt]), [answer])
+        hit = (len(prompt) - 1) // PAGE * PAGE
+        assert spent(engine, [prompt]) == (len(prompt) - hit + DECODED, hit)
+    assert engine.stats.prefix_hit_tokens > sum(map(len, prompts))
+    assert plain.stats.prefix_hit_tokens == 0
+    check_idle(engine)
+
+
+@pytest.mark.parametrize(("length", "left"), [(40, 4), (41, 1), (43, 3), (1, 1), (4, 4)])
+def test_a_prompt_seen_before_computes_its_last_tokens_only(
+    tiny_path: Path, length: int, left: int
+) -> None:
+    engine, prompts = make(tiny_path), random_prompts((length,))
+    assert spent(engine, prompts) == (length + DECODED, 0)
+    assert spent(engine, prompts) == (left + DECODED, length - left)
+
+
+def test_groups_of_one_prompt_compute_it_once(hybrid: Hybrid) -> None:
+    path, model = hybrid
+    engine = make(path, max_running=4)
+    (prompt,) = random_prompts((42,))
+    params = SamplingParams(max_tokens=8, temperature=1.0, n=9, seed=3)
+    assert spent(engine, [prompt], params) == (42 + 2 + 2 + 9 * DECODED, 80)  # of 4, 4 and 1
+    out = engine.generate([prompt], params)
+    check(model, [prompt], out, temperature=1.0)
+    same(out[0], make(path, prefix_cache=False).generate([prompt], params)[0])
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("length", [20, 21, 23])
+def test_a_turn_of_a_conversation_finds_the_prompt_before(tiny_path: Path, length: int) -> None:
+    engine, plain = make(tiny_path), make(tiny_path, prefix_cache=False)
+    prompt, more = random_prompts((length, 10))
+    for _ in range(3):
+        (answer,) = run(engine, [prompt])
+        same([answer], run(plain, [prompt]))
+        known, prompt = len(prompt), prompt + answer.token_ids + more
+        assert spent(engine, [prompt])[1] >= (known - 1) // PAGE * PAGE > 0
+
+
+def test_a_beginning_that_prompts_share_is_found_from_the_third_on(tiny_path: Path) -> None:
+    """The first leaves its pages, the second states where it parts from the first."""
+    engine, plain = make(tiny_path), make(tiny_path, prefix_cache=False)
+    (base,) = random_prompts((43,))
+    hits = []
+    for tail in random_prompts((9, 9, 9), seed=4):
+        same(run(plain, [base + tail]), run(engine, [base + tail]))
+        hits.append(engine.stats.prefix_hit_tokens)
+    assert hits == [0, 0, 40]
+
+
+def test_the_least_recently_used_states_go_first(tiny_path: Path) -> None:
+    engine = make(tiny_path, prefix_states=2)
+    first, second, third = ([each] for each in random_prompts((30, 30, 30)))
+    for prompts, hit in ((first, 0), (second, 0), (first, 28), (third, 0), (first, 28)):
+        assert spent(engine, prompts)[1] == hit
+    assert spent(engine, second)[1] == 0
+
+
+def test_states_in_use_are_not_taken_from_requests(tiny_path: Path) -> None:
+    """Four run, of which one keeps its prompt; cached pages make room before samples do."""
+    engine = make(tiny_path, prefix_states=1, max_running=4, kv_tokens=160)
+    prompts = random_prompts((30, 31, 32, 33))
+    run(engine, prompts)
+    assert len(kept_states(engine)) == 1 and engine.scheduler.preemptions == 0
+    run(engine, random_prompts((150,), seed=2))
+    assert spent(engine, prompts[:1])[1] == 0
+    check_idle(engine)
+
+
+# ---------------------------------------------------------------- weights, sleep and failures
+
+
+def change_nothing(engine: Engine, path: Path) -> None: ...
+def load(engine: Engine, path: Path) -> None:
+    engine.load(path)
+
+
+def nap(engine: Engine, path: Path) -> None:
+    engine.sleep(unfinished="preempt")
+    assert engine.blocks.available_pages == engine.blocks.total_pages
+    assert not kept_states(engine)
+    engine.wake_up()
+
+
+@pytest.mark.parametrize(("event", "kept"), [(change_nothing, True), (load, False), (nap, False)])
+@pytest.mark.parametrize("at", [1, 2, 4, 6])
+def test_what_ends_the_cache_under_requests(
+    tiny_path: Path, event: Callable[[Engine, Path], None], kept: bool, at: int
+) -> None:
+    """Whether one is found, both are in prefill or decode then; answers stay, as do the weights."""
+    engine, prompts = make(tiny_path, max_prefill_tokens=16), random_prompts((30, 50))
+    before = run(make(tiny_path, prefix_cache=False), prompts)
+    run(engine, [prompts[0][:17]])
+    steps = iter(range(1, 100))
+
+    def meddle(*_: int) -> None:
+        if next(steps) == at:
+            event(engine, tiny_path)
+        poison(engine)
+        engine.check_integrity()
+
+    same([each[0] for each in engine.generate(prompts, GREEDY, on_progress=meddle)], before)
+    assert engine.stats.prefix_hit_tokens >= 16
+    assert (spent(engine, prompts)[1] == 28 + 48) or not kept
+    check_idle(engine)
+
+
+def test_a_sleep_of_the_weights_keeps_it_and_other_weights_end_it(saved: Saved) -> None:
+    path, engine = saved("qwen3_next")[0], make(saved("qwen3_next")[0])
+    prompts = random_prompts((50,))
+    run(engine, prompts)
+    engine.sleep(tags=["weights"])
+    engine.wake_up()
+    assert spent(engine, prompts)[1] == 48
+    other, model = saved("qwen3_next", seed=1)
+    engine.load(other)
+    check(model, prompts, [run(engine, prompts)])
+    engine.load(path)
+    engine.abort_update("trainer died")
+    assert engine.blocks.available_pages == engine.blocks.total_pages
+    check_idle(engine)
+
+
+def test_fp8_rows_of_other_scales_are_not_hit(tiny_path: Path) -> None:
+    engine = make(tiny_path, kv_cache_dtype="fp8_e4m3")
+    prompts = random_prompts((50, 60))
+    run(engine, prompts)
+    assert spent(engine, prompts)[1] == 48 + 56
+    engine.kv_pool.set_scales(1, 0.25, 0.03)
+    assert spent(engine, prompts)[1] == 0
+
+
+@pytest.mark.parametrize("what", ["copy", "clone"])
+def test_a_copy_of_states_that_fails_leaves_nothing_behind(
+    tiny_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompts = make(tiny_path), random_prompts((30, 50, 9))
+    expected = run(engine, prompts)
+    for at in range(3):
+        if what == "clone":
+            engine.load(tiny_path)  # so that they are kept again
+        with failing(engine.cache.states, what, at, monkeypatch):
+            engine.generate(prompts, GREEDY)
+        check_idle(engine)
+        same(run(engine, prompts), expected)
+
+
+def test_random_work(saved: Saved, device: str) -> None:
+    """Groups over a few beginnings, a small pool, few states, sleeps, weights that change, NaN in
+    all that nobody holds; everything adds up after every step.
+    """
+    rng = random.Random(7)
+    engine = make(
+        saved("qwen3_next")[0],
+        kv_tokens=160,
+        max_running=5,
+        max_prefill_tokens=24,
+        prefix_states=3,
+        device=device,
+    )
+    roots = random_prompts((40, 60, 25))
+
+    def look(*_: int) -> None:
+        engine.check_integrity()
+        poison(engine)
+
+    for seed in range(3):
+        path, model = saved("qwen3_next", seed=seed)
+        engine.load(path)
+        for _ in range(3):
+            prompts = [
+                rng.choice(roots)[: rng.randrange(1, 61)]
+                + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
+                for _ in range(rng.randrange(2, 7))
+            ]
+            params = SamplingParams(
+                max_tokens=rng.randrange(10, 35), temperature=0, n=rng.randrange(1, 4)
+            )
+            check(model, prompts, engine.generate(prompts, params, on_progress=look))
+            if rng.random() < 0.3:
+                engine.sleep()
+                engine.wake_up()
+    stats = engine.stats
+    assert min(stats.preempted_recompute, stats.prefix_hit_tokens) > 0, stats
+    check_idle(engine)
