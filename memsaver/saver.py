@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memsaver.backup.disk_file import default_directory
+from memsaver.common.finalizers import call_due
 from memsaver.common.signals import Unbroken, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
@@ -504,6 +505,7 @@ class MemorySaver:
     def _operation(self) -> Iterator[None]:
         """Runs one at a time, no interrupt in the middle, and its driver calls go to the log."""
         with held(), self._lock, self._recorder.logged():
+            call_due()
             yield
 
     def _require_open(self) -> None:

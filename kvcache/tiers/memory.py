@@ -4,11 +4,11 @@ nobody looks at it.
 
 import contextlib
 import ctypes
-import weakref
 
 import torch
 
 from memsaver import HostMemoryError
+from memsaver.common.finalizers import Finalizer
 from memsaver.errors import format_bytes
 from memsaver.vmm import HUGE_PAGE, Pinner, make_pinner, pinned_pages
 
@@ -35,7 +35,7 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         pinner = make_pinner(device)
         (address,) = pinned_pages.obtain([size], pinner)
     owner = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(owner, _give_back, address, size, pinner, device).atexit = False
+    Finalizer(owner, _give_back, address, size, pinner, device)
     return torch.frombuffer(owner, dtype=torch.uint8)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import queue
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy
 import torch
 
 from memsaver.backup.disk_file import BLOCK, DiskFile
+from memsaver.common.finalizers import Finalizer
 from memsaver.common.ranges import Ranges, cut
 from memsaver.common.rounding import round_up
 from memsaver.common.signals import deliver
@@ -47,7 +47,7 @@ class DiskBackup:
         except BaseException:
             arena.give(pieces)
             raise
-        weakref.finalize(self, arena.give, pieces).atexit = False
+        Finalizer(self, arena.give, pieces)
         for piece in pieces:
             self._buffers.put(piece)
         self.host_bytes = sum(piece.nbytes for piece in pieces)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Iterator
 
 import torch
 
+from memsaver.common.finalizers import Finalizer
 from memsaver.common.ranges import Ranges, joined
 from memsaver.common.rounding import round_up
 from memsaver.vmm.backend import Backend, Waitable
@@ -26,7 +26,7 @@ class HostBackup:
         self.nbytes = sum(nbytes for _, nbytes in ranges)
         self._pieces = arena.take(sum(_aligned(nbytes) for _, nbytes in joined(ranges)))
         self.host_bytes, self.disk_bytes = self.nbytes, 0
-        weakref.finalize(self, arena.give, self._pieces).atexit = False
+        Finalizer(self, arena.give, self._pieces)
 
     def save(self, backend: Backend, base: int) -> None:
         """Copies from the tag, whose arena begins at ``base``; returns when it is done."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memsaver.common.finalizers import Finalizer
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
 from memsaver.vmm.registrations import check_capture
@@ -51,7 +52,7 @@ class GraphPools:
             # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
             torch.cuda.current_blas_handle()
         # torch aborts if a pool goes while a region is open
-        weakref.finalize(graph, cuda_hook.retire, memory).atexit = False
+        Finalizer(graph, cuda_hook.retire, memory)
         with capturing:
             yield
 

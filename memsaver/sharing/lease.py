@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from memsaver.common.finalizers import Finalizer
 from memsaver.common.signals import held
 from memsaver.errors import BackendError, LeaseError
 from memsaver.native import shim
@@ -62,7 +62,7 @@ class Lease:
                 self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all()
             )
             # it may run under any lock, so another thread talks to the owner
-            weakref.finalize(self, endings().put, self._mapped.end_dropped).atexit = False
+            Finalizer(self, endings().put, self._mapped.end_dropped)
 
     def _open_access(self) -> None:
         try:

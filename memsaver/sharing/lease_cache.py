@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 
 import torch
 
+from memsaver.common.finalizers import Finalizer
 from memsaver.common.signals import Unbroken
 from memsaver.errors import StateError
 from memsaver.sharing.lease import Lease
@@ -89,8 +89,7 @@ class LeaseCache:
         self._kept: dict[_Key, Kept] = {}
         self._closed = False
         self._pid = os.getpid()
-        dropped = weakref.finalize(self, _drop, self._kept, endings())
-        dropped.atexit = False  # the kernel does it
+        Finalizer(self, _drop, self._kept, endings())
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
         """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ import torch
 from memsaver.backup import Backup
 from memsaver.backup.checksums import Checksums, fingerprint
 from memsaver.backup.clean_copy import CleanCopy
+from memsaver.common.finalizers import Finalizer
 from memsaver.errors import LeaseError, StateError
 from memsaver.native import shim
 from memsaver.tag import reaper
@@ -86,8 +86,7 @@ class Arena:
         self.last_resume_seconds = 0.0
         self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
         self._parts = reaper.Parts(backend, self.reservation, self.slot, self._borrowed)
-        self._finalizer = weakref.finalize(self, reaper.forget, self._parts)
-        self._finalizer.atexit = False
+        self._finalizer = Finalizer(self, reaper.forget, self._parts)
 
     @property
     def stats(self) -> shim.Stats:
@@ -132,7 +131,7 @@ class Arena:
             return None
         tensor, owner = self.backend.view(address, nbytes)
         # so the tensor keeps the arena alive, too
-        weakref.finalize(owner, self._free, address).atexit = False
+        Finalizer(owner, self._free, address)
         return tensor
 
     def _free(self, address: int) -> None:

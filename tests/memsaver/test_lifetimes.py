@@ -8,14 +8,17 @@ import contextlib
 import ctypes
 import gc
 import mmap
+import operator
 import os
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -278,3 +281,28 @@ def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
     assert gone() and view.tolist() == [5, 6, 7]
     del view
     assert gone() is None
+
+
+class Hit(BaseException):
+    """Comes at any instruction, as a KeyboardInterrupt does."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_a_finalizers_first_instruction_loses_no_memory() -> None:
+    saver = memsaver.MemorySaver("cpu")
+    box, interrupted = [saver.empty(MIB, torch.uint8, tag="a")], []
+
+    def handler(number: int, frame: FrameType) -> None:
+        interrupted.append(frame.f_code.co_filename)
+        raise Hit
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        # all in C: the signal is there, and Python's next instruction is the finalizer's
+        steps = [partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGUSR1), box.clear]
+        deque(map(operator.call, steps), maxlen=0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(interrupted) == 1 and interrupted[0] != __file__
+    saver.trim()
+    assert saver.report().tags["a"].live_bytes == 0
