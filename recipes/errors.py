@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+DOES_NOT_FIT = 3  # exit status of `memsaver plan`
+
 
 class RecipeError(ValueError):
     """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit

@@ -5,27 +5,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.errors import LostWorker, RecipeError, one_line
-from recipes.grpo import GrpoLoop
-from recipes.loop import Loop
-from recipes.ppo import PpoLoop
-from recipes.recipe import Recipe
+from recipes.planner.command import Decided, plan_beside
+from recipes.recipe import Recipe, keeping
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.preparation import Setup, prepare
 from recipes.watch.live import make_view
 from recipes.watch.monitor import Monitor
 from recipes.watch.run_folder import RunFolder, claimed
-from rollout import KVTiers
-from rollout.serving import Preemption
-from trainer_bridge import Cycle, LoraConfig, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge import Cycle
 from trainer_bridge.remote import RemoteGroup
 
-LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 # Of a run that is continued:
 MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
 
@@ -40,7 +36,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
             stack.enter_context(claimed(run_dir))
         RunFolder.refuse_used(run_dir)
         setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
-        _drive(setup, RunFolder.create(run_dir, recipe), resume=False)
+        _drive(setup, recipe, RunFolder.create(run_dir, recipe), resume=False)
     return run_dir
 
 
@@ -80,7 +76,7 @@ def continue_run(
             rule = f"{step} steps are already done; set steps={step + 10} to go on"
             raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
         setup = prepare(recipe, run_dir.absolute())
-        _drive(setup, RunFolder.reopen(run_dir, recipe), resume=True)
+        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True)
     return run_dir
 
 
@@ -94,11 +90,13 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
     return ""
 
 
-def _drive(setup: Setup, folder: RunFolder, resume: bool) -> None:
+def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> None:
     """The run itself; after the loss of a worker again from the last checkpoint, as often as the
     recipe allows.
+
+    recipe: as it was asked for; the setup's has more decided.
     """
-    recipe, allowed = setup.recipe, setup.recipe.checkpoint.max_restarts
+    allowed = recipe.checkpoint.max_restarts
     opening = (
         f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
     )
@@ -126,6 +124,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     view.note(opening)
     try:
         with ExitStack() as stack:
+            plan = stack.enter_context(_switch(setup, folder.path))
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(open_pair(setup))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
@@ -135,6 +134,11 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                 with monitor.stage("load_checkpoint"):
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
+            with monitor.stage("plan"):
+                keep, lines = plan()
+            for line in lines:
+                view.note(line)
+            recipe = keeping(recipe, keep)
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
@@ -149,6 +153,24 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
         for problem in problems:
             view.note(problem)
     view.note(f"done: {folder.path}")
+
+
+@contextmanager
+def _switch(setup: Setup, run_dir: Path) -> Iterator[Callable[[], Decided]]:
+    """Gives what decides `cycle.keep`."""
+    recipe = setup.recipe
+    if recipe.cycle.keep != "auto":
+        yield lambda: (recipe.cycle.keep, [])
+    elif setup.device == "cpu":
+        stays = recipe.keepable_tags()
+        line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
+        yield lambda: (stays, [line])
+    else:
+        import torch
+
+        total = torch.cuda.get_device_properties(setup.device).total_memory
+        with plan_beside(run_dir, total, recipe.cycle.alias) as decided:
+            yield decided
 
 
 def _told(write: Callable[[], str | None]) -> str | None:
@@ -172,74 +194,3 @@ def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
     if isinstance(side, RemoteGroup):
         return [(each.name, each) for each in side.each()]
     return [(name, side)]
-
-
-def open_pair(setup: Setup) -> AbstractContextManager[Any]:
-    """Trainer and rollout of this recipe, alive inside the block."""
-    config = trainer_config(setup)
-    arguments = engine_arguments(setup)
-    cluster = setup.recipe.cluster
-    if setup.recipe.driver == "inprocess":
-        return open_inprocess(config, arguments)
-    # One machine's cluster can be started here, larger ones are there.
-    address = "auto" if cluster.nnodes > 1 else None
-    devices, nodes, timeout = cluster.n_gpus_per_node, cluster.nnodes, cluster.call_timeout
-    return open_ray(
-        config, arguments, devices=devices, nodes=nodes, address=address, timeout=timeout
-    )
-
-
-def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Returns what `Cycle` takes besides the two sides."""
-    return {
-        "sleep_level": recipe.engine.sleep_level,
-        "keep": recipe.cycle.keep,
-        "critic": recipe.algorithm == "ppo",
-        "reference": recipe.loop.kl_coef > 0
-        and not recipe.lora.rank,  # the base of adapters is there already
-    }
-
-
-def trainer_config(setup: Setup) -> TrainerConfig:
-    section, loop, lora = setup.recipe.trainer, LOOPS[setup.recipe.algorithm], setup.recipe.lora
-    return TrainerConfig(
-        model_path=str(setup.model_dir),
-        device=setup.device,
-        random_init=setup.recipe.model.random_init,
-        dtype=section.dtype,
-        param_dtype=setup.recipe.model.dtype,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        betas=(section.beta1, section.beta2),
-        max_grad_norm=section.max_grad_norm,
-        micro_batch_size=section.micro_batch_size,
-        activation_checkpointing=section.activation_checkpointing,
-        threads=section.threads,
-        seed=setup.recipe.seed,
-        lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
-        **loop.trainer_fields(setup.recipe),
-    )
-
-
-def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """Returns what `Engine.from_pretrained` takes besides the model and the device, which are the
-    trainer's.
-    """
-    section = setup.recipe.engine
-    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
-    # Tensor-parallel ranks decide alike.
-    preemption: Preemption = "cheapest" if tensor == 1 else "swap"
-    return {
-        "dtype": setup.recipe.model.dtype,
-        "kv_tokens": setup.kv_tokens,
-        "page_size": section.page_size,
-        "max_running": section.max_running,
-        "max_prefill_tokens": section.max_prefill_tokens,
-        "prefix_states": section.prefix_states,
-        "max_context_len": setup.max_request_tokens,
-        "cuda_graphs": section.cuda_graphs,
-        "kv_cache_dtype": section.kv_cache_dtype,
-        "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
-        "tensor_parallel_size": tensor,
-        "seed": setup.recipe.seed,
-    }

@@ -92,6 +92,7 @@ class Cycle:
         self._kept = kept | ({PARAMS} if alias else set())
         self._held = set(self._tags) - {REFERENCE}  # which its trainer parks when it is made
         self._sleeping = [tag for tag in TAGS if tag not in kept]
+        self._waking = [tag for tag in self._sleeping if not (alias and tag == WEIGHTS)]
         self._trainer = trainer
         self._rollout = rollout
         self._on_stage = on_stage
@@ -159,7 +160,7 @@ class Cycle:
         before = set(self._held)
         self._park_all_but([PARAMS])
         # nothing of the trainer's, but what training left in torch's cache
-        if self._held == before and self._sleeping:
+        if self._held == before and self._waking:
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from memsaver.common.files import replace_text
-from recipes.errors import RecipeError, writable
-from recipes.planner.plan import Plan, make_plan
+from recipes.errors import DOES_NOT_FIT, RecipeError, writable
+from recipes.planner.plan import Plan, placed
 from recipes.planner.show import draw_plan, print_plan
+from recipes.planner.switch import plan_switch
 from recipes.recipe import Recipe
 from recipes.recipe.loading import find_recipe, load
-from recipes.setup.preparation import described_model, longest_prompt
+from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.preparation import described_model, longest_prompt, with_alias_decided
 from recipes.tasks import make_task
-
-DOES_NOT_FIT = 3
 
 
 def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) -> int:
@@ -52,14 +58,54 @@ def plan_of(
     A model that is not on this machine yet has the shape that the recipe names beside it, and
     prompts are guessed.
     """
-    rest: dict[str, Any] = {"gpu": gpu, "staged": staged}
+    recipe, card = placed(recipe, gpu)
+    fields: dict[str, Any]
     try:
         task = make_task(recipe.task, recipe.eval.also_digits)
         with described_model(recipe, task) as (directory, tokenizer):
             fields = json.loads((directory / "config.json").read_text())
-            longest = prompt or longest_prompt(recipe, task, tokenizer)
+            prompt = prompt or longest_prompt(recipe, task, tokenizer)
+            recipe = with_alias_decided(recipe, directory)
     except RecipeError:
         if recipe.model.path is None or recipe.model.shape is None:
             raise
-        return make_plan(recipe, name, prompt_tokens=prompt, **rest)
-    return make_plan(recipe, name, fields=fields, prompt_tokens=longest, **rest)
+        fields = recipe.model.random_fields()
+        with tempfile.TemporaryDirectory() as folder:
+            describe_random_model(fields, toy_tokenizer([]), Path(folder))
+            recipe = with_alias_decided(recipe, Path(folder))
+    return plan_switch(recipe, name, gpu=card, staged=staged, fields=fields, prompt_tokens=prompt)
+
+
+Decided = tuple[list[str], list[str]]
+"""Tags that stay, and lines that say what was decided and why."""
+
+
+@contextlib.contextmanager
+def plan_beside(run_dir: Path, total: int, alias: str) -> Iterator[Callable[[], Decided]]:
+    """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch.
+
+    total: bytes of its GPU. alias: as it was decided. plan.json stays in the folder; without a plan
+    nothing is kept, and the line says why.
+    """
+    words = [str(run_dir / "recipe.yaml"), f"cycle.alias={alias}", "--gpu", str(total)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def decided() -> Decided:
+        said = process.communicate()[1].strip().splitlines()
+        if process.returncode not in (0, DOES_NOT_FIT):
+            why = said[-1] if said else f"exit status {process.returncode}"
+            return [], [f"cycle.keep=auto: everything is handed over, there is no plan: {why}"]
+        switch = json.loads((run_dir / "plan.json").read_text())["switch"]
+        return switch["keep"], switch["lines"]
+
+    with process:
+        try:
+            yield decided
+        finally:
+            process.kill()

@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
+from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.planner.attention import NAME as ATTENTION
 from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.recipe import PpoSection, Recipe
-from recipes.run import LOOPS, cycle_arguments, trainer_config
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task

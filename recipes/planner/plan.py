@@ -44,6 +44,17 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Switch:
+    """keep: tags that stay on the device. seconds: of a step in which nothing else runs because of
+    the switch. lines: the same for a reader, with reasons.
+    """
+
+    keep: tuple[str, ...]
+    seconds: float
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
     processes. kv_tokens: of one engine rank's pool; most_kv_tokens: so many would still fit at
@@ -59,6 +70,7 @@ class Plan:
     most_kv_tokens: int
     needs: tuple[str, ...]
     notes: tuple[str, ...]
+    switch: Switch | None = None
 
     @property
     def peak(self) -> StagePlan:
@@ -79,29 +91,29 @@ class Plan:
         """
         names = ("devices", "fits", "kv_tokens", "most_kv_tokens")
         facts = {name: getattr(self, name) for name in names}
+        facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
         stages = [stage.as_json() for stage in self.stages]
-        return {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total, "stages": stages, **facts}
+        switch = None if self.switch is None else dataclasses.asdict(self.switch)
+        return {**facts, "stages": stages, "switch": switch}
 
 
 def make_plan(
     recipe: Recipe,
     name: str = "recipe",
     *,
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     staged: bool = True,
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """gpu: as h100-80gb or h100-80gb:8, in place of what the recipe's `cluster` says. staged: False
-    wakes all of the engine before the sync, as others do. prompt_tokens: of the longest prompt.
-    fields: of the model's config, in place of the recipe's own.
+    """recipe: its switch decided (`plan_switch`). gpu: as of `placed`. staged: False wakes all of
+    the engine before the sync, as others do. prompt_tokens: of the longest prompt. fields: of the
+    model's config, in place of the recipe's own.
 
     Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is
     part of a torch.distributed group.
     """
-    card, count = find_gpu(gpu or recipe.cluster.gpu)
-    if count is not None:
-        recipe = _on(recipe, count)
+    recipe, card = placed(recipe, gpu)
     model = dict(fields or recipe.model.random_fields())
     notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
     if prompt_tokens is None:
@@ -134,6 +146,16 @@ def make_plan(
         notes=tuple(notes),
     )
     return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
+
+
+def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
+    """Returns the recipe on these GPUs, and one of them: a known card, or as h100-80gb or
+    h100-80gb:8, in place of what the recipe's `cluster` says.
+    """
+    if isinstance(gpu, Gpu):
+        return recipe, gpu
+    card, count = find_gpu(gpu or recipe.cluster.gpu)
+    return (recipe if count is None else _on(recipe, count)), card
 
 
 def _on(recipe: Recipe, devices: int) -> Recipe:
@@ -198,7 +220,7 @@ def _less_kv(plan: Plan, recipe: Recipe) -> str:
 
 def _less_training(recipe: Recipe) -> str:
     ways = []
-    if recipe.cycle.keep:
+    if recipe.cycle.named:
         ways.append("set cycle.keep=[]")
     if recipe.trainer.micro_batch_size > 1:
         ways.append(f"set trainer.micro_batch_size={recipe.trainer.micro_batch_size // 2}")

@@ -27,6 +27,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(f"host: {format_bytes(plan.host_bytes)} on each machine", highlight=False)
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"
     console.print(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}", highlight=False)
+    for line in plan.switch.lines if plan.switch else ():
+        console.print(line, highlight=False)
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", highlight=False)
     for need in plan.needs:

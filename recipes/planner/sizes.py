@@ -31,7 +31,7 @@ def engine_sizes(
     kept = rank_kept(recipe, model.config, dtype)
     states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
-        tokens = max(0, tokens_in_share(recipe, kept, weights, gpu.total))
+        tokens = max(0, tokens_in_share(recipe, kept, weights, gpu.total, prompt_tokens))
     padded = tokens + recipe.engine.page_size
     kv_cache = round_up(padded * kept.bytes_per_token + states, PAGE)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]

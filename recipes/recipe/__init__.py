@@ -6,6 +6,7 @@ A section checks what it can see by itself, `Recipe` what takes two of them,
 
 from recipes.recipe.loops import (
     GPUS,
+    SAVED,
     TAGS,
     CheckpointSection,
     ClusterSection,
@@ -15,7 +16,7 @@ from recipes.recipe.loops import (
     PpoSection,
     TaskSection,
 )
-from recipes.recipe.recipe import Recipe
+from recipes.recipe.recipe import Recipe, keeping
 from recipes.recipe.rules import FieldError
 from recipes.recipe.sides import (
     EngineSection,
@@ -27,6 +28,7 @@ from recipes.recipe.sides import (
 
 __all__ = [
     "GPUS",
+    "SAVED",
     "TAGS",
     "CheckpointSection",
     "ClusterSection",
@@ -42,4 +44,5 @@ __all__ = [
     "SamplingSection",
     "TaskSection",
     "TrainerSection",
+    "keeping",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -140,22 +141,31 @@ class CheckpointSection(Section):
 
 OF_PPO = ("critic", "critic_optim")
 REFERENCE = "reference"
-# The trainer's, then the rollout's.
-TAGS = ("params", "optim", *OF_PPO, REFERENCE, "weights", "kv_cache", "cuda_graph")
+# The trainer's, whose content is kept on the host, then the rollout's.
+SAVED = ("params", "optim", *OF_PPO, REFERENCE)
+TAGS = (*SAVED, "weights", "kv_cache", "cuda_graph")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CycleSection(Section):
-    """The hand-over: the tags in `keep` stay on the device, where there is room for both sides'
-    memory.
-    """
+    """The hand-over: what stays on the device. auto: as much as the plan has room for."""
 
-    keep: list[str] = field(default_factory=list)
+    keep: Any = "auto"  # or a list of tags
+    # The rollout serves the trainer's own pages: auto (where it can), always or never.
+    alias: str = "auto"
 
     def rules(self) -> Iterator[Rule]:
-        unknown = [tag for tag in self.keep if tag not in TAGS]
+        good, none = self.keep == "auto" or isinstance(self.keep, list), "set cycle.keep=[] (none)"
+        yield Rule("keep", good, "must be auto, or a list of words, as [params, optim]", none)
+        unknown = [str(tag) for tag in self.named if tag not in TAGS]
         words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(TAGS)}"
-        yield Rule("keep", not unknown, words, "set cycle.keep=[] to keep none")
+        yield Rule("keep", not unknown, words, none)
+        yield Rule("alias", *one_of("auto", "always", "never"))
+
+    @property
+    def named(self) -> list[str]:
+        """Tags that the recipe names; none of auto."""
+        return [] if self.keep == "auto" else self.keep
 
 
 GPUS = ("h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from omegaconf import MISSING
@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from recipes.recipe.loops import (
     OF_PPO,
     REFERENCE,
+    TAGS,
     CheckpointSection,
     ClusterSection,
     CycleSection,
@@ -51,11 +52,6 @@ class Recipe(Section):
     driver: str = "ray"
     device: str = "auto"  # auto: cuda:0 where there is one, else cpu
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.engine.kv_tokens is None and self.engine.mem_fraction_static is None:
-            object.__setattr__(self, "engine", replace(self.engine, mem_fraction_static=0.9))
-        super().__post_init__()
 
     @property
     def loop(self) -> GrpoSection | PpoSection:
@@ -102,12 +98,27 @@ class Recipe(Section):
 
     def _rules_of_tags(self) -> Iterator[Rule]:
         """Only tags that this recipe has are kept."""
+        absent = self.absent_tags()
+        there = shown([tag for tag in self.cycle.named if tag not in absent])
+        for tag, words in absent.items():
+            words = f"{tag} is there with {words} only"
+            yield Rule("cycle.keep", tag not in self.cycle.named, words, f"set cycle.keep={there}")
+
+    def absent_tags(self) -> dict[str, str]:
+        """Tags that this recipe does not have, and the setting that each is there with."""
         absent = {} if self.algorithm == "ppo" else dict.fromkeys(OF_PPO, "algorithm=ppo")
         if not self.loop.kl_coef:
             absent[REFERENCE] = f"{self.algorithm}.kl_coef above 0"
         elif self.lora.rank:
             absent[REFERENCE] = "lora.rank=0"
-        there = shown([tag for tag in self.cycle.keep if tag not in absent])
-        for tag, words in absent.items():
-            words = f"{tag} is there with {words} only"
-            yield Rule("cycle.keep", tag not in self.cycle.keep, words, f"set cycle.keep={there}")
+        return absent
+
+    def keepable_tags(self) -> list[str]:
+        """Tags that `cycle.keep` may name; with `cycle.alias` the weights have no pages."""
+        absent = {*self.absent_tags(), *(["weights"] if self.cycle.alias == "always" else [])}
+        return [tag for tag in TAGS if tag not in absent]
+
+
+def keeping(recipe: Recipe, tags: Collection[str]) -> Recipe:
+    """Returns the recipe with `cycle.keep` decided."""
+    return replace(recipe, cycle=replace(recipe.cycle, keep=list(tags)))

@@ -22,6 +22,7 @@ _WORDS: dict[Any, str] = {
     str: "a string",
     type(None): "null",
     list[int]: "a list of integers, as [2, 3]",
+    Any: "auto, or a list of words, as [params, optim]",
     list[str]: "a list of words, as [params, optim]",
 }
 _GOOD = {

@@ -16,24 +16,42 @@ if TYPE_CHECKING:
     from rollout.model import ModelConfig
 
 
-def pool_tokens(recipe: Recipe, device: str, model: ModelConfig) -> int:
-    """Tokens that one device's pool holds: as given, or what (weights + states + pool) = fraction x
-    the GPU's total bytes leaves. Raises RecipeError for an engine that this model cannot have.
+SHARE = 0.9  # of a GPU for weights and pool, at most, where the recipe does not say
+
+
+def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
+    """Tokens that one device's pool holds: as given; or what (weights + states + pool) = fraction x
+    the GPU's total bytes leaves; or, without either, what the requests that run at once can fill,
+    where 0.9 of a GPU leave it. Raises RecipeError for an engine that this model cannot have.
     """
     import torch
 
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     weights, kept = rank_weights(recipe, model, dtype), rank_kept(recipe, model.hf_config, dtype)
     tokens = recipe.engine.kv_tokens
-    if tokens is None:
-        tokens = _share(recipe, device, kept, weights)
+    if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
+        tokens = demanded_tokens(recipe, longest_prompt)
+    elif tokens is None:
+        tokens = _share(recipe, device, kept, weights, longest_prompt)
     _check_host_tier(recipe, kept, tokens)
     return tokens
 
 
+def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
+    """Returns the tokens that the longest requests fill, as many as run on one engine at once."""
+    engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
+    prompts = math.ceil(recipe.loop.prompts_per_step / engines)
+    requests = prompts * recipe.loop.samples_per_prompt
+    if recipe.eval.every:
+        kinds = 1 + len(recipe.eval.also_digits)
+        requests = max(requests, math.ceil(kinds * recipe.eval.problems / engines))
+    each = round_up(longest_prompt + recipe.sampling.max_tokens, recipe.engine.page_size)
+    return min(recipe.engine.max_running, requests) * each
+
+
 def in_tokens(recipe: Recipe, tokens: int) -> str:
     """The overrides that give the pool so many tokens."""
-    free = "" if recipe.engine.kv_tokens is not None else "engine.mem_fraction_static=null "
+    free = "" if recipe.engine.mem_fraction_static is None else "engine.mem_fraction_static=null "
     return f"{free}engine.kv_tokens={tokens}"
 
 
@@ -74,19 +92,23 @@ def state_bytes(recipe: Recipe, kept: KVLayout) -> int:
     return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
 
 
-def tokens_in_share(recipe: Recipe, kept: KVLayout, weights: int, total: int) -> int:
-    """Tokens of a pool that fills `engine.mem_fraction_static` of `total` bytes up, beside weights
-    and states; below one page where it does not fit.
+def tokens_in_share(
+    recipe: Recipe, kept: KVLayout, weights: int, total: int, longest_prompt: int
+) -> int:
+    """Tokens of a pool that fills its share of `total` bytes up, beside weights and states: all of
+    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page where it does not
+    fit.
     """
-    assert recipe.engine.mem_fraction_static is not None
-    left = int(recipe.engine.mem_fraction_static * total) - weights - state_bytes(recipe, kept)
+    fraction = recipe.engine.mem_fraction_static
+    left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kept)
     pages = left // kept.bytes_per_token // recipe.engine.page_size - 1  # a page is padding
-    return pages * recipe.engine.page_size
+    tokens = pages * recipe.engine.page_size
+    return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
 
-def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
+def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int, longest_prompt: int) -> int:
     engine = recipe.engine
-    key = f"engine.mem_fraction_static={engine.mem_fraction_static}"
+    key = f"engine.mem_fraction_static={engine.mem_fraction_static or SHARE}"
     if device == "cpu":
         rule = "is a share of a GPU's memory, and device=cpu here"
         raise RecipeError(
@@ -95,7 +117,8 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int) -> int:
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
-    tokens, states = tokens_in_share(recipe, kept, weights, total), state_bytes(recipe, kept)
+    tokens = tokens_in_share(recipe, kept, weights, total, longest_prompt)
+    states = state_bytes(recipe, kept)
     if tokens >= engine.page_size:
         return tokens
     who = "the weights and states" if states else "the weights alone"

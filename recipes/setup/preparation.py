@@ -4,6 +4,7 @@ each other.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shutil
 import tempfile
@@ -57,7 +58,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)
         longest = longest_prompt(recipe, task, tokenizer)
-        kv_tokens = pool_tokens(recipe, device, model)
+        kv_tokens = pool_tokens(recipe, device, model, longest)
+        recipe = with_alias_decided(recipe, model_dir)
         _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
         if recipe.model.path is None:
             with writable(f"--run-dir {run_dir}"):
@@ -71,6 +73,40 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
     )
+
+
+def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
+    """Returns the recipe with `cycle.alias` decided: always, where the engine can serve the
+    trainer's own pages. RecipeError where that is wished and cannot be.
+    """
+    wish = recipe.cycle.alias
+    why_not = None if wish == "never" else _why_not_alias(recipe, model_dir)
+    if wish == "always" and why_not is not None:
+        raise RecipeError(f"cycle.alias=always: {why_not}; set cycle.alias=auto")
+    decided = "never" if wish == "never" or why_not is not None else "always"
+    return dataclasses.replace(recipe, cycle=dataclasses.replace(recipe.cycle, alias=decided))
+
+
+def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
+    from rollout.model import load_model_config, whole_manifest
+    from trainer_bridge import TrainerConfig
+    from trainer_bridge.training import check_layout
+
+    if recipe.cluster.size > 1:
+        return f"the trainer's pages are shards on {recipe.cluster.size} devices"
+    if recipe.lora.rank:
+        return "adapters are merged into what an engine serves"
+    if recipe.trainer.dtype != recipe.model.dtype:
+        return f"the trainer's pages are {recipe.trainer.dtype}, model.dtype={recipe.model.dtype}"
+    if "weights" in recipe.cycle.named:
+        return "cycle.keep names weights, pages that the trainer gets back"
+    config = TrainerConfig(model_path=str(model_dir), dtype=recipe.trainer.dtype)
+    try:
+        manifest = whole_manifest(load_model_config(model_dir), config.torch_dtype)
+        check_layout(config, manifest)
+    except ValueError as error:
+        return one_line(error)
+    return None
 
 
 def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
@@ -172,7 +208,8 @@ def _check_request(
     page = recipe.engine.page_size
     rounded = round_up(need, page)
     if rounded > kv_tokens:
-        key = "kv_tokens" if recipe.engine.kv_tokens is not None else "mem_fraction_static"
+        share = recipe.engine.mem_fraction_static is not None
+        key = "mem_fraction_static" if share else "kv_tokens"
         rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
         rule += f"{longest_prompt} + {answer} tokens in pages of {page}"
         remedy = f"set {in_tokens(recipe, rounded)} or more"

@@ -2,6 +2,13 @@
 
 from rollout.model.config import ModelConfig
 from rollout.model.loading import checkpoint_files, load_model_config
-from rollout.model.ranks import rank_groups, rank_layout
+from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
 
-__all__ = ["ModelConfig", "checkpoint_files", "load_model_config", "rank_groups", "rank_layout"]
+__all__ = [
+    "ModelConfig",
+    "checkpoint_files",
+    "load_model_config",
+    "rank_groups",
+    "rank_layout",
+    "whole_manifest",
+]

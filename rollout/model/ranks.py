@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
 from rollout.model.config import ModelConfig
-from rollout.model.layout import parameter_groups
+from rollout.model.layout import aliases, parameter_groups
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.params import Group
 from rollout.model.sharding import decoder_splits, shard_groups
+from rollout.types import Manifest
+from rollout.weights.store import build_manifest
 
 
 def rank_groups(model: ModelConfig, rank: int, size: int) -> list[Group]:
@@ -21,6 +25,11 @@ def rank_groups(model: ModelConfig, rank: int, size: int) -> list[Group]:
     if size == 1:
         return groups
     return shard_groups(groups, decoder_splits(_attention(model)[0].head_dim), rank, size)
+
+
+def whole_manifest(model: ModelConfig, dtype: torch.dtype) -> Manifest:
+    """Returns where an engine that has the whole model keeps each parameter."""
+    return build_manifest(rank_groups(model, 0, 1), aliases(model), dtype)
 
 
 def rank_model(model: ModelConfig, size: int) -> ModelConfig:

@@ -77,7 +77,8 @@ def test_overrides_apply_in_order_and_keep_the_rest() -> None:
     assert (recipe.steps, recipe.sampling.top_k, recipe.seed) == (4, 5, 4)
     assert recipe.sampling.max_tokens == plain.sampling.max_tokens
     assert plain.cycle.keep == plain.eval.also_digits == []  # lists are replaced whole
-    assert recipes.load("qwen2.5-0.5b", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
+    assert recipes.load("tiny", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
+    assert recipes.load("tiny", ["cycle.keep=auto"]).cycle.keep == "auto"
     assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
     for frozen in (recipe, recipe.sampling):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -91,13 +92,6 @@ def test_a_path_takes_the_place_of_a_random_model() -> None:
     toy = ["task.name=toy", "task.also_train_digits=[]", "eval.also_digits=[]"]
     random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", *toy])
     assert random.model.random_init
-
-
-def test_an_engine_without_a_pool_size_takes_a_share_and_an_override_takes_its_place() -> None:
-    engine = recipes.load("qwen2.5-7b-8xh100").engine
-    assert (engine.kv_tokens, engine.mem_fraction_static) == (None, 0.9)
-    engine = recipes.load("qwen2.5-7b-8xh100", ["engine.kv_tokens=4096"]).engine
-    assert (engine.kv_tokens, engine.mem_fraction_static) == (4096, None)
 
 
 def test_the_tags_that_may_be_kept_are_the_cycles() -> None:

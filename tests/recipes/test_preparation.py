@@ -13,7 +13,7 @@ import torch
 
 import recipes
 from kvcache import layout
-from recipes.run import engine_arguments, open_pair, trainer_config
+from recipes.arguments import engine_arguments, open_pair, trainer_config
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
 from rollout import KVTiers
@@ -68,11 +68,17 @@ def test_the_recipe_reaches_trainer_and_engine(
         assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
         assert engine["tensor_parallel_size"] == (2 if more else 1)
         EngineConfig(**{key: value for key, value in engine.items() if key != "dtype"})
-    monkeypatch.setattr("recipes.run.open_ray", lambda *args, **words: words)
+    monkeypatch.setattr("recipes.arguments.open_ray", lambda *args, **words: words)
     through_ray = open_pair(
         prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)
     )
-    assert through_ray == {"devices": 1, "nodes": 1, "address": None, "timeout": 7.0}
+    assert through_ray == {
+        "devices": 1,
+        "nodes": 1,
+        "address": None,
+        "timeout": 7.0,
+        "alias": False,
+    }
     plain = prepare(recipes.load("tiny"), tmp_path)
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
@@ -121,9 +127,8 @@ def check_share(setup: Setup) -> None:
 
 
 def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None) -> None:
-    share = ["device=cuda:0", "engine.kv_tokens=null", LINEAR]
+    share = ["device=cuda:0", "engine.kv_tokens=null", "engine.mem_fraction_static=0.9", LINEAR]
     setup = prepare(recipes.load("tiny", share), tmp_path)
-    assert setup.recipe.engine.mem_fraction_static == 0.9
     check_share(setup)
     with pytest.raises(
         recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"

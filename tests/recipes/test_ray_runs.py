@@ -80,7 +80,9 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
 ) -> None:
     """In the sync of the third step: one line that names rank and stage, and no actor is left."""
     dying = dying_trainer(rank=1, first=3)
-    monkeypatch.setattr("recipes.run.open_ray", functools.partial(open_ray, trainer_actor=dying))
+    monkeypatch.setattr(
+        "recipes.arguments.open_ray", functools.partial(open_ray, trainer_actor=dying)
+    )
     words = [*TWO, f"engine.tensor_parallel_size={size}", "steps=3", "checkpoint.every=2"]
     assert main(["run", *words, "--run-dir", str(tmp_path)]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]

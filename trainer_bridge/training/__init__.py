@@ -1,6 +1,6 @@
 """Holds what a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
 
-from trainer_bridge.training.model import linear_layer_names
+from trainer_bridge.training.model import check_layout, linear_layer_names
 from trainer_bridge.training.runtime import Runtime
 
-__all__ = ["Runtime", "linear_layer_names"]
+__all__ = ["Runtime", "check_layout", "linear_layer_names"]

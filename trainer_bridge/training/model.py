@@ -93,6 +93,11 @@ def linear_layer_names(model_path: str) -> set[str]:
     return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
 
 
+def check_layout(config: TrainerConfig, layout: Manifest) -> None:
+    """Raises a ValueError where this model's parameters cannot lie as a rollout's do."""
+    byte_offsets(layout, dict(_meta_model(config).named_parameters()))
+
+
 def reshard(model: nn.Module) -> None:
     """Drop every unsharded parameter; the root module keeps its own after a forward without
     backward.

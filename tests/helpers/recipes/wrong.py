@@ -119,6 +119,7 @@ OUT_OF_RANGE = {
     "cycle.keep": wrong(
         "cycle.keep=[params,wieghts]", "keep=[params,wieghts]: names unknown tags wieghts"
     ),
+    "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
@@ -154,7 +155,12 @@ CONTRADICTIONS = [
         "engine.kv_tokens=16: ",
         "engine.kv_tokens=32 or more",
     ),
-    wrong("engine.kv_tokens=null", "mem_fraction_static=0.9: is a share", "device=cpu here"),
+    wrong(
+        "engine.kv_tokens=null engine.mem_fraction_static=0.9",
+        "mem_fraction_static=0.9: is a share",
+        "device=cpu here",
+    ),
+    wrong("cycle.alias=always model.dtype=bfloat16", "cycle.alias=always: the trainer's pages are"),
     wrong("engine.page_size=300", "engine.kv_tokens=2048: ", "engine.page_size=300"),
     wrong(
         "engine.kv_cache_dtype=fp4_e2m1 model.config.head_dim=8", "engine.kv_cache_dtype=fp4_e2m1: "

@@ -44,7 +44,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 MEASURED = [
     "qwen2.5-0.5b cycle.keep=[] --gpu h100-80gb",
     "qwen2.5-0.5b model.shape=smollm2-135m cycle.keep=[] --gpu h100-80gb",
-    "qwen2.5-7b --gpu h200-141gb",
+    "qwen2.5-7b cycle.keep=[] cycle.alias=never --gpu h200-141gb",
 ]
 MEASURED_MIB = {
     "park_optim": (26214.4, 10508.4, 71062.4),

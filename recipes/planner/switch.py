@@ -1,0 +1,113 @@
+"""Decides what stays on the device over the switch: of all choices for which the plan has room, the
+one that costs a step least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import chain, combinations
+from typing import Any
+
+from memsaver.errors import format_bytes
+from recipes.planner.gpus import GIB
+from recipes.planner.plan import Plan, Switch, make_plan
+from recipes.recipe import SAVED, TAGS, Recipe, keeping
+
+_ERROR = 0.03  # of the GPU: how far a plan may be off
+# Seconds, as measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again, and to
+# cast, copy and compare a GiB of weights; and what every sync takes in messages.
+_REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
+
+
+def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
+    """Returns the plan of a recipe, its switch decided where `cycle.keep` is auto.
+
+    how: as of `make_plan`. `cycle.alias` is decided already.
+    """
+    parked = make_plan(keeping(recipe, ()), name, **how)
+    wish = recipe.cycle.keep
+    switch = decide(parked, recipe) if wish == "auto" else describe(parked, recipe, wish)
+    plan = make_plan(keeping(recipe, switch.keep), name, **how) if switch.keep else parked
+    return dataclasses.replace(plan, switch=switch)
+
+
+def decide(plan: Plan, recipe: Recipe) -> Switch:
+    """Returns the cheapest switch that fits. plan: of the recipe with `cycle.keep` empty."""
+    tags = [tag for tag in _sizes(plan) if tag in TAGS]
+    most = plan.room - int(_ERROR * plan.gpu.total)
+    choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
+    fitting = [keep for keep in choices if _peak(plan, keep)[1] <= most]
+    # the larger of two that cost the same: fewer calls
+    best = min(fitting, key=lambda keep: (_seconds(plan, recipe, keep), -len(keep)), default=())
+    return describe(plan, recipe, best)
+
+
+def describe(plan: Plan, recipe: Recipe, keep: Collection[str]) -> Switch:
+    """Returns what a switch with these tags kept costs. plan: as of `decide`."""
+    sizes = _sizes(plan)
+    always = {tag for tag in sizes if _always(plan, tag)}
+    stays = [tag for tag in sizes if tag in keep or tag in always]
+    leaves = [tag for tag in sizes if tag not in stays]
+    seconds = _seconds(plan, recipe, keep)
+    lines = [f"stays: {_listed(stays, sizes)}"]
+    if recipe.cycle.alias == "always":
+        lines[0] += "; weights are the trainer's own pages"
+    lines.append(f"leaves: {_listed(leaves, sizes)}")
+    if leaves:
+        stage, peak = _peak(plan, tuple(sizes))
+        all_of_it = f"kept whole, {stage} would take {peak / GIB:.1f} GiB"
+        lines[-1] += f"; {all_of_it} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
+    lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
+    return Switch(
+        keep=tuple(tag for tag in sizes if tag in keep), seconds=seconds, lines=tuple(lines)
+    )
+
+
+def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
+    named = [f"{tag} {format_bytes(sizes[tag])}" for tag in tags]
+    return ", ".join(named) or "nothing"
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of every tag while it has memory."""
+    sizes: dict[str, int] = {}
+    for tag, nbytes in chain.from_iterable(stage.tags.items() for stage in plan.stages):
+        sizes[tag] = max(nbytes, sizes.get(tag, 0))
+    return {tag: nbytes for tag, nbytes in sizes.items() if nbytes}
+
+
+def _always(plan: Plan, tag: str) -> bool:
+    return all(stage.tags.get(tag) for stage in plan.stages)
+
+
+def _peak(plan: Plan, keep: Collection[str]) -> tuple[str, int]:
+    """The fullest stage and its bytes if these tags stayed. Torch's cache is given back only where
+    something leaves.
+    """
+    sizes, cache = _sizes(plan), _torch(plan)
+    whole = not sizes.keys() - set(keep)
+    found = []
+    for stage in plan.stages:
+        more = sum(sizes[tag] - stage.tags.get(tag, 0) for tag in keep)
+        more += cache - sum(stage.torch.values()) if whole else 0
+        found.append((stage.stage, stage.device_bytes + more))
+    return max(reversed(found), key=lambda each: each[1])  # the last: training's own stage
+
+
+def _torch(plan: Plan) -> int:
+    """The most that torch holds in every process."""
+    most: Counter[str] = Counter()
+    for stage in plan.stages:
+        most |= Counter(stage.torch)  # the larger of each
+    return most.total()
+
+
+def _seconds(plan: Plan, recipe: Recipe, keep: Collection[str]) -> float:
+    sizes = _sizes(plan)
+    leaves = [tag for tag in sizes if tag not in keep and not _always(plan, tag)]
+    copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
+    remapped = sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0)
+    written = 0 if recipe.cycle.alias == "always" else sizes.get("weights", 0)
+    return copied / plan.gpu.link + remapped * _REMAPPED + written * _SYNCED + _MESSAGES

@@ -1,0 +1,110 @@
+"""What stays on the device: the cheapest that fits, said with its reason, and decided for a run in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import recipes
+from recipes.planner.command import plan_beside, plan_of
+from recipes.planner.gpus import GIB, Gpu
+from recipes.planner.plan import Plan, StagePlan
+from recipes.planner.switch import decide
+from recipes.recipe.loading import recipe_text
+
+SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
+ALONE = {"generate": DROPPED, "sync": ("params", "weights"), "train": SAVED}
+RECIPE = recipes.load("tiny", ["cycle.keep=auto"])
+# 1.2 GiB of parameters, 2.4 of moments, in two layers
+FEW = ["tiny", "device=auto", "cycle.keep=auto", "cycle.alias=auto", "trainer.micro_batch_size=1"]
+FEW += ["model.config.hidden_size=2048", "model.config.vocab_size=150000", "engine.kv_tokens=256"]
+
+
+def planned(sizes: dict[str, int], cache: int, total: int) -> Plan:
+    """In GiB, everything handed over; torch's cache is training's."""
+    stages = []
+    for stage, tags in ALONE.items():
+        held = {tag: sizes[tag] * GIB if tag in tags else 0 for tag in sizes}
+        torch = {"trainer": cache * GIB if stage == "train" else 0}
+        both = {"trainer": sum(held.values()) + torch["trainer"]}
+        rest: Any = {"processes": both, "torch": torch, "tags": held, "contexts": 0, "host": 0}
+        stages.append(StagePlan(stage=stage, **rest))
+    gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
+    facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "needs": (), "notes": ()}
+    return Plan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys((*SAVED, *DROPPED), st.integers(1, 12))),
+    st.integers(0, 8),
+    st.integers(4, 60),
+)
+def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: int) -> None:
+    """A saved GiB costs two seconds on this link, all that is mapped anew less than one."""
+    chosen = decide(planned(sizes, cache, total), RECIPE).keep
+    room = total - 0.25 - 0.03 * total
+
+    def fits(keep: tuple[str, ...]) -> bool:
+        whole = len(keep) == len(sizes)
+        peaks = [
+            sum(sizes[tag] for tag in {*tags, *keep}) + (cache if whole or tags == SAVED else 0)
+            for tags in ALONE.values()
+        ]
+        return max(peaks) <= room
+
+    def saved(keep: tuple[str, ...]) -> int:
+        return sum(sizes[tag] for tag in SAVED if tag in keep)
+
+    subsets = chain.from_iterable(combinations(sizes, count) for count in range(len(sizes) + 1))
+    fitting = [keep for keep in subsets if fits(keep)]
+    assert fits(chosen) if fitting else chosen == ()
+    assert saved(chosen) == max(map(saved, fitting), default=0)
+
+
+def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
+    recipe = recipes.load(FEW[0], [*FEW[1:], "cycle.alias=never"])
+    roomy = plan_of(recipe, "roomy", gpu="h100-80gb").switch
+    tight = plan_of(recipe, "tight", gpu=str(13 * GIB))
+    assert roomy is not None and tight.switch is not None and tight.fits
+    assert set(roomy.keep) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
+    assert roomy.lines[1] == "leaves: nothing" and "own pages" not in roomy.lines[0]
+    assert not {"params", "optim"} <= {*tight.switch.keep}
+    assert "kept whole, update_actor would take" in tight.switch.lines[1]
+    assert tight.switch.seconds > 5 * roomy.seconds > 0
+    assert tight.as_json()["switch"]["keep"] == tight.switch.keep
+
+
+def test_on_one_device_the_engine_serves_pages_of_its_own_dtype() -> None:
+    alone = plan_of(recipes.load(FEW[0], FEW[1:]), "alone", gpu="h100-80gb")
+    assert all(not stage.tags.get("weights") for stage in alone.stages)
+    assert alone.switch is not None and "the trainer's own pages" in alone.switch.lines[0]
+    apart = plan_of(recipes.load(FEW[0], [*FEW[1:], "lora.rank=4"]), "apart", gpu="h100-80gb")
+    assert any(stage.tags.get("weights") for stage in apart.stages)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_run_has_its_switch_planned_beside_it(broken: bool, tmp_path: Path) -> None:
+    text = recipe_text(recipes.load(FEW[0], FEW[1:]))
+    (tmp_path / "recipe.yaml").write_text("steps: [" if broken else text)
+    with plan_beside(tmp_path, 80 * GIB, "never") as decided:
+        keep, lines = decided()
+    if broken:
+        assert keep == [] and "there is no plan" in lines[0] and "not readable as YAML" in lines[0]
+    else:
+        assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
+        assert "optim" in keep and lines[0].startswith("stays: ")
+
+
+def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
+    with pytest.raises(KeyboardInterrupt), plan_beside(tmp_path, 80 * GIB, "never"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "plan.json").exists()
