@@ -73,7 +73,7 @@ OUT ?= runs/benchmarks
 # What counts a device's bytes runs by itself, the rest beside each other.
 test-gpu:
 	$(GPU) -m pytest -m "gpu and alone"
-	$(GPU) -m pytest -m "gpu and not alone" -n 8 --no-loadscope-reorder
+	$(GPU) -m pytest -m "gpu and not alone" -n 14 --no-loadscope-reorder
 
 # Full counts of every soak test, on the CPU and, where there is one, on the GPU.
 soak:

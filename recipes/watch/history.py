@@ -216,6 +216,14 @@ def seconds_of_stages(rows: Iterable[Row]) -> dict[str, list[float]]:
     return dict(sorted(spent.items(), key=lambda item: -sum(item[1])))
 
 
+def switch_seconds(row: Mapping[str, Any]) -> float:
+    """Sums the stages of a step in which memory changed hands and nothing else ran, the sync among
+    them.
+    """
+    stages = row.get("stages", {}).items()
+    return sum(seconds for name, seconds in stages if kind_of(name) == "switch")
+
+
 def in_order(tags: set[str]) -> list[str]:
     known = [tag for tag in TAG_COLOURS if tag in tags]
     return known + sorted(tags - set(known))

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
-from recipes.watch.history import Run, beside_the_task
+from recipes.watch.history import Run, beside_the_task, format_seconds, switch_seconds
 
 BARS = "▁▂▃▄▅▆▇█"
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
@@ -70,6 +70,7 @@ def describe(row: Mapping[str, Any]) -> str:
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",
         f"{row['step_seconds']:.1f} s",
+        f"switch {format_seconds(switch_seconds(row))}",
     ]
     return " | ".join(parts)
 

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import itemgetter, truediv
 from typing import Any
 
 from memsaver.errors import format_bytes
@@ -19,6 +19,7 @@ from recipes.watch.history import (
     format_seconds,
     kind_of,
     seconds_of_stages,
+    switch_seconds,
 )
 
 DEVICE = "device"  # among the measured: everything on it, whoever holds it
@@ -59,6 +60,13 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
     for key, name, show in MEDIANS:
         if values := [row[key] for row in run.rows_with(key)]:
             found.append((name, show(statistics.median(values))))
+    if rows := run.rows_with("stages", "step_seconds"):
+        switches = [switch_seconds(row) for row in rows]
+        share = statistics.median(map(truediv, switches, [row["step_seconds"] for row in rows]))
+        median = format_seconds(statistics.median(switches))
+        found.append(("switch, median", f"{median}, {100 * share:.1f} % of the step"))
+    if planned := (run.plan.get("switch") or {}).get("seconds"):
+        found.append(("switch, planned", format_seconds(planned)))
     if syncs := seconds_of_stages(run.rows_with("stages")).get("sync_weights"):
         found.append(("weight sync, median", format_seconds(statistics.median(syncs))))
     if run.events:

@@ -26,7 +26,7 @@ def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     line = describe(ROW)
-    for word in ("reward 0.300", "exact 0.150", "1.0e-06", "1.0e-05", "400 tok/s"):
+    for word in ("reward 0.300", "exact 0.150", "1.0e-06", "1.0e-05", "400 tok/s", "switch 0.14 s"):
         assert word in line
     assert "\n" not in line
     evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
@@ -46,7 +46,7 @@ def test_the_log_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step 3/9: reward 0.300") and lines[0].endswith(
-        "400 tok/s | 1.0 s | ETA 0:00:06"
+        "400 tok/s | 1.0 s | switch 0.14 s | ETA 0:00:06"
     )
     assert "held-out exact match 0.500 of 16 after 2 updates" in lines[1]
 

@@ -225,6 +225,10 @@ def test_key_figures(run: Run, tmp_path: Path) -> None:
     assert figures["held-out exact match"] == "12 % → 75 %"
     assert figures["tokens a second, median"] == "400"
     assert figures["weight sync, median"] == "40.0 ms"
+    assert figures["switch, median"] == "0.14 s, 14.0 % of the step"
+    assert "switch, planned" not in figures
+    decided = Run(plan={"switch": {"keep": [], "seconds": 0.012, "lines": []}})
+    assert ("switch, planned", "12.0 ms") in tables.key_figures(decided)
     assert figures["peak of all tags"] == "36.0 MiB"  # weights and KV cache
     assert figures["time in all"] == "7.00 s"
     assert tables.key_figures(Run()) == [("steps", "0 of ?")]
