@@ -110,8 +110,8 @@ def straight(make_run: MakeRun) -> Path:
 def test_kept_tags_stay_and_change_no_number(
     straight: Path, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also in a run that goes on with other tags kept; that it evaluated where it stopped leaves no
-    trace.
+    """Also in a run that goes on with all of them kept, by itself, and the engine on the trainer's
+    pages; that it evaluated where it stopped leaves no trace.
     """
     kept = tmp_path / "kept"
     start_run("tiny", [*SMALL, "steps=3", "cycle.keep=[optim,weights]"], kept)
@@ -119,10 +119,12 @@ def test_kept_tags_stay_and_change_no_number(
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
-    words = ["steps=5", "cycle.keep=[params,optim,weights,kv_cache,cuda_graph]"]
+    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto"]
     continue_run(kept, None, words)
-    last = rows(kept, "train")[-1]["memory"]
-    assert last["rollout"] == last["train"]
+    row = rows(kept, "train")[-1]
+    last = row["memory"]
+    assert last["rollout"] == last["train"] and last["train"]["weights"] == 0
+    assert row["sync"]["nbytes"] == 0 and "wake_weights" not in row["stages"]
     assert min(last["train"][tag] for tag in ("params", "optim", "kv_cache")) > 0
     assert same_rows(kept, straight) and load(kept / "recipe.yaml") == load(
         "tiny", [*SMALL, *words]
