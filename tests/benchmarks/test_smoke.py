@@ -36,9 +36,12 @@ ON_GPU = {
 }
 
 
+MARKS = {name: [pytest.mark.alone] for name in COUNTING}
+MARKS["bench_kvcache"] = [pytest.mark.extended]  # the longest; every pool and kernel has tests
+
+
 @pytest.mark.parametrize(
-    "script",
-    [pytest.param(each, marks=pytest.mark.alone) if each in COUNTING else each for each in SCRIPTS],
+    "script", [pytest.param(each, marks=MARKS.get(each, [])) for each in SCRIPTS]
 )
 def test_a_script_runs_prints_its_table_and_saves_it(
     script: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

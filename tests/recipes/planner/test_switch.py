@@ -18,7 +18,9 @@ from recipes.planner.command import plan_beside, plan_of
 from recipes.planner.gpus import GIB, Gpu
 from recipes.planner.plan import Plan, StagePlan
 from recipes.planner.switch import decide
+from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
+from recipes.setup.preparation import prepare
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "weights"), "train": SAVED}
@@ -82,25 +84,36 @@ def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
     assert tight.as_json()["switch"]["keep"] == tight.switch.keep
 
 
-def test_on_one_device_the_engine_serves_pages_of_its_own_dtype() -> None:
-    alone = plan_of(recipes.load(FEW[0], FEW[1:]), "alone", gpu="h100-80gb")
-    assert all(not stage.tags.get("weights") for stage in alone.stages)
-    assert alone.switch is not None and "the trainer's own pages" in alone.switch.lines[0]
-    apart = plan_of(recipes.load(FEW[0], [*FEW[1:], "lora.rank=4"]), "apart", gpu="h100-80gb")
-    assert any(stage.tags.get("weights") for stage in apart.stages)
+@pytest.mark.parametrize(
+    ("more", "alias"),
+    [([], "always"), (["lora.rank=4"], "never"), (["trainer.dtype=bfloat16"], "never")],
+    ids=["alike", "adapters", "another dtype"],
+)
+def test_on_one_device_the_engine_serves_pages_of_its_own_dtype(
+    more: list[str], alias: str, tmp_path: Path
+) -> None:
+    assert prepare(recipes.load("tiny", ["cycle.alias=auto", *more]), tmp_path).recipe.cycle == (
+        CycleSection(keep=[], alias=alias)
+    )
+    if alias == "never":
+        with pytest.raises(
+            recipes.RecipeError, match=r"cycle.alias=always: .* set cycle.alias=auto"
+        ):
+            prepare(recipes.load("tiny", ["cycle.alias=always", *more]), tmp_path)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_run_has_its_switch_planned_beside_it(broken: bool, tmp_path: Path) -> None:
-    text = recipe_text(recipes.load(FEW[0], FEW[1:]))
-    (tmp_path / "recipe.yaml").write_text("steps: [" if broken else text)
+def test_a_run_has_its_switch_planned_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
+    with plan_beside(tmp_path, 80 * GIB, "always") as decided:
+        keep, lines = decided()
+    assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
+    assert "optim" in keep and "weights are the trainer's own pages" in lines[0]
+    monkeypatch.setattr("sys.executable", "/bin/false")
     with plan_beside(tmp_path, 80 * GIB, "never") as decided:
         keep, lines = decided()
-    if broken:
-        assert keep == [] and "there is no plan" in lines[0] and "not readable as YAML" in lines[0]
-    else:
-        assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
-        assert "optim" in keep and lines[0].startswith("stays: ")
+    assert keep == [] and lines[0].endswith("there is no plan: exit status 1")
 
 
 def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
