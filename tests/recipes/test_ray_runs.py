@@ -67,9 +67,9 @@ def assert_shared(row: Row, alone: Row) -> None:
     assert held["params"] == held["optim"] == 0 < min(held["weights"], held["kv_cache"])
 
 
-@pytest.mark.parametrize(
-    "size", [2, pytest.param(1, marks=pytest.mark.extended)], ids=["tensor parallel", "replicas"]
-)
+# tests/trainer_bridge has two ranks, tensor parallelism and ranks that die, each by itself
+@pytest.mark.extended
+@pytest.mark.parametrize("size", [2, 1], ids=["tensor parallel", "replicas"])
 def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     size: int,
     ray_cluster: RayCluster,
