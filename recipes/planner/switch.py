@@ -12,8 +12,9 @@ from typing import Any
 
 from memsaver.errors import format_bytes
 from recipes.planner.gpus import GIB
-from recipes.planner.plan import Plan, Switch, make_plan
-from recipes.recipe import SAVED, TAGS, Recipe, keeping
+from recipes.planner.plan import Plan, StagePlan, Switch, make_plan
+from recipes.recipe import SAVED, Recipe, keeping
+from trainer_bridge.tags import ADAPTERS, PARAMS
 
 _ERROR = 0.03  # of the GPU: how far a plan may be off
 # Seconds, as measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again, and to
@@ -35,7 +36,7 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
 
 def decide(plan: Plan, recipe: Recipe) -> Switch:
     """Returns the cheapest switch that fits. plan: of the recipe with `cycle.keep` empty."""
-    tags = [tag for tag in _sizes(plan) if tag in TAGS]
+    tags = list(_sizes(plan))
     most = plan.room - int(_ERROR * plan.gpu.total)
     choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
     fitting = [keep for keep in choices if _peak(plan, keep)[1] <= most]
@@ -73,13 +74,20 @@ def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
 def _sizes(plan: Plan) -> dict[str, int]:
     """Bytes of every tag while it has memory."""
     sizes: dict[str, int] = {}
-    for tag, nbytes in chain.from_iterable(stage.tags.items() for stage in plan.stages):
+    for tag, nbytes in chain.from_iterable(_tags(stage).items() for stage in plan.stages):
         sizes[tag] = max(nbytes, sizes.get(tag, 0))
     return {tag: nbytes for tag, nbytes in sizes.items() if nbytes}
 
 
+def _tags(stage: StagePlan) -> dict[str, int]:
+    """Bytes by tag; adapters go where the parameters go."""
+    tags = dict(stage.tags)
+    tags[PARAMS] = tags.get(PARAMS, 0) + tags.pop(ADAPTERS, 0)
+    return tags
+
+
 def _always(plan: Plan, tag: str) -> bool:
-    return all(stage.tags.get(tag) for stage in plan.stages)
+    return all(_tags(stage).get(tag) for stage in plan.stages)
 
 
 def _peak(plan: Plan, keep: Collection[str]) -> tuple[str, int]:
@@ -90,7 +98,8 @@ def _peak(plan: Plan, keep: Collection[str]) -> tuple[str, int]:
     whole = not sizes.keys() - set(keep)
     found = []
     for stage in plan.stages:
-        more = sum(sizes[tag] - stage.tags.get(tag, 0) for tag in keep)
+        tags = _tags(stage)
+        more = sum(sizes[tag] - tags.get(tag, 0) for tag in keep)
         more += cache - sum(stage.torch.values()) if whole else 0
         found.append((stage.stage, stage.device_bytes + more))
     return max(reversed(found), key=lambda each: each[1])  # the last: training's own stage

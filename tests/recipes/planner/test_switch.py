@@ -23,7 +23,8 @@ from recipes.recipe.loading import recipe_text
 from recipes.setup.preparation import prepare
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
-ALONE = {"generate": DROPPED, "sync": ("params", "weights"), "train": SAVED}
+ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
+ALONE["train"] = (*SAVED, "adapters")
 RECIPE = recipes.load("tiny", ["cycle.keep=auto"])
 # 1.2 GiB of parameters, 2.4 of moments, in two layers
 FEW = ["tiny", "device=auto", "cycle.keep=auto", "cycle.alias=auto", "trainer.micro_batch_size=1"]
@@ -57,8 +58,9 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
     def fits(keep: tuple[str, ...]) -> bool:
         whole = len(keep) == len(sizes)
         peaks = [
-            sum(sizes[tag] for tag in {*tags, *keep}) + (cache if whole or tags == SAVED else 0)
-            for tags in ALONE.values()
+            sum(sizes.get(tag, 0) for tag in {*tags, *keep})
+            + (cache if whole or stage == "train" else 0)
+            for stage, tags in ALONE.items()
         ]
         return max(peaks) <= room
 
@@ -69,6 +71,16 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
     fitting = [keep for keep in subsets if fits(keep)]
     assert fits(chosen) if fitting else chosen == ()
     assert saved(chosen) == max(map(saved, fitting), default=0)
+
+
+def test_adapters_go_with_the_parameters() -> None:
+    sizes = {"params": 2, "adapters": 1, "optim": 1, "weights": 2, "kv_cache": 1}
+    roomy = decide(planned(sizes, cache=1, total=80), RECIPE)
+    assert set(roomy.keep) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
+    # with torch's cache, which stays where nothing leaves, all of it would take 8 of 7.5
+    tight = decide(planned(sizes, cache=1, total=8), RECIPE)
+    assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.keep}
+    assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
 
 
 def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
