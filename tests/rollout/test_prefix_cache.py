@@ -19,6 +19,7 @@ from tests.helpers.rollout.answers import (
     assert_same,
     check,
     firsts,
+    random_groups,
     random_prompts,
     run,
     spent,
@@ -320,14 +321,7 @@ def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], de
     for version in range(1, 4):
         update(engine, version, seed=version)
         for _ in range(2):
-            prompts = [
-                rng.choice(roots)[: rng.randrange(1, 61)]
-                + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
-                for _ in range(rng.randrange(2, 7))
-            ]
-            params = SamplingParams(
-                max_tokens=rng.randrange(10, 35), temperature=0, n=rng.randrange(1, 4)
-            )
+            prompts, params = random_groups(rng, roots)
             check(tiny(version), prompts, [[each] for each in run(engine, prompts, params)])
             if rng.random() < 0.3:
                 engine.sleep()

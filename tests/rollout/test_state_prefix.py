@@ -18,6 +18,7 @@ from tests.helpers.rollout.answers import (
     STATES_GAP,
     assert_same,
     check,
+    random_groups,
     random_prompts,
     run,
     spent,
@@ -237,14 +238,7 @@ def test_random_work(saved: Saved, device: str) -> None:
         path, model = saved("qwen3_next", seed=seed)
         engine.load(path)
         for _ in range(3):
-            prompts = [
-                rng.choice(roots)[: rng.randrange(1, 61)]
-                + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
-                for _ in range(rng.randrange(2, 7))
-            ]
-            params = SamplingParams(
-                max_tokens=rng.randrange(10, 35), temperature=0, n=rng.randrange(1, 4)
-            )
+            prompts, params = random_groups(rng, roots)
             check(model, prompts, engine.generate(prompts, params, on_progress=look))
             if rng.random() < 0.3:
                 engine.sleep()

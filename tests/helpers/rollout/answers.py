@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,19 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [
         torch.randint(0, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in lengths
     ]
+
+
+def random_groups(
+    rng: random.Random, roots: Sequence[list[int]]
+) -> tuple[list[list[int]], SamplingParams]:
+    """Up to six prompts over a few beginnings, with up to three greedy answers each."""
+    prompts = [
+        rng.choice(roots)[: rng.randrange(1, 61)]
+        + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
+        for _ in range(rng.randrange(2, 7))
+    ]
+    tokens = rng.randrange(10, 35)
+    return prompts, SamplingParams(max_tokens=tokens, temperature=0, n=rng.randrange(1, 4))
 
 
 def ids(out: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
