@@ -17,7 +17,7 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 # Import of the key is allowed only in files that start with one of these paths.
 ALONE = {
     "cuda": ["memsaver/vmm/cuda.py"],
-    "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/"],
+    "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
     "ray": [
         "rollout/actor.py",
         "rollout/actor_base.py",

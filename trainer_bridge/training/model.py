@@ -26,6 +26,7 @@ from trainer_bridge.errors import listed
 from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
+from trainer_bridge.training.head import score_in_head
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_layers,
@@ -65,6 +66,8 @@ def build_model(
     model = _meta_model(config, runtime.attention)
     if value_head:
         _put_value_head(model, config)
+    else:
+        score_in_head(model)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)

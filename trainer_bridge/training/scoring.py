@@ -3,12 +3,14 @@ response token, or the gradient of a loss.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memsaver.common.plain import all_gather_plain
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
+from trainer_bridge.training.head import ScoringHead
 from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.runtime import Runtime
@@ -21,13 +23,17 @@ def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
     return logits[micro.row, micro.column]
 
 
-def micro_logprobs(
-    model: nn.Module, micro: MicroBatch, temperature: float
-) -> tuple[Tensor, Tensor]:
+def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro
     batch's response tokens.
     """
-    return token_logprobs(token_logits(model, micro), micro.target, temperature)
+    head = model.get_output_embeddings()
+    if not isinstance(head, ScoringHead):
+        return token_logprobs(token_logits(model, micro), micro.target, temperature)
+    at = micro.row * micro.input_ids.shape[1] + micro.first + micro.column
+    with head.scoring(at, micro.target, temperature):
+        logprobs, entropy = model(input_ids=micro.input_ids, use_cache=False).logits
+    return logprobs, entropy.detach()
 
 
 def score_tokens(

@@ -47,7 +47,6 @@ MEASURED = [
     "qwen2.5-7b cycle.keep=[] cycle.alias=never --gpu h200-141gb",
 ]
 MEASURED_MIB = {
-    "park_optim": (26214.4, 10508.4, 71062.4),
     "wake_weights": (4936.4, 2870.4, 31268.4),
     "sync_weights": (4936.4, 2870.4, 31268.4),
     "park_params": (4936.4, 2870.4, 31268.4),
@@ -55,11 +54,15 @@ MEASURED_MIB = {
     "generate_sequences": (3970.4, 3890.4, 18680.4),
     "sleep": (3970.4, 3890.4, 18680.4),
     "restore_params": (3992.4, 2612.4, 16742.4),
-    "compute_log_prob": (11640.4, 5090.4, 19418.4),
-    "compute_reward": (11640.4, 5090.4, 19418.4),
-    "restore_optim": (15410.4, 6118.4, 48470.4),
-    "compute_advantages": (15410.4, 6118.4, 48470.4),
-    "update_actor": (26214.4, 10508.4, 71062.4),
+}
+# To be measured anew: since then the trainer makes no logits of the whole vocabulary.
+UNMEASURED = {
+    "park_optim",
+    "compute_log_prob",
+    "compute_reward",
+    "restore_optim",
+    "compute_advantages",
+    "update_actor",
 }
 
 
@@ -131,7 +134,7 @@ def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_
     name, *overrides = words.split()
     plan = plan_of(recipes.load(name, overrides), name, gpu=gpu)
     planned = {stage.stage: stage.device_bytes / MIB for stage in plan.stages}
-    assert list(planned) == list(MEASURED_MIB)
+    assert planned.keys() == MEASURED_MIB.keys() | UNMEASURED
     for stage, row in MEASURED_MIB.items():
         measured = row[MEASURED.index(case)]
         assert 0.99 * measured <= planned[stage] <= 1.03 * measured, stage

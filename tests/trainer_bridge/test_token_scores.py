@@ -1,0 +1,249 @@
+"""Scores of tokens without the logits of the whole vocabulary: against fp64, in slices and whole,
+by torch and by the kernels; and which models' heads make them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memsaver.common.dispatch import Impl
+from tests.helpers.compiler import compile_alone
+from tests.helpers.effort import some
+from tests.helpers.trainer_bridge.models import (
+    make_batch,
+    reference,
+    reference_logprobs,
+    write_model,
+)
+from tests.helpers.trainer_bridge.tolerance import BACKWARD, U, assert_scores, rounding
+from trainer_bridge import LoraConfig, Trainer
+from trainer_bridge.ops import token_scores as token_scores_module
+from trainer_bridge.ops.token_scores import token_scores
+from trainer_bridge.training.batch import pad
+from trainer_bridge.training.head import ScoringHead, score_in_head
+from trainer_bridge.training.losses import token_logprobs
+from trainer_bridge.training.scoring import micro_logprobs, token_logits
+
+WIDTH = 64
+# Tokens, words (the interpreter's: three slices where a slice is as small as can be), bytes of one.
+SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[
+    (700, 151936, 1 << 27), (513, 49152, 1 << 24), (1, 151936, 1 << 27), (37, 50257, 1), (0, 300, 1)
+])  # fmt: skip
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> Impl:
+    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", some(0.7, whole=[1.0, 1.9]))
+def test_scores_and_gradients_are_those_of_fp64(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    temperature: float,
+    impl: Impl,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All products are sums of 64 times -1, 0 or 1: logits are whole numbers below 65, the same in
+    every dtype and order of addition.
+
+    So z and the logarithm of their sum are below 65 / 0.7 + log(V) = 105, rounded 4 times, and the
+    exponential rounds its argument times log2(e): a power is off by 5 * 105 units. Sums of V
+    powers are off by 4 sqrt(V) (`tolerance.py`). The gradient of a logit is of the size of its two
+    parts, and it, the sum of a slice and the result are rounded to the dtype, or cut by the
+    interpreter: three times eps.
+    """
+    count, words, nbytes = shape
+    monkeypatch.setattr(token_scores_module, "SLICE_BYTES", nbytes)
+    draw = torch.Generator().manual_seed(words)
+    hidden = torch.randint(-1, 2, (count, WIDTH), generator=draw).to(device, dtype)
+    weight = torch.randint(-1, 2, (words, WIDTH), generator=draw).to(device, dtype)
+    target = torch.randint(words, (count,), generator=draw).to(device)
+    target[:2] = torch.tensor([words - 1, 0])[:count]
+    grad = torch.randn(count, generator=draw).to(device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    chosen, entropy = token_scores(hidden, weight, target, temperature, impl)
+    chosen.backward(grad)
+
+    wide, table = hidden.detach().double(), weight.detach().double()
+    logp = torch.log_softmax(wide @ table.T / temperature, -1)
+    likely, off = logp.exp(), (525 + 4 * math.sqrt(words)) * U
+    expected = logp.gather(1, target[:, None])[:, 0]
+    assert chosen.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
+    assert_below(chosen.detach() - expected, torch.full_like(expected, off + 210 * U))
+    spread = -(likely * logp).sum(-1)
+    assert_below(entropy - spread, off * (1 + 2 * math.log(words)) + 0 * spread)
+    hit = torch.nn.functional.one_hot(target, words).double()
+    scale = grad.double()[:, None] / temperature
+    slope, size = (hit - likely) * scale, (hit + likely) * scale.abs()
+    allowed = 3 * torch.finfo(dtype).eps + off
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert_below(hidden.grad - slope @ table, allowed * size @ table.abs())
+    assert_below(weight.grad - slope.T @ wide, allowed * size.T @ wide.abs())
+
+
+def assert_below(difference: Tensor, allowed: Tensor) -> None:
+    """With the smallest normal fp32 for what is rounded to 0."""
+    wrong = difference.abs() > allowed + torch.finfo(torch.float32).tiny
+    assert not wrong.any(), (difference[wrong][:5], allowed[wrong][:5])
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(trained: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    both = {name: torch.randn(7, 5, generator=draw) for name in ("hidden", "weight")}
+    both[trained].requires_grad_()
+    chosen, _ = token_scores(**both, target=torch.arange(7), temperature=1.0)
+    chosen.sum().backward()
+    found = {name: each.grad for name, each in both.items()}
+    logits = both["hidden"] @ both["weight"].T
+    expected = torch.autograd.grad(logits.log_softmax(-1).diagonal().sum(), both[trained])[0]
+    torch.testing.assert_close(found.pop(trained), expected)
+    assert list(found.values()) == [None]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy says the same
+def test_what_is_not_a_number_stays_so(impl: Impl, device: str) -> None:
+    hidden = torch.ones(3, 4, device=device)
+    hidden[1] = math.nan
+    chosen, _ = token_scores(
+        hidden, torch.ones(9, 4, device=device), torch.tensor([0, 5, 8], device=device), 1.0, impl
+    )
+    assert chosen.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"param_dtype": "bfloat16"}])
+def test_the_head_scores_as_its_logits_do(
+    tied: bool,
+    changes: dict[str, Any],
+    device: str,
+    tmp_path: Path,
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    """Under FSDP, and in bf16 with gradients rounded where those of the logits are: the head's may
+    round to a neighbour, by an eps, and so may 2 layers of 15 operations behind it, which add at
+    random.
+    """
+    path = write_model(tmp_path, tie_word_embeddings=tied)
+    trainer = make_trainer(path, device=device, **changes)
+    micro = pad(make_batch(5), [3, 1, -1, 0], torch.device(device))
+    found = []
+    for score in (
+        lambda: micro_logprobs(trainer.model, micro, 0.6),
+        lambda: token_logprobs(token_logits(trainer.model, micro), micro.target, 0.6),
+    ):
+        logprobs, entropy = score()
+        (logprobs * torch.linspace(-1, 2, len(logprobs), device=device)).sum().backward()
+        named: Any = trainer.model.named_parameters()
+        grads = {name: param.grad.to_local().clone() for name, param in named}
+        trainer.zero_grad()
+        found.append((logprobs.detach(), entropy, grads))
+    (own, entropy, grads), (logprobs, spread, expected) = found
+    eps = torch.finfo(torch.bfloat16 if changes else torch.float32).eps
+    # A logit that is rounded to its neighbour; those of this model are below 8.
+    torch.testing.assert_close(own, logprobs, rtol=0, atol=2 * 8 / 0.6 * eps)
+    torch.testing.assert_close(entropy, spread, rtol=0, atol=2 * 8 / 0.6 * eps * math.log(96))
+    allowed = (1 + math.sqrt(30)) * eps if changes else rounding(BACKWARD)
+    for name, grad in grads.items():
+        apart = (grad - expected[name]).norm() / expected[name].norm()
+        assert apart <= allowed, (name, float(apart))
+
+
+HEADS: list[tuple[str, dict[str, Any], bool]] = [
+    ("qwen2", {}, True),
+    ("qwen3_moe", {}, True),
+    ("phi", {}, False),  # has a bias
+    ("cohere", {}, False),
+    ("granite", {}, False),
+    ("gemma2", {}, False),
+    ("gemma2", {"final_logit_softcapping": None}, True),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "plain"), HEADS)
+def test_a_head_scores_where_it_is_the_last_that_a_model_does(
+    family: str, changes: dict[str, Any], plain: bool
+) -> None:
+    fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model(family, **fields, **changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = dict(model.named_parameters()).keys()
+    score_in_head(model)
+    assert isinstance(model.get_output_embeddings(), ScoringHead) == plain
+    assert dict(model.named_parameters()).keys() == names
+    assert model.get_output_embeddings().weight.is_meta
+
+
+def test_a_model_that_scales_its_logits_has_them_scaled(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    path = write_model(tmp_path, "granite", logits_scaling=3.0)
+    trainer, batch = make_trainer(path), make_batch(5, temperature=0.7)
+    with torch.no_grad():
+        assert_scores(trainer.compute_log_prob(batch), reference_logprobs(reference(path), batch))
+
+
+def test_an_adapted_head_is_no_scoring_head(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    path = write_model(tmp_path, tie_word_embeddings=False)
+    lora = LoraConfig(rank=2, alpha=64.0, target_modules=("lm_head",))
+    trainer, batch = make_trainer(path, lora=lora), make_batch(5)
+    first = trainer.compute_log_prob(batch)
+    with torch.no_grad():
+        assert_scores(first, reference_logprobs(reference(path), batch))
+    trainer.update_actor(batch)
+    assert trainer.compute_log_prob(batch) != first
+
+
+@pytest.mark.extended  # on a GPU the kernels themselves run
+def test_the_kernels_load_and_store_whole_vectors_and_spill_no_register() -> None:
+    lines = [line.split() for line in compile_alone(COMPILE).splitlines()]
+    assert len(lines) == 4
+    for kernel, stack, *accesses in lines:
+        assert stack == "0" and "ld.global.v4.b32" in accesses, kernel
+        assert ("st.global.v4.b32" in accesses) == (kernel == "_to_gradient")
+
+
+COMPILE = """
+import re, subprocess, tempfile
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trainer_bridge.ops import token_scores_triton as kernels
+
+for kernel in (kernels._reduce, kernels._to_gradient):
+    for element in ("*bf16", "*fp32"):
+        types = dict(logits=element, target="*i64", BLOCK="constexpr", temperature="fp32")
+        types |= dict.fromkeys(("out", "norm", "grad"), "*fp32")
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+        even = [i for i, n in enumerate(signature) if n in ("logits", "stride", "words")]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
+        source = ASTSource(kernel, signature, {"BLOCK": 4096}, attrs)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            said = subprocess.run(tool, capture_output=True, text=True).stdout
+        accesses = set(re.findall(r"(?:ld|st)\\.global[.\\w]*", made.asm["ptx"]))
+        print(kernel.__name__, re.search(r"STACK:(\\d+)", said)[1], *accesses)
+"""
