@@ -28,6 +28,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_generate": ([], {"ms", "gap"}),
     "bench_switch": ([], {"runs"}),
     "bench_gap": ([], {"rows"}),
+    "bench_score": ([], {"passes", "apart"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {
