@@ -67,8 +67,10 @@ class TrainerConfig:
     high]. kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none.
     reference: keep the first weights, frozen, to score with; with adapters these are the base, and
     need no model of their own. max_grad_norm: None: no clipping. micro_batch_size: sequences a rank
-    holds in one forward and backward. threads: of torch on the CPU; None leaves torch's own choice.
-    seed: of torch's generator, set once when the trainer is built, and of random weights.
+    holds in one forward and backward, if they are as long as the batch's longest; of shorter ones
+    of nearly one length as many more as take no more tokens. threads: of torch on the CPU; None
+    leaves torch's own choice. seed: of torch's generator, set once when the trainer is built, and
+    of random weights.
     """
 
     model_path: str

@@ -117,7 +117,8 @@ class TrainerSection(Section):
     beta1: float = 0.9
     beta2: float = 0.999
     max_grad_norm: float = 1.0
-    micro_batch_size: int = 4  # sequences a forward and backward pass holds
+    # Sequences a forward and backward pass holds, of the longest; of short ones more.
+    micro_batch_size: int = 4
     # Layers are computed again in the backward pass, not kept.
     activation_checkpointing: bool = True
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -86,7 +87,23 @@ def test_ranks_share_the_sequences_in_equal_steps(count: int, world: int, size: 
     )
     rows = [row for share in shares for chunk in share for row in chunk if row >= 0]
     assert sorted(rows) == list(range(count))
-    assert all(len(chunk) <= size for share in shares for chunk in share)
+    lengths = [*batch.lengths, 0]  # and a filler's
+    for steps in zip(*shares, strict=True):
+        longest = max(lengths[row] for row in chain(*steps))
+        assert len(steps[0]) * longest <= size * max(lengths)
+        assert len(steps[0]) >= size or steps[0] is shares[0][-1]
+
+
+def test_more_of_short_sequences_go_together_if_they_are_of_nearly_one_length() -> None:
+    lengths = [3, 9, 2, 4, 4, 4, 8, 3, 4, 2]
+    batch = SequenceBatch(prompt_ids=[[0]] * 10, response_ids=[[0] * (n - 1) for n in lengths])
+    dealt = deal(batch, 0, 1, 2)
+    assert [[lengths[row] for row in chunk] for chunk in dealt] == [
+        [9, 8],
+        [4, 4, 4, 4],
+        [3, 3],
+        [2, 2],
+    ]
 
 
 def test_a_micro_batch_says_which_logits_predict_which_token() -> None:

@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+# Of a chunk's longest: what a pass more costs weighs more than padding up to here.
+_NEAR = 0.75
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
@@ -149,7 +151,9 @@ def check_temperature(temperature: float) -> None:
 
 
 def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
-    """Deals this rank sequences in chunks of at most `size`, like lengths together, longest first.
+    """Deals this rank sequences in chunks of `size`, like lengths together, longest first: of
+    shorter ones, if they are of nearly one length, as many more as take no more tokens, padded,
+    than `size` of the batch's longest.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -158,7 +162,14 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     mine = order[rank::world]
-    return [mine[i : i + size] for i in range(0, len(mine), size)]
+    longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
+    chunks, first = list[list[int]](), 0
+    while first < len(mine):
+        near = sum(length >= _NEAR * longest[first] for length in longest[first:])
+        count = min(max(size, near), size * longest[0] // longest[first])
+        chunks.append(mine[first : first + count])
+        first += count
+    return chunks
 
 
 def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
