@@ -2,8 +2,8 @@
 vocabulary, beside the same passes over whole logits. `make bench-score`.
 
 The packaged recipe's step (fp32 masters and Adam, bf16 forward, 64 sequences of 512 tokens, micro
-batches of 8), random weights, one process. Both ways by one trainer, in turn; before, their
-log-probabilities and gradients are compared.
+batches of 8 or as given), random weights, one process. Both ways by one trainer, in turn; before,
+their log-probabilities and gradients are compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Score = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 class Passes:
     """One trainer; what it does by `score`, in its own words, is what `Trainer` does itself."""
 
-    def __init__(self, scale: Scale, folder: Path) -> None:
+    def __init__(self, scale: Scale, folder: Path, micro_batch_size: int) -> None:
         sizes = TINY | {"num_hidden_layers": 1} if scale.tiny else {}
         path = str(write_config(folder, "0.5b", **sizes))
         self.config = TrainerConfig(
@@ -54,7 +54,7 @@ class Passes:
             random_init=True,
             device=str(scale.device),
             param_dtype="bfloat16",
-            micro_batch_size=8,
+            micro_batch_size=micro_batch_size,
         )
         self.runtime = Runtime.open(self.config.device)
         self.trainer = Trainer(self.config, runtime=self.runtime)
@@ -139,10 +139,12 @@ def measured(scale: Scale, run: Callable[[], object]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parser(__doc__).parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--micro-batch-size", type=int, default=8)
+    args = options.parse_args(arguments)
     scale = make_scale(args)
     with tempfile.TemporaryDirectory() as folder:
-        passes = Passes(scale, Path(folder))
+        passes = Passes(scale, Path(folder), args.micro_batch_size)
         trainer, batch = passes.trainer, passes.batch
         try:
             apart = passes.check()

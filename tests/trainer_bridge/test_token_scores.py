@@ -33,10 +33,9 @@ from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.scoring import micro_logprobs, token_logits
 
 WIDTH = 64
-# Tokens, words (the interpreter's: three slices where a slice is as small as can be), bytes of one.
-SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[
-    (700, 151936, 1 << 27), (513, 49152, 1 << 24), (1, 151936, 1 << 27), (37, 50257, 1), (0, 300, 1)
-])  # fmt: skip
+# Tokens, words, bytes of a slice; 1: slices as small as can be, here three.
+SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[(37, 5120, 1), (0, 300, 1), (1, 2049, 1)])
+LARGE = [(700, 151936, 1 << 27), (513, 49152, 1 << 24), (37, 50257, 1), (1, 151936, 1 << 27)]
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -57,6 +56,27 @@ def test_scores_and_gradients_are_those_of_fp64(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
+    assert_of_fp64(shape[:2], dtype, temperature, impl, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_vocabularies_of_models(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
+    assert_of_fp64(shape[:2], dtype, temperature, "auto", "cuda:0")
+
+
+def assert_of_fp64(
+    shape: tuple[int, int], dtype: torch.dtype, temperature: float, impl: Impl, device: str
+) -> None:
     """All products are sums of 64 times -1, 0 or 1: logits are whole numbers below 65, the same in
     every dtype and order of addition.
 
@@ -66,8 +86,7 @@ def test_scores_and_gradients_are_those_of_fp64(
     parts, and it, the sum of a slice and the result are rounded to the dtype, or cut by the
     interpreter: three times eps.
     """
-    count, words, nbytes = shape
-    monkeypatch.setattr(token_scores_module, "SLICE_BYTES", nbytes)
+    count, words = shape
     draw = torch.Generator().manual_seed(words)
     hidden = torch.randint(-1, 2, (count, WIDTH), generator=draw).to(device, dtype)
     weight = torch.randint(-1, 2, (words, WIDTH), generator=draw).to(device, dtype)
@@ -101,6 +120,22 @@ def assert_below(difference: Tensor, allowed: Tensor) -> None:
     """With the smallest normal fp32 for what is rounded to 0."""
     wrong = difference.abs() > allowed + torch.finfo(torch.float32).tiny
     assert not wrong.any(), (difference[wrong][:5], allowed[wrong][:5])
+
+
+@pytest.mark.gpu
+def test_one_slice_of_the_logits_exists_at_a_time() -> None:
+    """Beside a gradient as large as the weights, and rows of hidden states, below 16 MiB here."""
+    hidden = torch.randn(4096, WIDTH, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(151936, WIDTH, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(4096, device="cuda:0")
+    rises = []
+    for _ in range(2):  # in the first one cuBLAS takes its workspaces
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        token_scores(hidden, weight, target, 1.0)[0].sum().backward()
+        rises.append(torch.cuda.max_memory_allocated() - before)
+    assert rises[1] <= token_scores_module.SLICE_BYTES + weight.nbytes + (16 << 20)
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
