@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from memsaver.common.dispatch import Impl, use_triton
 
-SLICE_BYTES = 128 << 20  # of logits; more than one makes products larger that are large enough
-_MIN_WORDS = 2048  # of a slice: for very many tokens the hidden states take as much
+SLICE_BYTES = 128 << 20  # of logits: 16,384 words of 4,096 tokens in bf16, a large product
+_MIN_WORDS = 2048  # of a slice, which beside the layers' activations of as many tokens is little
 _ALIGNED = 128  # words: rows of logits begin where tensor cores can load them
 
 
