@@ -91,6 +91,11 @@ class KVLayout:
             num_layers=layers, size=1, page_size=1, device="cpu"
         ).bytes_per_token
 
+    @property
+    def pages_tell_all(self) -> bool:
+        """Tells whether a sequence is made of its pages alone, all of them."""
+        return self.pool in ("mha", "mla") and self.sliding_window is None
+
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
         """The config of a pool of so many of the layers that keep tokens.
 
@@ -128,11 +133,13 @@ class KVLayout:
         window_size: int | None = None,
         saver: MemorySaver | None = None,
         tag: str = "kv_cache",
+        slot_major: bool = False,
     ) -> KVPool:
         """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed
-        there only.
+        there only. slot_major: see `TokenConfig`.
         """
-        fields = {"size": size, "page_size": page_size, "device": device}
+        fields: dict[str, Any] = {"size": size, "page_size": page_size, "device": device}
+        fields["slot_major"] = slot_major
         fp4 = self.dtype == FP4_DTYPE
         mha = MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool
         tokens = self.layers("full", "sliding", "mla")

@@ -114,6 +114,11 @@ class MemorySaver:
         self.backend.limit_bytes = nbytes
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes that tags can get now, as device and limit tell; torch's cache counts as free."""
+        return self.backend.free_bytes
+
+    @property
     def disk_dir(self) -> Path:
         """The folder that content ``"disk"`` is saved in, from the next pause on."""
         return self._transactions.saving.disk_dir

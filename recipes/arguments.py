@@ -36,6 +36,7 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
     return {
         "sleep_level": recipe.engine.sleep_level,
         "keep": recipe.cycle.keep,
+        "overlap": recipe.cycle.overlap,
         "alias": recipe.cycle.alias == "always",
         "critic": recipe.algorithm == "ppo",
         "reference": recipe.loop.kl_coef > 0
@@ -80,6 +81,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "max_prefill_tokens": section.max_prefill_tokens,
         "prefix_states": section.prefix_states,
         "max_context_len": setup.max_request_tokens,
+        "elastic": setup.recipe.cycle.overlap != [],
         "cuda_graphs": section.cuda_graphs,
         "kv_cache_dtype": section.kv_cache_dtype,
         "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,

@@ -13,7 +13,7 @@ from typing import Any
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.errors import LostWorker, RecipeError, one_line
 from recipes.planner.command import Decided, plan_beside
-from recipes.recipe import Recipe, keeping
+from recipes.recipe import Recipe, switching
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.preparation import Setup, prepare
 from recipes.watch.live import make_view
@@ -135,10 +135,10 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
             with monitor.stage("plan"):
-                keep, lines = plan()
+                keep, overlap, lines = plan()
             for line in lines:
                 view.note(line)
-            recipe = keeping(recipe, keep)
+            recipe = switching(recipe, keep, overlap)
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
@@ -157,14 +157,15 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
 
 @contextmanager
 def _switch(setup: Setup, run_dir: Path) -> Iterator[Callable[[], Decided]]:
-    """Gives what decides `cycle.keep`."""
-    recipe = setup.recipe
-    if recipe.cycle.keep != "auto":
-        yield lambda: (recipe.cycle.keep, [])
+    """Gives what decides `cycle.keep` and `cycle.overlap`."""
+    recipe, keep = setup.recipe, setup.recipe.cycle.keep
+    overlap = [] if recipe.cycle.overlap == "auto" else recipe.cycle.overlap
+    if keep != "auto" and (recipe.cycle.overlap != "auto" or setup.device == "cpu"):
+        yield lambda: (keep, overlap, [])
     elif setup.device == "cpu":
         stays = recipe.keepable_tags()
         line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
-        yield lambda: (stays, [line])
+        yield lambda: (stays, overlap, [line])
     else:
         import torch
 

@@ -36,6 +36,10 @@ class EngineConfig:
     only without sliding layers and double sparsity, and otherwise off whatever it says.
     prefix_states: prompts whose states the prefix cache keeps, in a model with linear layers; each
     takes a slot as a running sample does, and 0 turns the cache off there.
+    elastic: `wake_up(partly=True)` begins with a pool for one sample of max_context_len, which
+    takes more between steps, up to kv_tokens, as others leave the device; only with full or latent
+    attention in every layer, without double sparsity, tiers and tensor parallelism, and otherwise
+    off whatever it says.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
     neither.
     seed: of the requests that bring none.
@@ -57,6 +61,7 @@ class EngineConfig:
     graph_batch_sizes: tuple[int, ...] | None = None
     prefix_cache: bool = True
     prefix_states: int = 16
+    elastic: bool = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1

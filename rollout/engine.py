@@ -2,6 +2,7 @@
 replaced in place.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -168,6 +169,8 @@ class Engine:
         each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
+            if param.beam_width > 1 and self.cache.partial:
+                raise ValueError(f"prompt {i}: no beam search while the pool grows; use wake_up()")
         with held():
             requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
             samples = list(chain.from_iterable(requests))
@@ -194,6 +197,8 @@ class Engine:
         one.
         """
         self._require_available()
+        if self.cache.elastic is not None:
+            self.cache.elastic.grow()
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
@@ -297,22 +302,30 @@ class Engine:
         if rest := [tag for tag in chosen if tag != WEIGHTS]:
             if KV_CACHE in rest:
                 self.prefixes.park(keep=self.store.version is not None)
+                if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
+                    self.cache.elastic.shrink()
             self.saver.pause(*rest, content="discard")
             if KV_CACHE in rest:
                 # what steps left there; whoever works next needs it
                 empty_torch_cache(self.saver.device)
 
     @held()
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
 
         An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the
-        same.
+        same. partly: an `elastic` pool may begin with little, and grow while the engine generates.
         """
-        if paused := [tag for tag in self._known(tags) if self.saver.is_paused(tag)]:
-            self.saver.resume(*paused)  # all of them or none
+        paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
+        with contextlib.ExitStack() as undo:  # all of them or none
             if KV_CACHE in paused:
-                self.cache.on_resume()
+                self.saver.resume(KV_CACHE)
+                undo.callback(self.saver.pause, KV_CACHE, content="discard")
+                self.cache.on_resume(partly)
+                paused.remove(KV_CACHE)
+            if paused:
+                self.saver.resume(*paused)
+            undo.pop_all()
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""
@@ -450,8 +463,10 @@ class Engine:
         """
         self.prefixes.check_integrity()
         if not self.scheduler.running:
+            elastic = self.cache.elastic
+            withheld = 0 if elastic is None else elastic.withheld_pages
             for ledger in self.prefixes.ledgers:
-                assert ledger.available == ledger.total, (
+                assert ledger.available == ledger.total - withheld, (
                     f"{ledger.name} pages are held by no request"
                 )
             assert self.cache.table.available_size() == self.cache.table.size, (

@@ -15,11 +15,12 @@ stage.
                                                                    critic: compute_values
 
 A trainer has critic and reference only where the cycle is told so. Tags that the caller names in
-`keep` stay on the device in every state. With `alias` the rollout serves the trainer's own pages:
-`params` stays, lent in state "rollout", and tag `weights` never has memory of its own. Both sides
-are protocols: the same code drives objects of this process and handles on Ray actors. A stage that
-fails ends the cycle; where weights were being replaced, the rollout is poisoned with the reason and
-serves nothing.
+`keep` stay on the device in every state. Those in `overlap` leave while the rollout generates, and
+come back while the policy scores: their copies run beside work. With `alias` the rollout serves the
+trainer's own pages: `params` stays, lent in state "rollout", and tag `weights` never has memory of
+its own. Both sides are protocols: the same code drives objects of this process and handles on Ray
+actors. A stage that fails ends the cycle; where weights were being replaced, the rollout is
+poisoned with the reason and serves nothing.
 """
 
 import contextlib
@@ -68,6 +69,7 @@ class Cycle:
         on_stage: OnStage | None = None,
         sleep_level: int = 2,
         keep: Iterable[str] = (),
+        overlap: Iterable[str] = (),
         alias: bool = False,
         critic: bool = False,
         reference: bool = False,
@@ -75,13 +77,18 @@ class Cycle:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
 
         keep: tags of either side that stay on the device, where there is room for them; a
-        ValueError names an unknown one. alias: the rollout serves the trainer's pages, which it
-        gives back when it sleeps, at any level; the pair is opened with the same. critic,
+        ValueError names an unknown one. overlap: tags that the trainer trains; for a device with
+        room for them beside the rollout's weights, and an engine that is `elastic`, whose KV cache
+        takes their memory as they leave. The optimizer's come back beside `compute_log_prob`, but
+        not with a critic, which scores after it. alias: the rollout serves the trainer's pages,
+        which it gives back when it sleeps, at any level; the pair is opened with the same. critic,
         reference: what the trainer has beside the policy.
         """
         kept = set(keep)
         if unknown := sorted(kept.difference(KEEPABLE)):
             raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
+        if unknown := sorted({*overlap}.difference(TRAINED)):
+            raise ValueError(f"overlap names {unknown}; it is for {', '.join(TRAINED)}")
         if alias and WEIGHTS in kept:
             text = f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back"
             raise ValueError(f"{text}; leave it out")
@@ -90,6 +97,8 @@ class Cycle:
         self._alias = alias
         self._tags = [tag for tag in TRAINER_TAGS if tag not in absent]
         self._kept = kept | ({PARAMS} if alias else set())
+        self._behind = [tag for tag in self._tags if tag in {*overlap} - self._kept]
+        self._ahead = [] if critic else [tag for tag in self._behind if tag not in MODELS]
         self._held = set(self._tags) - {REFERENCE}  # which its trainer parks when it is made
         self._sleeping = [tag for tag in TAGS if tag not in kept]
         self._waking = [tag for tag in self._sleeping if not (alias and tag == WEIGHTS)]
@@ -114,9 +123,10 @@ class Cycle:
             write = self._trainer.share_weights if self._alias else self._trainer.sync_weights
             committed = write(version)
         # Params, which must stay until all engines have committed what they hold.
-        self._park_all_but([])
+        self._park_all_but(self._behind)
         with self._stage("wake_kv_cache"):
-            self._rollout.wake_up([KV_CACHE, CUDA_GRAPH])
+            self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], partly=bool(self._leaving()))
+        self._begin_park()
         self.state = after
         return committed
 
@@ -130,6 +140,9 @@ class Cycle:
         if model not in (known := [tag for tag in MODELS if tag in self._tags]):
             raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(known)}")
         self._take("to_score", [model])
+        if model == PARAMS and (back := [tag for tag in self._ahead if tag not in self._held]):
+            with self._stage("begin_restore"):
+                self._trainer.restore(*back, wait=False)
 
     def to_train(self) -> None:
         """Take all the memory back."""
@@ -156,9 +169,18 @@ class Cycle:
                     self._trainer.park(tag)
                 self._held.remove(tag)
 
+    def _leaving(self) -> list[str]:
+        return [tag for tag in self._behind if tag in self._held]
+
+    def _begin_park(self) -> None:
+        if leaving := self._leaving():
+            with self._stage("begin_park"):
+                self._trainer.park(*leaving, wait=False)
+            self._held.difference_update(leaving)
+
     def _make_room(self) -> None:
         before = set(self._held)
-        self._park_all_but([PARAMS])
+        self._park_all_but([PARAMS, *self._behind])
         # nothing of the trainer's, but what training left in torch's cache
         if self._held == before and self._waking:
             with self._stage("empty_cache"):

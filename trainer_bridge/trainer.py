@@ -180,26 +180,31 @@ class Trainer:
         )
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
+        self._runtime.finish()  # what waits for the step is no part of the next stage
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
         return dict(zip(names, means, strict=True)) | {
             "grad_norm": grad_norm,
             "tokens": float(batch.num_tokens),
         }
 
-    def park(self, *tags: str) -> None:
+    def park(self, *tags: str, wait: bool = True) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
 
         A model's tag that has not changed since it was parked last is not copied again, where a
-        trainer scores with several models.
+        trainer scores with several models. wait: False returns while the copies go on; a tag's
+        memory is freed when its copy is there, and the next call that needs a tag waits.
         """
         self.empty_cache()
-        self._parking.park(*tags)
+        self._parking.park(*tags, wait=wait)
 
-    def restore(self, *tags: str) -> None:
+    def restore(self, *tags: str, wait: bool = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
+
+        wait: False returns while they come, and the next call that needs a tag waits. Where memory
+        is short then they stay parked: a restore that waits tries it again.
         """
-        self._parking.restore(*tags)
+        self._parking.restore(*tags, wait=wait)
 
     def empty_cache(self) -> None:
         """Drop gradients and unsharded layers, and give torch's cached blocks to the device."""
@@ -364,6 +369,7 @@ class Trainer:
 
         The saver is its maker's.
         """
+        self._parking.close()
         if self._sync is not None:
             self._sync.close()
         self._runtime.close()

@@ -19,12 +19,31 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         # a stack of free pages, its top is the end of [:_num_free]; filled so that pages go out in
         # ascending order
         self._free = np.arange(self.total_pages, -1, -1, dtype=np.int64)
-        self._num_free = self.total_pages
+        self._num_free = self._open_pages = self.total_pages
         self._refs = np.zeros(self.total_pages + 1, dtype=np.int64)
 
     @property
     def available_pages(self) -> int:
         return self._num_free
+
+    def limit(self, size: int) -> None:
+        """Hands out pages of the first `size` tokens only, all that an elastic pool has memory
+        behind now; `total_pages` stays. ValueError, with nothing changed, where a later page has an
+        owner, or the pool never was so large.
+        """
+        pages = size // self.page_size
+        if not 0 <= pages <= self.total_pages:
+            raise ValueError(f"limit({size}): the pool was made for 0..{self.size} tokens")
+        owned = np.concatenate([np.flatnonzero(self._refs), self._deferred_pages()])
+        if (owned > pages).any():
+            raise ValueError(
+                f"limit({size}): page {int(owned[owned > pages][0])} has an owner; "
+                "release its sequence first"
+            )
+        free = self._free[: self._num_free]
+        more = np.arange(pages, self._open_pages, -1, dtype=np.int64)
+        left = np.concatenate([more, free[free <= pages]])  # new ones go out last
+        self._free[: len(left)], self._num_free, self._open_pages = left, len(left), pages
 
     def ref_counts(self, pages: Indices) -> Int64Array:
         return self._refs[self._valid_pages(as_int64(pages, "pages"))]
@@ -88,14 +107,14 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         """Raises AssertionError when a page is lost, twice free, or free while owned."""
         free = np.concatenate([self._free[: self._num_free], self._deferred_pages()])
         assert len(np.unique(free)) == len(free), "a page is twice in the free list"
-        assert ((free >= 1) & (free <= self.total_pages)).all(), (
+        assert ((free >= 1) & (free <= self._open_pages)).all(), (
             "the free list names a page outside the pool"
         )
         assert (self._refs >= 0).all() and self._refs[0] == 0, (
             "negative reference count, or the padding page is owned"
         )
         assert (self._refs[free] == 0).all(), "an owned page is in the free list"
-        assert int((self._refs > 0).sum()) + len(free) == self.total_pages, "pages were lost"
+        assert int((self._refs > 0).sum()) + len(free) == self._open_pages, "pages were lost"
 
     def _give_back(self, pages: Int64Array) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages[::-1]

@@ -76,8 +76,8 @@ def plan_of(
     return plan_switch(recipe, name, gpu=card, staged=staged, fields=fields, prompt_tokens=prompt)
 
 
-Decided = tuple[list[str], list[str]]
-"""Tags that stay, and lines that say what was decided and why."""
+Decided = tuple[list[str], list[str], list[str]]
+"""Tags that stay, those that leave beside work, and lines that say what was decided and why."""
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def plan_beside(run_dir: Path, total: int, alias: str) -> Iterator[Callable[[], 
     """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch.
 
     total: bytes of its GPU. alias: as it was decided. plan.json stays in the folder; without a plan
-    nothing is kept, and the line says why.
+    nothing stays, and the line says why.
     """
     words = [str(run_dir / "recipe.yaml"), f"cycle.alias={alias}", "--gpu", str(total)]
     process = subprocess.Popen(
@@ -100,9 +100,9 @@ def plan_beside(run_dir: Path, total: int, alias: str) -> Iterator[Callable[[], 
         said = process.communicate()[1].strip().splitlines()
         if process.returncode not in (0, DOES_NOT_FIT):
             why = said[-1] if said else f"exit status {process.returncode}"
-            return [], [f"cycle.keep=auto: everything is handed over, there is no plan: {why}"]
+            return [], [], [f"cycle: everything is handed over, there is no plan: {why}"]
         switch = json.loads((run_dir / "plan.json").read_text())["switch"]
-        return switch["keep"], switch["lines"]
+        return switch["keep"], switch["overlap"], switch["lines"]
 
     with process:
         try:

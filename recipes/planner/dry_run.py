@@ -87,7 +87,15 @@ class PlannedRuntime(Runtime):
 
 
 class PlannedTrainer(Trainer):
-    """A sync reads shards and writes elsewhere: nothing to reckon."""
+    """A sync reads shards and writes elsewhere: nothing to reckon. What runs beside other work is
+    over when that begins: then the KV pool has grown.
+    """
+
+    def park(self, *tags: str, wait: bool = True) -> None:
+        super().park(*tags)
+
+    def restore(self, *tags: str, wait: bool = True) -> None:
+        super().restore(*tags)
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")

@@ -49,6 +49,7 @@ class PlannedRollout(Unreported):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
+        self._asleep.discard(KV_CACHE)
         # Which torch keeps, until the KV cache sleeps.
         self._torch = self._peak = self._sizes.generating
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -63,8 +64,9 @@ class PlannedRollout(Unreported):
         if KV_CACHE in chosen:
             self._torch = self._sizes.idle
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
+    def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
+        woken = set(self._sizes.tags if tags is None or not self._staged else tags)
+        self._asleep -= woken - {KV_CACHE} if partly else woken
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch

@@ -45,11 +45,13 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """keep: tags that stay on the device. seconds: of a step in which nothing else runs because of
-    the switch. lines: the same for a reader, with reasons.
+    """keep: tags that stay on the device. overlap: those that leave and come back beside work.
+    seconds: of a step in which nothing else runs because of the switch. lines: the same for a
+    reader, with reasons.
     """
 
     keep: tuple[str, ...]
+    overlap: tuple[str, ...]
     seconds: float
     lines: tuple[str, ...]
 

@@ -13,8 +13,10 @@ from typing import Any
 from memsaver.errors import format_bytes
 from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan, Switch, make_plan
-from recipes.recipe import SAVED, Recipe, keeping
-from trainer_bridge.tags import ADAPTERS, PARAMS
+from recipes.recipe import SAVED, Recipe, switching
+from recipes.setup.models import meta_model
+from recipes.setup.pool import pool_grows
+from trainer_bridge.tags import ADAPTERS, MODELS, PARAMS, TRAINED
 
 _ERROR = 0.03  # of the GPU: how far a plan may be off
 # Seconds, as measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again, and to
@@ -23,21 +25,30 @@ _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
 
 
 def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
-    """Returns the plan of a recipe, its switch decided where `cycle.keep` is auto.
+    """Returns the plan of a recipe, its switch decided where `cycle.keep` and `cycle.overlap` are
+    auto.
 
     how: as of `make_plan`. `cycle.alias` is decided already.
     """
-    parked = make_plan(keeping(recipe, ()), name, **how)
-    wish = recipe.cycle.keep
+    parked = make_plan(switching(recipe, ()), name, **how)
+    wish, beside = recipe.cycle.keep, recipe.cycle.overlap
     switch = decide(parked, recipe) if wish == "auto" else describe(parked, recipe, wish)
-    plan = make_plan(keeping(recipe, switch.keep), name, **how) if switch.keep else parked
+    plan = make_plan(switching(recipe, switch.keep), name, **how) if switch.keep else parked
+    fields = how.get("fields") or recipe.model.random_fields()
+    if beside == "auto":
+        grows = pool_grows(recipe, meta_model(fields).config)
+        beside = [tag for tag in _leaving(parked, switch.keep) if tag in TRAINED] if grows else []
+    if beside:
+        at_once = make_plan(switching(recipe, switch.keep, beside), name, **how)
+        if recipe.cycle.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
+            plan, switch = at_once, describe(parked, recipe, switch.keep, beside)
     return dataclasses.replace(plan, switch=switch)
 
 
 def decide(plan: Plan, recipe: Recipe) -> Switch:
     """Returns the cheapest switch that fits. plan: of the recipe with `cycle.keep` empty."""
     tags = list(_sizes(plan))
-    most = plan.room - int(_ERROR * plan.gpu.total)
+    most = _most(plan)
     choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
     fitting = [keep for keep in choices if _peak(plan, keep)[1] <= most]
     # the larger of two that cost the same: fewer calls
@@ -45,13 +56,17 @@ def decide(plan: Plan, recipe: Recipe) -> Switch:
     return describe(plan, recipe, best)
 
 
-def describe(plan: Plan, recipe: Recipe, keep: Collection[str]) -> Switch:
-    """Returns what a switch with these tags kept costs. plan: as of `decide`."""
+def describe(
+    plan: Plan, recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()
+) -> Switch:
+    """Returns what a switch with these tags kept, and these beside work, costs. plan: as of
+    `decide`.
+    """
     sizes = _sizes(plan)
-    always = {tag for tag in sizes if _always(plan, tag)}
-    stays = [tag for tag in sizes if tag in keep or tag in always]
-    leaves = [tag for tag in sizes if tag not in stays]
-    seconds = _seconds(plan, recipe, keep)
+    leaves = _leaving(plan, keep)
+    stays = [tag for tag in sizes if tag not in leaves]
+    overlap = tuple(tag for tag in leaves if tag in overlap)
+    seconds = _seconds(plan, recipe, keep, overlap)
     lines = [f"stays: {_listed(stays, sizes)}"]
     if recipe.cycle.alias == "always":
         lines[0] += "; weights are the trainer's own pages"
@@ -60,10 +75,28 @@ def describe(plan: Plan, recipe: Recipe, keep: Collection[str]) -> Switch:
         stage, peak = _peak(plan, tuple(sizes))
         all_of_it = f"kept whole, {stage} would take {peak / GIB:.1f} GiB"
         lines[-1] += f"; {all_of_it} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
+    if overlap:
+        back = ", ".join(_ahead(recipe, overlap)) or "nothing"
+        lines.append(
+            f"beside work: {', '.join(overlap)} while answers are made, back while they are "
+            f"scored: {back}"
+        )
     lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
-    return Switch(
-        keep=tuple(tag for tag in sizes if tag in keep), seconds=seconds, lines=tuple(lines)
-    )
+    kept = tuple(tag for tag in sizes if tag in keep)
+    return Switch(keep=kept, overlap=overlap, seconds=seconds, lines=tuple(lines))
+
+
+def _most(plan: Plan) -> int:
+    return plan.room - int(_ERROR * plan.gpu.total)
+
+
+def _leaving(plan: Plan, keep: Collection[str]) -> list[str]:
+    return [tag for tag in _sizes(plan) if tag not in keep and not _always(plan, tag)]
+
+
+def _ahead(recipe: Recipe, overlap: Collection[str]) -> list[str]:
+    """Returns what comes back before it is needed (`Cycle`)."""
+    return [tag for tag in overlap if tag not in MODELS and recipe.algorithm != "ppo"]
 
 
 def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
@@ -113,10 +146,12 @@ def _torch(plan: Plan) -> int:
     return most.total()
 
 
-def _seconds(plan: Plan, recipe: Recipe, keep: Collection[str]) -> float:
-    sizes = _sizes(plan)
-    leaves = [tag for tag in sizes if tag not in keep and not _always(plan, tag)]
+def _seconds(
+    plan: Plan, recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()
+) -> float:
+    sizes, leaves = _sizes(plan), _leaving(plan, keep)
     copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
+    copied -= sum(sizes[tag] for tag in [*overlap, *_ahead(recipe, overlap)])
     remapped = sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0)
     written = 0 if recipe.cycle.alias == "always" else sizes.get("weights", 0)
     return copied / plan.gpu.link + remapped * _REMAPPED + written * _SYNCED + _MESSAGES

@@ -16,7 +16,7 @@ from recipes.recipe.loops import (
     PpoSection,
     TaskSection,
 )
-from recipes.recipe.recipe import Recipe, keeping
+from recipes.recipe.recipe import Recipe, switching
 from recipes.recipe.rules import FieldError
 from recipes.recipe.sides import (
     EngineSection,
@@ -44,5 +44,5 @@ __all__ = [
     "SamplingSection",
     "TaskSection",
     "TrainerSection",
-    "keeping",
+    "switching",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from omegaconf import MISSING
@@ -142,7 +143,8 @@ class CheckpointSection(Section):
 OF_PPO = ("critic", "critic_optim")
 REFERENCE = "reference"
 # The trainer's, whose content is kept on the host, then the rollout's.
-SAVED = ("params", "optim", *OF_PPO, REFERENCE)
+TRAINED = ("params", "optim", *OF_PPO)
+SAVED = (*TRAINED, REFERENCE)
 TAGS = (*SAVED, "weights", "kv_cache", "cuda_graph")
 
 
@@ -151,21 +153,27 @@ class CycleSection(Section):
     """The hand-over: what stays on the device. auto: as much as the plan has room for."""
 
     keep: Any = "auto"  # or a list of tags
+    # Of what leaves, the trainer's tags that leave while the rollout generates and come back while
+    # the policy scores: auto (where the plan has room), or a list.
+    overlap: Any = "auto"
     # The rollout serves the trainer's own pages: auto (where it can), always or never.
     alias: str = "auto"
 
     def rules(self) -> Iterator[Rule]:
-        good, none = self.keep == "auto" or isinstance(self.keep, list), "set cycle.keep=[] (none)"
-        yield Rule("keep", good, "must be auto, or a list of words, as [params, optim]", none)
-        unknown = [str(tag) for tag in self.named if tag not in TAGS]
-        words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(TAGS)}"
-        yield Rule("keep", not unknown, words, none)
+        for key, named, known in (("keep", self.keep, TAGS), ("overlap", self.overlap, TRAINED)):
+            good, none = named == "auto" or isinstance(named, list), f"set cycle.{key}=[] (none)"
+            yield Rule(key, good, "must be auto, or a list of words, as [params, optim]", none)
+            unknown = [str(tag) for tag in (named if isinstance(named, list) else ())]
+            unknown = [tag for tag in unknown if tag not in known]
+            words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(known)}"
+            yield Rule(key, not unknown, words, none)
         yield Rule("alias", *one_of("auto", "always", "never"))
 
     @property
     def named(self) -> list[str]:
-        """Tags that the recipe names; none of auto."""
-        return [] if self.keep == "auto" else self.keep
+        """Tags that `keep` and `overlap` name; none of auto."""
+        lists = (named for named in (self.keep, self.overlap) if named != "auto")
+        return list(chain.from_iterable(lists))
 
 
 GPUS = ("h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb")

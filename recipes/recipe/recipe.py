@@ -99,10 +99,13 @@ class Recipe(Section):
     def _rules_of_tags(self) -> Iterator[Rule]:
         """Only tags that this recipe has are kept."""
         absent = self.absent_tags()
-        there = shown([tag for tag in self.cycle.named if tag not in absent])
-        for tag, words in absent.items():
-            words = f"{tag} is there with {words} only"
-            yield Rule("cycle.keep", tag not in self.cycle.named, words, f"set cycle.keep={there}")
+        lists = {"cycle.keep": self.cycle.keep, "cycle.overlap": self.cycle.overlap}
+        for key, named in lists.items():
+            if isinstance(named, list):
+                there = shown([tag for tag in named if tag not in absent])
+                for tag, words in absent.items():
+                    words = f"{tag} is there with {words} only"
+                    yield Rule(key, tag not in named, words, f"set {key}={there}")
 
     def absent_tags(self) -> dict[str, str]:
         """Tags that this recipe does not have, and the setting that each is there with."""
@@ -119,6 +122,6 @@ class Recipe(Section):
         return [tag for tag in TAGS if tag not in absent]
 
 
-def keeping(recipe: Recipe, tags: Collection[str]) -> Recipe:
-    """Returns the recipe with `cycle.keep` decided."""
-    return replace(recipe, cycle=replace(recipe.cycle, keep=list(tags)))
+def switching(recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()) -> Recipe:
+    """Returns the recipe with `cycle.keep` and `cycle.overlap` decided."""
+    return replace(recipe, cycle=replace(recipe.cycle, keep=list(keep), overlap=list(overlap)))

@@ -72,6 +72,15 @@ def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     return rank_layout(kept, recipe.engine.tensor_parallel_size)
 
 
+def pool_grows(recipe: Recipe, config: Any) -> bool:
+    """Tells whether the pool may begin small. config: as of `rank_kept`."""
+    import torch
+
+    engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
+    alone = engine.tensor_parallel_size == 1 and not engine.host_to_device_ratio
+    return alone and rank_kept(recipe, config, dtype).pages_tell_all
+
+
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
     """The bytes of one rank's weights; all take the same. RecipeError for ranks that cannot be."""
     from rollout.model import rank_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,15 @@ from kvcache import (
 )
 from kvcache.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
-from kvcache.pools import DoubleSparseTokenToKVPool, HybridReqToTokenPool, MambaPool, SWAKVPool
-from memsaver import MemorySaver
+from kvcache.pools import (
+    DoubleSparseTokenToKVPool,
+    HybridReqToTokenPool,
+    MambaPool,
+    SWAKVPool,
+    TokenPool,
+)
+from memsaver import MemorySaver, OutOfMemory
+from memsaver.common.rounding import round_up
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
 from rollout.model.ranks import rank_layout
@@ -32,6 +40,54 @@ from rollout.serving.state_prefix import StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.tags import KV_CACHE
 
+# Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
+_SPARE = 2**30  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """A pool that may have memory behind its first tokens alone; `EngineConfig.elastic`.
+
+    least, most: tokens.
+    """
+
+    pool: TokenPool
+    allocator: PagedTokenToKVPoolAllocator
+    saver: MemorySaver
+    least: int
+    most: int
+
+    @property
+    def withheld_pages(self) -> int:
+        """Counts pages that have no memory now."""
+        return (self.most - self.pool.size) // self.pool.page_size
+
+    def shrink(self) -> None:
+        """Keeps memory for one sequence; no page may have an owner."""
+        self.allocator.limit(0)
+        self._resize(self.least)
+
+    def fill(self) -> None:
+        """Takes all memory; OutOfMemory changes nothing."""
+        self._resize(self.most)
+
+    def grow(self) -> None:
+        """Takes what is free now, in steps worth a call of the driver."""
+        missing = self.most - self.pool.size
+        spare = _SPARE if self.saver.device.type == "cuda" else 0
+        more = min((self.saver.free_bytes - spare) // self.pool.bytes_per_token, missing)
+        if missing and more >= min(missing, self.most // 16):
+            with contextlib.suppress(OutOfMemory):  # somebody else was faster
+                self._resize(self.pool.size + more)
+
+    def _resize(self, tokens: int) -> None:
+        self.pool.resize(tokens)
+        self.follow()
+
+    def follow(self) -> None:
+        """Hands out the pages that have memory."""
+        self.allocator.limit(self.pool.size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
@@ -39,7 +95,7 @@ class Cache:
     outside of every tag.
 
     states: of the linear layers, a slot a request and `EngineConfig.prefix_states` for prefixes;
-    None for a model without such layers.
+    None for a model without such layers. elastic: None where the pool has one size.
     """
 
     layout: KVLayout
@@ -48,6 +104,7 @@ class Cache:
     table: ReqToTokenPool
     blocks: BlockManager
     sparsity: DoubleSparsity | None
+    elastic: Elastic | None
 
     @classmethod
     def build(
@@ -68,7 +125,14 @@ class Cache:
             "page_size": config.page_size,
             "device": saver.device,
         }
+        grows = (
+            config.elastic
+            and kept.pages_tell_all
+            and config.tiers is None
+            and config.tensor_parallel_size == 1  # ranks must decide alike
+        )
         if config.double_sparsity is None:
+            size["slot_major"] = grows
             pool = kept.build(**size, window_size=window_size, saver=saver, tag=KV_CACHE)
         else:
             pool = _sparse_pool(kept, config.double_sparsity, size, saver)
@@ -91,6 +155,13 @@ class Cache:
                 config.kv_tokens, config.page_size, saver.device
             )
         blocks = BlockManager(table, allocator, pool, kept.sliding_window)
+        elastic = None
+        if grows and isinstance(pool, TokenPool) and config.double_sparsity is None:
+            assert isinstance(allocator, PagedTokenToKVPoolAllocator)
+            least = round_up(min(max_context_len, config.kv_tokens), config.page_size)
+            elastic = Elastic(
+                pool=pool, allocator=allocator, saver=saver, least=least, most=config.kv_tokens
+            )
         return cls(
             layout=kept,
             pool=pool,
@@ -98,6 +169,7 @@ class Cache:
             table=table,
             blocks=blocks,
             sparsity=config.double_sparsity,
+            elastic=elastic,
         )
 
     def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
@@ -105,8 +177,7 @@ class Cache:
         windows of a prefix are gone when its sequence ends, states need slots of their own, and
         double sparsity decodes otherwise than it prefills.
         """
-        pages_tell_all = self.layout.pool in ("mha", "mla") and self.layout.sliding_window is None
-        safe = pages_tell_all and self.sparsity is None
+        safe = self.layout.pages_tell_all and self.sparsity is None
         if config.tiers is not None:
             if not safe:
                 raise ValueError(
@@ -119,6 +190,11 @@ class Cache:
         return PrefixBlocks(
             self.blocks, RadixCache(self.blocks.allocator) if config.prefix_cache and safe else None
         )
+
+    @property
+    def partial(self) -> bool:
+        """Tells whether an elastic pool has memory behind its first tokens alone now."""
+        return self.elastic is not None and self.elastic.withheld_pages > 0
 
     @property
     def capturable(self) -> bool:
@@ -146,11 +222,16 @@ class Cache:
             return None
         return self.layout.sliding_window, allocator.full_to_swa_index_mapping
 
-    def on_resume(self) -> None:
-        """Zeroes what padded tokens read after each resume of the tag; all else is undefined."""
+    def on_resume(self, partly: bool = False) -> None:
+        """Zeroes what padded tokens read after each resume of the tag; all else is undefined.
+
+        An elastic pool takes the rest of its memory, unless it is to begin with a part of it.
+        """
         self.pool.on_resume()
         if self.states is not None:
             self.states.on_resume()
+        if self.elastic is not None:
+            (self.elastic.follow if partly else self.elastic.fill)()
 
 
 def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:

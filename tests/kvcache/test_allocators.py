@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache import BlockManager, KVAllocator, ReqToTokenPool
 from kvcache.allocators import (
@@ -56,13 +56,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.real, self.ps = real, real.page_size
         self.owners: Counter[int] = Counter()
         self.held: set[int] | None = None  # pages that the open group holds back
+        self.open = PAGES  # the pages up to here are handed out
         self.sequences: list[list[int]] = []  # token ids of each
         # arrays that were handed out, and what was in them
         self.issued: list[tuple[Int64Array, list[int]]] = []
 
     def left(self, side: str | None) -> int:
         """Pages that can be taken."""
-        return PAGES - len(+self.owners) - len(self.held or ())
+        return self.open - len(+self.owners) - len(self.held or ())
 
     @contextmanager
     def starved(self, side: str | None) -> Iterator[None]:
@@ -70,7 +71,7 @@ class LedgerMachine(RuleBasedStateMachine):
         yield
 
     def take(self, pages: set[int]) -> None:
-        assert all(0 < page <= PAGES and not self.owners[page] for page in pages)
+        assert all(0 < page <= self.open and not self.owners[page] for page in pages)
         assert not pages & (self.held or set())
         self.owners.update(pages)
 
@@ -83,6 +84,20 @@ class LedgerMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         """Sequences that can't grow any more, as one of their pages is free."""
         self.sequences = [s for s in self.sequences if all(self.owners[i // self.ps] for i in s)]
+
+    @precondition(lambda self: isinstance(self.real, PagedTokenToKVPoolAllocator))
+    @rule(pages=st.integers(0, PAGES), rest=st.integers(0, 3))
+    def limit(self, pages: int, rest: int) -> None:
+        before, real = ledger_state(self.real), self.real
+        assert isinstance(real, PagedTokenToKVPoolAllocator)
+        size = min(PAGES * self.ps, pages * self.ps + min(rest, self.ps - 1))
+        if any(page > pages for page in [*+self.owners, *(self.held or ())]):
+            with pytest.raises(ValueError, match=rf"limit\({size}\): page \d has an owner"):
+                real.limit(size)
+            assert ledger_state(real) == before
+            return
+        real.limit(size)
+        self.open = pages
 
     @rule(count=st.integers(0, PAGES), by_page=st.booleans(), side=STARVED)
     def alloc(self, count: int, by_page: bool, side: str | None) -> None:

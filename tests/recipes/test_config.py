@@ -10,6 +10,8 @@ import pytest
 import recipes
 from recipes.cli import main
 from recipes.recipe import TAGS
+from recipes.recipe.loops import TRAINED
+from trainer_bridge import tags
 from trainer_bridge.cycle import KEEPABLE
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
@@ -95,4 +97,4 @@ def test_a_path_takes_the_place_of_a_random_model() -> None:
 
 
 def test_the_tags_that_may_be_kept_are_the_cycles() -> None:
-    assert KEEPABLE == TAGS
+    assert KEEPABLE == TAGS and TRAINED == tags.TRAINED

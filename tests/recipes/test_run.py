@@ -110,16 +110,21 @@ def straight(make_run: MakeRun) -> Path:
 def test_kept_tags_stay_and_change_no_number(
     straight: Path, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also in a run that goes on with all of them kept, by itself, and the engine on the trainer's
-    pages; that it evaluated where it stopped leaves no trace.
+    """Also in a run that goes on with what leaves beside work, and then with all of them kept, by
+    itself, and the engine on the trainer's pages; that it evaluated where it stopped leaves no
+    trace.
     """
     kept = tmp_path / "kept"
-    start_run("tiny", [*SMALL, "steps=3", "cycle.keep=[optim,weights]"], kept)
+    start_run("tiny", [*SMALL, "steps=2", "cycle.keep=[optim,weights]"], kept)
     for row in rows(kept, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
-    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto"]
+    continue_run(kept, None, ["steps=3", "cycle.keep=[]", "cycle.overlap=[params,optim]"])
+    beside = rows(kept, "train")[-1]["stages"]
+    assert "begin_park" in beside and "begin_restore" in beside and "restore_params" in beside
+    assert "park_params" not in beside and "park_optim" not in beside
+    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto", "cycle.overlap=auto"]
     continue_run(kept, None, words)
     row = rows(kept, "train")[-1]
     last = row["memory"]

@@ -1,13 +1,15 @@
 """Sleep, wake up, and the two-phase weight update."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from memsaver import StateError
-from rollout import Engine, WeightUpdateError
-from tests.helpers.rollout.answers import GREEDY, check, ids
+from memsaver import OutOfMemory, StateError
+from rollout import Engine, KVTiers, WeightUpdateError
+from tests.helpers.rollout.answers import GREEDY, check, ids, random_prompts
+from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.updates import PROMPTS, addresses, answers, expected, tiny, update, write
 
 
@@ -127,3 +129,61 @@ def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
     engine.wake_up()
     engine.check_integrity()
     assert answers(engine) == before
+
+
+def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_the_same(
+    path: Path, device: str
+) -> None:
+    """The limit falls away while it generates, as another's memory would be freed."""
+    sizes = {"kv_tokens": 1 << 16, "max_context_len": 96}
+    engine = Engine.from_pretrained(path, device=device, elastic=True, **sizes)
+    fixed = Engine.from_pretrained(path, device=device, **sizes)
+    pool, saver = engine.kv_pool, engine.saver
+    # 5,120 tokens: more than one extent of 2 MiB holds
+    prompts, params = random_prompts([68] * 64), replace(GREEDY, max_tokens=12)
+    expected = ids(fixed.generate(prompts, params))
+    pointers, whole = addresses(engine), saver.report().tags["kv_cache"].committed_bytes
+    seen, at_once = list[int](), list[int]()
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        seen.append(pool.size)
+        if not done:
+            at_once.append(len(engine.scheduler.running))
+        else:
+            saver.limit_bytes = None
+
+    for _ in range(2):
+        engine.sleep(level=1)
+        engine.wake_up(partly=True)
+        with pytest.raises(ValueError, match="prompt 0: no beam search while the pool grows"):
+            engine.generate(prompts, replace(params, beam_width=2))
+        engine.check_integrity()
+        assert 96 <= pool.size < 1 << 15
+        saver.limit_bytes = saver.report().committed_bytes
+        seen.clear()
+        at_once.clear()
+        assert ids(engine.generate(prompts, params, watch)) == expected
+        assert max(at_once) < len(prompts)  # the pool was too small in truth
+        assert seen[0] < 1 << 15 and seen == sorted(seen) and pool.size == 1 << 16
+        assert saver.report().tags["kv_cache"].committed_bytes == whole
+        engine.check_integrity()
+    assert addresses(engine) == pointers
+
+
+def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size(
+    path: Path, saved: Saved
+) -> None:
+    engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 16)
+    before, saver = answers(engine), engine.saver
+    engine.sleep()
+    engine.wake_up(["weights"])
+    saver.limit_bytes = saver.report().committed_bytes + (4 << 20)
+    with pytest.raises(OutOfMemory):
+        engine.wake_up()
+    assert saver.is_paused("kv_cache")
+    saver.limit_bytes = None
+    engine.wake_up()
+    assert engine.kv_pool.size == 1 << 16 and answers(engine) == before
+    hybrid = Engine.from_pretrained(saved("qwen3_next")[0], elastic=True)
+    tiered = Engine.from_pretrained(path, elastic=True, tiers=KVTiers(host_ratio=1.0))
+    assert hybrid.cache.elastic is tiered.cache.elastic is None

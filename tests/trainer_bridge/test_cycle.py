@@ -34,6 +34,8 @@ class World:
         self.fail_at: set[str] = set()
         self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
         self.roomy = roomy
+        self.beside = set[str]()  # what was told to come back beside other work
+        self.partly = False
 
     def at(self, call: str) -> None:
         if call in self.fail_at:
@@ -59,19 +61,21 @@ class FakeTrainer:
     def empty_cache(self) -> None:
         self.world.at("empty_cache")
 
-    def park(self, *tags: str) -> None:
-        (tag,) = tags
-        self.world.at(f"park_{tag}")
-        if tag == "params" and "weights" in self.world.held:
-            assert self.world.version is not None, (
-                "parameters given up before the rollout confirmed"
-            )
-        self.world.held.remove(tag)
+    def park(self, *tags: str, wait: bool = True) -> None:
+        assert len(tags) == 1 or not wait
+        for tag in tags:
+            self.world.at(f"park_{tag}")
+            if tag == "params" and "weights" in self.world.held:
+                assert self.world.version is not None, (
+                    "parameters given up before the rollout confirmed"
+                )
+            self.world.held.remove(tag)
 
-    def restore(self, *tags: str) -> None:
-        (tag,) = tags
-        self.world.at(f"restore_{tag}")
-        self.world.take(tag)
+    def restore(self, *tags: str, wait: bool = True) -> None:
+        self.world.beside |= set() if wait else set(tags)
+        for tag in tags if wait else ():
+            self.world.at(f"restore_{tag}")
+            self.world.take(tag)
 
     def sync_weights(self, version: int) -> SyncReceipt:
         assert {"params", "weights"} <= self.world.held
@@ -102,7 +106,8 @@ class FakeRollout:
         if "weights" in tags:
             self.world.version, self.world.reason = None, f"asleep at level {level}"
 
-    def wake_up(self, tags: Any) -> None:
+    def wake_up(self, tags: Any, partly: bool = False) -> None:
+        self.world.partly = partly
         self.world.at(f"wake_{tags[0]}")
         for tag in tags:
             self.world.take(tag)
@@ -205,6 +210,43 @@ def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str
     ):
         cycle.to_score(model)
     cycle.to_score()
+
+
+@pytest.mark.parametrize(
+    ("options", "leave", "comes"),
+    [
+        ({"overlap": ("params", "optim")}, "wake_kv_cache begin_park", {"optim"}),
+        ({"overlap": ("optim",)}, "park_params wake_kv_cache begin_park", {"optim"}),
+        ({"overlap": ("params",), "keep": ("optim",)}, "wake_kv_cache begin_park", set()),
+        ({"overlap": ("params", "optim"), "keep": ("params", "optim")}, "wake_kv_cache", set()),
+        (
+            {"overlap": ("optim", "critic_optim"), "critic": True},
+            "park_params wake_kv_cache begin_park",
+            set(),
+        ),
+    ],
+)
+def test_what_leaves_beside_work_leaves_behind_the_kv_cache_and_comes_with_the_policys_score(
+    options: dict[str, Any], leave: str, comes: set[str]
+) -> None:
+    """A stage that copies would stand between the sync and the answers."""
+    world, seen = World(options.get("critic", False), roomy=True), list[str]()
+    trained = frozenset(world.held)
+    cycle = pair(world, seen, **options)
+    cycle.to_rollout(1)
+    stages = [s for s in seen if "critic" not in s and s != "empty_cache"]
+    assert stages == f"wake_weights sync_weights {leave}".split()
+    assert world.held == THEIRS | set(options.get("keep", ()))
+    assert world.partly == ("begin_park" in leave)
+    cycle.to_score()
+    assert world.beside == comes
+    cycle.to_train()
+    assert world.held >= trained
+
+
+def test_overlap_is_for_what_is_trained() -> None:
+    with pytest.raises(ValueError, match=r"overlap names \['reference'\]; it is for params, optim"):
+        pair(World(), overlap=["reference", "optim"], reference=True)
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

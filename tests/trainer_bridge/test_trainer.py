@@ -202,6 +202,54 @@ def test_parking_keeps_every_bit_and_every_address(
     assert_same_bits(bits(trainer), bits(twin))
 
 
+def test_what_is_parked_and_restored_beside_other_work_keeps_every_bit_and_whoever_needs_it_waits(
+    device: str, model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, device=device)
+    twin = make_trainer(model_path, saver=False, device=device)
+    assert trainer.saver is not None
+    for step in range(3):
+        batch = make_batch(5, seed=step)
+        trainer.park("optim", "params", wait=False)
+        trainer.restore("params")  # waits: what was begun holds its tags
+        assert trainer.saver.is_paused("optim")
+        scribble(16 << 20, device)
+        trainer.restore("optim", wait=False)
+        assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
+        for side in (trainer, twin):
+            side.update_actor(batch)
+        assert_same_bits(bits(trainer), bits(twin))
+
+
+def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_nothing(
+    model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = make_trainer(model_path), make_batch(2)
+    scores = trainer.compute_log_prob(batch)
+
+    def fail(error: Exception) -> Any:
+        def raises(*_: Any, **__: Any) -> None:
+            raise error
+
+        return raises
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.saver, "pause", fail(RuntimeError("no host")))
+        trainer.park("params", wait=False)
+        with pytest.raises(RuntimeError, match="no host"):
+            trainer.compute_log_prob(batch)
+    assert trainer.compute_log_prob(batch) == scores  # it was not parked
+    trainer.park()
+    short = OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.saver, "resume", fail(short))
+        trainer.restore("params", wait=False)  # a wish: no room is no error
+        with pytest.raises(StateError, match="'params', which is parked"):
+            trainer.compute_log_prob(batch)
+    trainer.restore()
+    assert trainer.compute_log_prob(batch) == scores
+
+
 @pytest.mark.parametrize("saver", [True, False])
 def test_what_needs_a_parked_tag_says_so(
     saver: bool, model_path: str, make_trainer: Make, tmp_path: Path

@@ -1,19 +1,35 @@
 """Tracks which of a trainer's tags have memory now, and when giving it back costs no copy."""
 
-from collections.abc import Callable, Hashable
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import chain
 
 from memsaver import MemorySaver
-from memsaver.errors import StateError
+from memsaver.errors import HostMemoryError, OutOfMemory, StateError
+from memsaver.vmm import Waitable
 
 Version = Callable[[], Hashable]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A pause or resume beside other work. before: what was parked then."""
+
+    tags: tuple[str, ...]
+    before: frozenset[str]
+    done: Future[None]
 
 
 class Parking:
     """Pauses and resumes tags; without a saver it only remembers which are parked.
 
     A tag with a version is parked without a copy where its content is still of the version that was
-    parked last.
+    parked last. What was begun beside other work counts as done, and whoever needs one of its tags
+    waits for it: there is one at a time. A begun park copies always, also what has not changed.
     """
 
     def __init__(self, saver: MemorySaver | None) -> None:
@@ -21,6 +37,9 @@ class Parking:
         self._tags: dict[str, Version | None] = {}
         self._beside: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
+        self._begun: _Begun | None = None
+        self._thread = ThreadPoolExecutor(1, "trainer-parking")
+        self._saves = itertools.count()
 
     def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
         """Adds a tag that has memory now. version: says what its content is called; None: it always
@@ -29,36 +48,77 @@ class Parking:
         self._tags[tag] = version
         self._beside[tag] = beside
 
-    def park(self, *tags: str) -> None:
-        """Move the tags (none: all) to the host and free their memory."""
+    def park(self, *tags: str, wait: bool = True) -> None:
+        """Move the tags (none: all) to the host and free their memory.
+
+        wait: False begins to copy and returns; their memory is freed when the copy is there, and
+        until then they must not be written.
+        """
+        self.finish()
         chosen = self._chosen(tags)
-        if self._saver is not None:
+        before = frozenset(self._parked)
+        if self._saver is not None and wait:
             for tag in chosen:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
             self._saver.pause(*self._memory(chosen), content="host")
+        elif self._saver is not None:
+            saver, memory = self._saver, self._memory([tag for tag in chosen if tag not in before])
+            copies = [saver.save(tag, ("begun", next(self._saves))) for tag in memory]
+            self._begin(chosen, before, lambda: _free(saver, memory, copies))
         self._parked |= set(chosen)
 
-    def restore(self, *tags: str) -> None:
+    def restore(self, *tags: str, wait: bool = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
+
+        wait: False returns at once; where memory is short then, the tags stay parked.
         """
+        self.finish()
         chosen = self._chosen(tags)
-        if self._saver is not None:
-            self._saver.resume(*self._memory(chosen))
+        if (saver := self._saver) is not None:
+            memory = self._memory(chosen)
+            if wait:
+                saver.resume(*memory)
+            else:
+                self._begin(chosen, frozenset(self._parked), lambda: saver.resume(*memory))
         self._parked -= set(chosen)
+
+    def finish(self) -> None:
+        """Waits for what was begun, and raises what became of it."""
+        if self._begun is None:
+            return
+        wait([self._begun.done])  # an interrupt here leaves it begun
+        begun, self._begun = self._begun, None
+        if (error := begun.done.exception()) is None:
+            return
+        self._parked = set(begun.before)
+        short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
+        if not (short and begun.before.issuperset(begun.tags)):  # a restore may be tried again
+            raise error
+
+    def close(self) -> None:
+        """Waits for what was begun, whatever becomes of it; nothing can be begun any more."""
+        self._thread.shutdown()
 
     def require(self, method: str, *tags: str) -> None:
         """Raises a StateError if one of these is parked; a tag that the trainer has not got is none
         of its business.
         """
+        if self._begun is not None and set(tags) & set(self._begun.tags):
+            self.finish()
         for tag in tags:
             if tag in self._parked:
                 raise StateError(
                     f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first"
                 )
 
-    def _memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
+    def _begin(
+        self, tags: tuple[str, ...], before: frozenset[str], work: Callable[[], None]
+    ) -> None:
+        self._begun = _Begun(tags, before, self._thread.submit(work))
+
+    def _memory(self, tags: Sequence[str]) -> tuple[str, ...]:
         return (*tags, *chain.from_iterable(self._beside[tag] for tag in tags))
 
     def _chosen(self, tags: tuple[str, ...]) -> tuple[str, ...]:
@@ -68,3 +128,11 @@ class Parking:
                     f"unknown tag {tag!r}; the trainer has {', '.join(map(repr, self._tags))}"
                 )
         return tags or tuple(self._tags)
+
+
+def _free(saver: MemorySaver, tags: Sequence[str], copies: Sequence[Waitable | None]) -> None:
+    """Pauses each tag as soon as its copy is there; meanwhile others find the saver free."""
+    for tag, copy in zip(tags, copies, strict=True):
+        if copy is not None:
+            copy.synchronize()
+        saver.pause(tag, content="host")

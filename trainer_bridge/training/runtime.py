@@ -60,6 +60,11 @@ class Runtime:
         """Give torch's cached blocks back to the device."""
         empty_torch_cache(self.device)
 
+    def finish(self) -> None:
+        """Wait for the work that is queued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def numbers(self, tensor: Tensor) -> list[float]:
         """Returns the content of an fp32 tensor of shape [N], read from the device."""
         return tensor.tolist()

@@ -119,6 +119,9 @@ OUT_OF_RANGE = {
     "cycle.keep": wrong(
         "cycle.keep=[params,wieghts]", "keep=[params,wieghts]: names unknown tags wieghts"
     ),
+    "cycle.overlap": wrong(
+        "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
+    ),
     "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
@@ -239,6 +242,8 @@ CONTRADICTIONS = [
         "max_restarts=2: needs checkpoints to go on from",
     ),
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
+    wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
+    wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
     wrong(
         "algorithm=ppo cycle.keep=[reference,critic]",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import recipes
 from recipes.planner.command import plan_beside, plan_of
 from recipes.planner.gpus import GIB, Gpu
-from recipes.planner.plan import Plan, StagePlan
+from recipes.planner.plan import Plan, StagePlan, Switch
 from recipes.planner.switch import decide
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
@@ -31,7 +31,7 @@ FEW = ["tiny", "device=auto", "cycle.keep=auto", "cycle.alias=auto", "trainer.mi
 FEW += ["model.config.hidden_size=2048", "model.config.vocab_size=150000", "engine.kv_tokens=256"]
 
 
-def planned(sizes: dict[str, int], cache: int, total: int) -> Plan:
+def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
     """In GiB, everything handed over; torch's cache is training's."""
     stages = []
     for stage, tags in ALONE.items():
@@ -52,7 +52,7 @@ def planned(sizes: dict[str, int], cache: int, total: int) -> Plan:
 )
 def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: int) -> None:
     """A saved GiB costs two seconds on this link, all that is mapped anew less than one."""
-    chosen = decide(planned(sizes, cache, total), RECIPE).keep
+    chosen = decide(made_up(sizes, cache, total), RECIPE).keep
     room = total - 0.25 - 0.03 * total
 
     def fits(keep: tuple[str, ...]) -> bool:
@@ -75,10 +75,10 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
 
 def test_adapters_go_with_the_parameters() -> None:
     sizes = {"params": 2, "adapters": 1, "optim": 1, "weights": 2, "kv_cache": 1}
-    roomy = decide(planned(sizes, cache=1, total=80), RECIPE)
+    roomy = decide(made_up(sizes, cache=1, total=80), RECIPE)
     assert set(roomy.keep) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
     # with torch's cache, which stays where nothing leaves, all of it would take 8 of 7.5
-    tight = decide(planned(sizes, cache=1, total=8), RECIPE)
+    tight = decide(made_up(sizes, cache=1, total=8), RECIPE)
     assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.keep}
     assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
 
@@ -119,13 +119,13 @@ def test_a_run_has_its_switch_planned_beside_it(
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
     with plan_beside(tmp_path, 80 * GIB, "always") as decided:
-        keep, lines = decided()
+        keep, _, lines = decided()
     assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
     assert "optim" in keep and "weights are the trainer's own pages" in lines[0]
     monkeypatch.setattr("sys.executable", "/bin/false")
     with plan_beside(tmp_path, 80 * GIB, "never") as decided:
-        keep, lines = decided()
-    assert keep == [] and lines[0].endswith("there is no plan: exit status 1")
+        keep, overlap, lines = decided()
+    assert keep == overlap == [] and lines[0].endswith("there is no plan: exit status 1")
 
 
 def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
@@ -133,3 +133,22 @@ def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), plan_beside(tmp_path, 80 * GIB, "never"):
         raise KeyboardInterrupt
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_weights() -> None:
+    """8 GiB of keys and values leave, and none of the moments needs to wait for the bus."""
+    words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.keep=[params]"]
+
+    def planned(*more: str) -> tuple[Plan, Switch]:
+        plan = plan_of(recipes.load("tiny", [*words, *more]), "any", gpu=str(14 * GIB))
+        assert plan.switch is not None
+        return plan, plan.switch
+
+    (plan, beside), (_, serial) = planned(), planned("cycle.overlap=[]")
+    assert beside.keep == serial.keep and (beside.overlap, serial.overlap) == (("optim",), ())
+    assert beside.lines[2] == (
+        "beside work: optim while answers are made, back while they are scored: optim"
+    )
+    moments = max(stage.tags["optim"] for stage in plan.stages)
+    assert serial.seconds - beside.seconds == pytest.approx(2 * moments / plan.gpu.link)
+    assert planned("engine.host_to_device_ratio=0.5")[1].overlap == ()  # such a pool has one size
