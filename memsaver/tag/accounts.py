@@ -19,7 +19,9 @@ _PAGE_POOL = "the page pool"
 
 
 class Accounts:
-    """Knows what a saver's tags and page pool hold; it holds its lock around every call."""
+    """Knows what a saver's tags and page pool hold; it holds its lock around every call but
+    `usage`.
+    """
 
     def __init__(self, backend: Backend, pool: PagePool, tags: Tags) -> None:
         self._backend, self._pool, self._tags = backend, pool, tags
@@ -43,6 +45,7 @@ class Accounts:
             tuple((arena.tag, arena.stats.blocks, arena.stats.frees) for arena in self._tags)
         )
         holders = self._holders()
+        backups = [arena.backup for arena in self._tags]
         if not holders[_PAGE_POOL]:
             del holders[_PAGE_POOL]
         return Usage(
@@ -50,7 +53,7 @@ class Accounts:
             torch_bytes=now,
             torch_peak_bytes=peak,
             device_used_bytes=used,
-            host_bytes=sum(arena.backup.host_bytes for arena in self._tags if arena.backup),
+            host_bytes=sum(backup.host_bytes for backup in backups if backup),
         )
 
     def _holders(self) -> dict[str, int]:

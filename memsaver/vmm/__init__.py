@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memsaver.vmm.backend import Waitable
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 from memsaver.vmm.registrations import on_a_tag
 from memsaver.vmm.torch_usage import empty_torch_cache
@@ -14,15 +13,7 @@ if TYPE_CHECKING:
 
     from memsaver.vmm.backend import Backend
 
-__all__ = [
-    "HUGE_PAGE",
-    "Pinner",
-    "Waitable",
-    "empty_torch_cache",
-    "make_backend",
-    "make_pinner",
-    "on_a_tag",
-]
+__all__ = ["HUGE_PAGE", "Pinner", "empty_torch_cache", "make_backend", "make_pinner", "on_a_tag"]
 
 
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:

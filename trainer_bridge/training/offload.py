@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
+
 from memsaver import MemorySaver
 from memsaver.errors import HostMemoryError, OutOfMemory, StateError
-from memsaver.vmm import Waitable
 
 Version = Callable[[], Hashable]
 
@@ -39,7 +40,6 @@ class Parking:
         self._parked: set[str] = set()
         self._begun: _Begun | None = None
         self._thread = ThreadPoolExecutor(1, "trainer-parking")
-        self._saves = itertools.count()
 
     def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
         """Adds a tag that has memory now. version: says what its content is called; None: it always
@@ -62,10 +62,10 @@ class Parking:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
             self._saver.pause(*self._memory(chosen), content="host")
-        elif self._saver is not None:
-            saver, memory = self._saver, self._memory([tag for tag in chosen if tag not in before])
-            copies = [saver.save(tag, ("begun", next(self._saves))) for tag in memory]
-            self._begin(chosen, before, lambda: _free(saver, memory, copies))
+        elif (saver := self._saver) is not None:
+            memory = self._memory([tag for tag in chosen if tag not in before])
+            _finish(saver)  # what still writes the tags
+            self._begin(chosen, before, lambda: _move_out(saver, memory))
         self._parked |= set(chosen)
 
     def restore(self, *tags: str, wait: bool = True) -> None:
@@ -130,9 +130,28 @@ class Parking:
         return tags or tuple(self._tags)
 
 
-def _free(saver: MemorySaver, tags: Sequence[str], copies: Sequence[Waitable | None]) -> None:
-    """Pauses each tag as soon as its copy is there; meanwhile others find the saver free."""
+def _finish(saver: MemorySaver) -> None:
+    if saver.device.type == "cuda":
+        torch.cuda.synchronize(saver.device)
+
+
+def _move_out(saver: MemorySaver, tags: Sequence[str]) -> None:
+    """Pauses each tag as soon as its copy is there; between the calls others find the saver free.
+
+    Nothing is queued that concerns the tags, and nobody writes them meanwhile.
+    """
+    _pin(saver, tags)
+    copies = [saver.save(tag, ("begun", time.monotonic_ns())) for tag in tags]
     for tag, copy in zip(tags, copies, strict=True):
         if copy is not None:
             copy.synchronize()
-        saver.pause(tag, content="host")
+        saver.pause(tag, content="host", streams=())
+
+
+def _pin(saver: MemorySaver, tags: Sequence[str]) -> None:
+    """Pins what the copies take beforehand: at first it takes seconds, in which a save would hold
+    the saver.
+    """
+    held = saver.report().tags
+    arena = saver.host_arena
+    arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))
