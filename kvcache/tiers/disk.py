@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from kvcache.tiers.keys import HASH_BYTES, stable_hash
+from kvcache.tiers.keys import HASH_BYTES, check_page, stable_hash
 from kvcache.tiers.lru import VersionedLRU
-from kvcache.tiers.memory import check_page, host_memory
 from memsaver.backup import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
+from memsaver.vmm import host_memory
 
 _MAGIC = b"kvpage01"
 # magic, format, version, page hash, payload bytes
@@ -62,7 +62,7 @@ class DiskTier:
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
         # aligned, as direct I/O needs it
-        buffer = host_memory(self.file_bytes, torch.device("cpu"))
+        buffer = host_memory(self.file_bytes, torch.device("cpu"), "a page", "make pages smaller")
         self._memory = buffer.numpy().data
         # torch's threads cost more than one page
         self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()

@@ -11,9 +11,10 @@ from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
 from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
-from kvcache.tiers.memory import check_page, host_memory
+from kvcache.tiers.keys import check_page
 from kvcache.tiers.transfer import Clock, Transfer
 from memsaver.common.dispatch import Impl
+from memsaver.vmm import host_memory
 
 Layout = Literal["layer_first", "page_first"]
 _RECENT = 64  # transfers kept for who measures
@@ -83,7 +84,7 @@ class HostKVCache:
         pages = config.pages(pool)
         self.allocator = PagedTokenToKVPoolAllocator(pages * self.page_size, self.page_size, "cpu")
         self.nbytes = pages * self.page_bytes
-        self._block = host_memory(self.nbytes, pool.device)
+        self._block = host_memory(self.nbytes, pool.device, "a host tier", "make the tier smaller")
         self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
         # oldest first; who measures takes them out
         self.recent: deque[Transfer] = deque(maxlen=_RECENT)

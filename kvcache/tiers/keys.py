@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Hashable
 
 import numpy as np
+import torch
 
 from kvcache.radix.keys import Int64Array, Tokens, as_ids
 
@@ -43,3 +44,11 @@ def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> l
         ).digest()
         hashes.append(parent)
     return hashes
+
+
+def check_page(content: torch.Tensor, nbytes: int) -> None:
+    """ValueError unless it is uint8 `[nbytes]`, all bytes of a page."""
+    if content.dtype != torch.uint8 or content.shape != (nbytes,):
+        raise ValueError(
+            f"a page is uint8 [{nbytes}], got {content.dtype} of {tuple(content.shape)}"
+        )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import TYPE_CHECKING
 
+from memsaver.common.finalizers import Finalizer
+from memsaver.common.rounding import round_up
+from memsaver.errors import HostMemoryError, format_bytes
+from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 from memsaver.vmm.registrations import on_a_tag
 from memsaver.vmm.torch_usage import empty_torch_cache
@@ -13,7 +19,15 @@ if TYPE_CHECKING:
 
     from memsaver.vmm.backend import Backend
 
-__all__ = ["HUGE_PAGE", "Pinner", "empty_torch_cache", "make_backend", "make_pinner", "on_a_tag"]
+__all__ = [
+    "HUGE_PAGE",
+    "Pinner",
+    "empty_torch_cache",
+    "host_memory",
+    "make_backend",
+    "make_pinner",
+    "on_a_tag",
+]
 
 
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
@@ -38,3 +52,38 @@ def make_pinner(device: torch.device) -> Pinner | None:
     from memsaver.vmm.cuda import CudaPinner
 
     return CudaPinner()
+
+
+def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
+    """Returns uint8 ``[nbytes]``, all 0, with memory behind it, pinned where ``device`` is a GPU,
+    at a multiple of 2 MiB and in whole ones; it is given back when nobody looks at it.
+
+    what, remedy: for the ``HostMemoryError``, with nothing taken, for more than machine and
+    container have room for beside what this process has pinned (``room_bytes``).
+    """
+    import torch
+
+    size, room = round_up(nbytes, HUGE_PAGE), max(0, pinned_pages.room_bytes())
+    if size > room:
+        raise HostMemoryError(
+            f"{what} of {format_bytes(size)} is more than the {format_bytes(room)} of host "
+            f"memory that may be taken beside the {format_bytes(pinned_pages.held_bytes())} that "
+            f"this process holds already; {remedy} or free memory; nothing was changed",
+            size,
+            size - room,
+            {},
+        )
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        pinner = make_pinner(device)
+        (address,) = pinned_pages.obtain([size], pinner)
+    owner = (ctypes.c_char * nbytes).from_address(address)
+    Finalizer(owner, _give_back, address, size, pinner, device)
+    return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels may still read it or write it
+    pinned_pages.give_back(address, size, pinner)
